@@ -20,18 +20,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.result import arguments, asked, paired, tell
-from bench.secured import Secured, in_turn, secured
+from bench.secured import SecuredServers, measure_in_turn, start_secured
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:1'
 # Maximum ratio to the floor, by number of computes.
 TARGETS = {10: 2.0, 1000: 1.4}
 
 
-def floor(there: Secured) -> None:
+def run_floor(servers: SecuredServers) -> None:
     """Get candidates, claim the first one and put the request."""
-    headers = ['-H', f'x-auth-token: {there.token}', '-H', 'openstack-api-version: placement 1.39']
+    headers = ['-H', f'x-auth-token: {servers.token}', '-H', 'openstack-api-version: placement 1.39']
     headers += ['-H', 'content-type: application/json']
-    answer = json.loads(there.ask(*headers, f'{there.placement}/allocation_candidates?{QUERY}'))
+    answer = json.loads(servers.run_curl(*headers, f'{servers.placement}/allocation_candidates?{QUERY}'))
     instance = str(uuid.uuid4())
     claim = {
         'allocations': answer['allocation_requests'][0]['allocations'],
@@ -40,25 +40,25 @@ def floor(there: Secured) -> None:
         'consumer_generation': None,
         'consumer_type': 'INSTANCE',
     }
-    there.ask(*headers, '-X', 'PUT', '-d', json.dumps(claim), f'{there.placement}/allocations/{instance}')
+    servers.run_curl(*headers, '-X', 'PUT', '-d', json.dumps(claim), f'{servers.placement}/allocations/{instance}')
     key, value = f'/bench/{instance}', json.dumps({**claim, 'instance': instance, 'image': 'http://bench/x'})
     body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}
-    there.ask('-X', 'POST', '-d', json.dumps(body), f'https://{there.etcd}/v3/kv/put')
+    servers.run_curl('-X', 'POST', '-d', json.dumps(body), f'https://{servers.etcd}/v3/kv/put')
 
 
 def main() -> None:
     options = asked(arguments(__doc__, 30))
     for computes, target in TARGETS.items():
-        with secured(computes) as there:
+        with start_secured(computes) as there:
             command = [Path(sys.executable).with_name('eschedule'), '--config', there.config, QUERY]
 
             def ours(command: Sequence[str | Path] = command) -> None:
                 subprocess.run(command, check=True, capture_output=True)
 
-            def theirs(there: Secured = there) -> None:
-                floor(there)
+            def theirs(servers: SecuredServers = there) -> None:
+                run_floor(servers)
 
-            seconds = in_turn(ours, theirs, options.rounds)
+            seconds = measure_in_turn(ours, theirs, options.rounds)
         tell(paired('claim-one', f'{computes:,} computes', *seconds, target), options.json)
 
 

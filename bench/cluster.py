@@ -24,11 +24,11 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.store.watch import Follower, State
 from tests.kit.commands import write_config
-from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, until
+from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, wait_until
 
 # Of placement: one process a core, as in docker.sh.
-PROCESSES = 2
-THREADS = 2
+PLACEMENT_PROCESSES = 2
+PLACEMENT_THREADS = 2
 POSTGRES = ('postgres', 'initdb')
 # Started cold from its installation: processes that the tests start share memory and have done their imports.
 ECOMPUTE = str(Path(sys.executable).parent / 'ecompute')
@@ -41,7 +41,7 @@ class Use(NamedTuple):
     memory: float
 
 
-def use_of(*pids: int) -> Use:
+def measure_use(*pids: int) -> Use:
     """Sum the use of these processes and their children; those that have ended count as 0."""
     cpu, memory = 0.0, 0.0
     for pid in pids:
@@ -63,14 +63,18 @@ class Postgres(Server):
     def __init__(self) -> None:
         super().__init__()
         self.url = f'postgresql+psycopg2://postgres@/postgres?host={self.directory}'
-        programs = [shutil.which(program, path=f'{os.environ["PATH"]}:{_debian()}') for program in POSTGRES]
+        programs = [shutil.which(program, path=f'{os.environ["PATH"]}:{_debian_path()}') for program in POSTGRES]
         if None in programs:
             sys.exit('PostgreSQL is not installed: apt-get install postgresql')
         self._postgres, self._initdb = map(str, programs)
         if os.geteuid() == 0:  # PostgreSQL does not run as root
             shutil.chown(self.directory, 'postgres')
-        subprocess.run(self._as_postgres(self._initdb, '-D', 'data', '-U', 'postgres', '-A', 'trust', '--no-sync'),
-                       cwd=self.directory, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            self._as_postgres(self._initdb, '-D', 'data', '-U', 'postgres', '-A', 'trust', '--no-sync'),
+            cwd=self.directory,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     def command(self) -> list[str]:
         """The server, without a network address."""
@@ -78,7 +82,7 @@ class Postgres(Server):
         return self._as_postgres(self._postgres, '-D', 'data', *[word for line in settings for word in ('-c', line)])
 
     def is_ready(self) -> bool:
-        return 'ready to accept connections' in self.last_words()
+        return 'ready to accept connections' in self.tail_log()
 
     def close(self) -> None:
         """Stop it with SIGINT: after a kill it leaves shared memory behind."""
@@ -93,11 +97,11 @@ class Postgres(Server):
         return ['setpriv', *user, '--pdeathsig', 'KILL', '--', *words]
 
 
-def _debian() -> str:
+def _debian_path() -> str:
     return ':'.join(str(path) for path in sorted(Path('/usr/lib/postgresql').glob('*/bin'), reverse=True))
 
 
-class Counting(PlacementServer):
+class CountedPlacement(PlacementServer):
     """Placement at two ports on a database: `url` for requesters, `computes_url` for computes."""
 
     def __init__(self, database: str) -> None:
@@ -108,7 +112,14 @@ class Counting(PlacementServer):
 
     def command(self) -> list[str]:
         script = str(TOP / 'bench/counted_placement.py')
-        return [sys.executable, script, str(PROCESSES), str(THREADS), str(self.port), str(self.computes_port)]
+        return [
+            sys.executable,
+            script,
+            str(PLACEMENT_PROCESSES),
+            str(PLACEMENT_THREADS),
+            str(self.port),
+            str(self.computes_port),
+        ]
 
     def environment(self) -> dict[str, str]:
         return {**super().environment(), 'OS_PLACEMENT_DATABASE__CONNECTION': self._database}
@@ -119,7 +130,7 @@ class Counting(PlacementServer):
             self.stop()
         super().close()
 
-    def counts(self) -> dict[str, dict[str, int]]:
+    def read_counts(self) -> dict[str, dict[str, int]]:
         """Read the calls so far, by kind, of requesters (`asking`) and of computes."""
         with urllib.request.urlopen(f'{self.url}/counts', timeout=30) as response:
             counts = json.load(response)
@@ -146,12 +157,12 @@ class Computes(Server):
         """Wait for the log line; a thousand computes take a minute on a busy machine."""
 
         def ready() -> bool:
-            assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
+            assert self.is_running, f'{self.name} ended while starting:\n{self.tail_log()}'
             # Other lines may follow: the process works on waiting requests immediately. The pid excludes the line of an
             # earlier process.
             return f' {self.pid} {self._count} computes are ready' in self.log.read_text(errors='replace')
 
-        until(ready, 900, f'{self._count} computes are ready (see {self.log})')
+        wait_until(ready, 900, f'{self._count} computes are ready (see {self.log})')
 
 
 class Cluster:
@@ -165,7 +176,7 @@ class Cluster:
         self._count, self._settings = computes, settings
         self._at_exit = ExitStack()
         self.seen: dict[str, tuple[float, str]] = {}
-        self.there: frozenset[str] = frozenset()
+        self.current_requests: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -174,13 +185,13 @@ class Cluster:
             self.directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
             os.environ['XDG_CACHE_HOME'] = str(self.directory)  # requesters cache the size of the cluster there
             self.etcd = enter(Etcd())
-            self.placement = enter(Counting(enter(Postgres()).url))
+            self.placement = enter(CountedPlacement(enter(Postgres()).url))
             etcd = self.etcd.endpoint
             self.schedule_yaml = write_config(self.directory / 'schedule.yaml', etcd, self.placement.url)
             config = write_config(self.directory / 'compute.yaml', etcd, self.placement.computes_url, **self._settings)
             inventory = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
             enter(Computes(config, self._count, inventory))
-            self.computes = sorted(keys.last(key) for key in self.etcd.keys(keys.COMPUTES))
+            self.computes = sorted(keys.get_last_part(key) for key in self.etcd.list_keys(keys.COMPUTES))
             follower = Follower(EtcdConfig((etcd,)), [(keys.HOSTS, self._on_state)])
             follower.start()
             self._at_exit.callback(follower.stop)
@@ -195,7 +206,7 @@ class Cluster:
     def fill(self) -> list[str]:
         """Claim all free VCPU for unused consumers, and return their uuids."""
         fillers = []
-        free_vcpus = {compute: self.vcpus - self._used(compute) for compute in self.computes}
+        free_vcpus = {compute: self.vcpus - self._read_used_vcpu(compute) for compute in self.computes}
         claims = []
         for compute, amount in free_vcpus.items():
             if amount:
@@ -207,7 +218,7 @@ class Cluster:
             fillers += batch
         return fillers
 
-    def empty(self, consumers: list[str]) -> None:
+    def release(self, consumers: list[str]) -> None:
         """Release these consumers; the computes may have released some of them as unrequested."""
         for consumer in consumers:
             try:
@@ -218,21 +229,21 @@ class Cluster:
 
     def wait_for(self, instances: set[str], seconds: float) -> None:
         """Wait until a compute has each of these requests."""
-        until(lambda: instances <= self.seen.keys(), seconds, 'all requests are with a compute')
+        wait_until(lambda: instances <= self.seen.keys(), seconds, 'all requests are with a compute')
 
-    def balance(self, instances: set[str]) -> float:
+    def calculate_imbalance(self, instances: set[str]) -> float:
         """Return the range of the VCPU shares used by `instances`, each of which has one VCPU."""
         used = dict.fromkeys(self.computes, 0)
         for instance in instances:
             used[self.seen[instance][1]] += 1
         return (max(used.values()) - min(used.values())) / self.vcpus
 
-    def _used(self, compute: str) -> int:
+    def _read_used_vcpu(self, compute: str) -> int:
         return int(self.placement.call('GET', f'/resource_providers/{compute}/usages')['usages'].get('VCPU', 0))
 
     def _on_state(self, state: State) -> None:
         now = time.monotonic()
-        for key in state.keys() - self.there:
+        for key in state.keys() - self.current_requests:
             compute, instance = key.removeprefix(keys.HOSTS).split('/')
             self.seen.setdefault(instance, (now, compute))
-        self.there = frozenset(state)
+        self.current_requests = frozenset(state)

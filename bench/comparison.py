@@ -28,7 +28,7 @@ from typing import Any
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
-from bench.result import figure, tell  # noqa: E402
+from bench.result import make_result, tell  # noqa: E402
 
 RESULTS, PLOT = Path(__file__).with_name('comparison.jsonl'), Path(__file__).with_name('comparison.svg')
 WAYS = ('one', 'command', 'sets', 'pull')
@@ -42,12 +42,12 @@ UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 Row = dict[str, Any]
 
 
-def vcpus(computes: int) -> int:
+def calculate_vcpus(computes: int) -> int:
     """Return the VCPU of each compute: 800 in all, but at least four each."""
     return max(4, 800 // computes)
 
 
-def words(way: str) -> list[str]:
+def make_arguments(way: str) -> list[str]:
     """Make eschedule's arguments for a way."""
     if way == 'pull':
         return ['--queue', '--flavor', FLAVOR, IMAGE]
@@ -57,13 +57,13 @@ def words(way: str) -> list[str]:
 # A requester process
 
 
-def requester(config: str, way: str) -> None:
+def run_requester(config: str, way: str) -> None:
     """Print `ready`; for each number on stdin, place that often and print each result.
 
     A result is [start, end, code, stdout].
     """
-    arguments = ['--config', config, *words(way)]
-    ask = _command(arguments) if way == 'command' else _main(arguments)
+    arguments = ['--config', config, *make_arguments(way)]
+    ask = _make_process_caller(arguments) if way == 'command' else _make_main_caller(arguments)
     print('ready', flush=True)
     for line in sys.stdin:
         results = []
@@ -74,7 +74,7 @@ def requester(config: str, way: str) -> None:
         print(json.dumps(results), flush=True)
 
 
-def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
+def _make_process_caller(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     eschedule = str(Path(sys.executable).with_name('eschedule'))
 
     def ask() -> tuple[int, str]:
@@ -84,7 +84,7 @@ def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     return ask
 
 
-def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
+def _make_main_caller(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     import ecomp.placement.by_http
     import ecomp.scheduler.placing.create
     import ecomp.scheduler.placing.explain
@@ -104,18 +104,18 @@ class Requesters:
     """A number of requester processes, started and ready."""
 
     def __init__(self, count: int, config: Path, way: str) -> None:
-        from tests.kit.servers import environment
+        from tests.kit.servers import make_environment
 
         again = [sys.executable, __file__, '--requester', str(config), way]
         self._processes = [
-            subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+            subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=make_environment())
             for _ in range(count)
         ]
         for process in self._processes:
             assert process.stdout is not None
             assert process.stdout.readline() == 'ready\n'
 
-    def ask(self, times: int) -> list[list[Any]]:
+    def place(self, times: int) -> list[list[Any]]:
         """Make `times` requests in all, divided among the processes and started concurrently."""
         share, rest = divmod(times, len(self._processes))
         for number, child in enumerate(self._processes):
@@ -135,12 +135,12 @@ class Requesters:
 # Measuring
 
 
-def measure(cluster: Any, requesters: int, way: str, requests: int) -> Row:
+def measure(cluster: Any, requesters: int, way_name: str, requests: int) -> Row:
     """Measure a cell: place, get refusals with no room, and empty the cluster."""
-    processes = Requesters(requesters, cluster.schedule_yaml, way)
+    processes = Requesters(requesters, cluster.schedule_yaml, way_name)
     try:
         before = cluster.placement.counts()
-        results = processes.ask(requests // (SET if way == 'sets' else 1))
+        results = processes.place(requests // (SET if way_name == 'sets' else 1))
         instances, latencies = set[str](), list[float]()
         placed = [(began, UUID.findall(output)) for began, _, code, output in results if code == 0]
         for _, uuids in placed:
@@ -155,33 +155,35 @@ def measure(cluster: Any, requesters: int, way: str, requests: int) -> Row:
             'failed': sorted(code for *_, code, _ in results if code),
             'per_second': round(len(instances) / seconds, 1),
             **{f'p{n}': round(_percentile(latencies, n), 3) for n in (50, 95)},
-            'calls': _each(before, after, len(instances)),
-            'balance': round(cluster.balance(instances), 3),
+            'calls': _calculate_calls(before, after, len(instances)),
+            'balance': round(cluster.calculate_imbalance(instances), 3),
         }
-        if way != 'pull':
-            row['full'] = _refusals(cluster, processes, requesters)
+        if way_name != 'pull':
+            row['full'] = _measure_refusals(cluster, processes, requesters)
     finally:
         processes.close()
-    _clear(cluster, instances)
+    _destroy_all(cluster, instances)
     return row
 
 
-def _refusals(cluster: Any, asking: Requesters, requesters: int) -> Row:
+def _measure_refusals(cluster: Any, asking: Requesters, requesters: int) -> Row:
     """Measure requests to a cluster without any room."""
     fillers = cluster.fill()
     before = cluster.placement.counts()
-    results = asking.ask(max(requesters, REFUSALS))
+    results = asking.place(max(requesters, REFUSALS))
     after = cluster.placement.counts()
     cluster.empty(fillers)
     durations = [ended - began for began, ended, *_ in results]
     return {
         'codes': sorted({code for *_, code, _ in results}),
         **{f'p{n}': round(_percentile(durations, n), 3) for n in (50, 95)},
-        'calls': _each(before, after, len(results)),
+        'calls': _calculate_calls(before, after, len(results)),
     }
 
 
-def _each(before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]], count: int) -> Row:
+def _calculate_calls(
+    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]], count: int
+) -> Row:
     """Return the calls per item, without the computes' upkeep, which requests do not cause."""
     differences = {f'{who} {kind}': after[who][kind] - before[who][kind] for who in after for kind in after[who]}
     return {name: round(calls / count, 2) for name, calls in differences.items() if calls and name != 'computes upkeep'}
@@ -191,34 +193,34 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
 
 
-def _clear(cluster: Any, instances: set[str]) -> None:
-    from tests.kit.commands import eschedule
-    from tests.kit.servers import until
+def _destroy_all(cluster: Any, instances: set[str]) -> None:
+    from tests.kit.commands import run_eschedule_process
+    from tests.kit.servers import wait_until
 
     uuids = sorted(instances)
     for start in range(0, len(uuids), 500):
-        result = eschedule(cluster.schedule_yaml, 'destroy', *uuids[start : start + 500], timeout=600)
+        result = run_eschedule_process(cluster.schedule_yaml, 'destroy', *uuids[start : start + 500], timeout=600)
         assert result.code == 0, result.stderr[-500:]
-    until(lambda: not cluster.there, 600, 'every instance is gone')
+    wait_until(lambda: not cluster.there, 600, 'every instance is gone')
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the requested cells that are not in the results."""
     from bench.cluster import Cluster
-    from tests.kit.commands import eschedule
+    from tests.kit.commands import run_eschedule_process
 
     ways = options.ways
     for computes in options.computes:
         # Computes with queues form a separate cluster: their extra calls must not affect the other figures.
         for cluster_ways, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
-            have = {_cell(row) for row in read(options.results)}
+            have = {_get_cell(row) for row in read_results(options.results)}
             cells = [(computes, number, way) for way in cluster_ways if way in ways for number in options.requesters]
             cells = [cell for cell in cells if cell not in have]
             if not cells:
                 continue
-            with Cluster(computes, vcpus(computes), **settings) as cluster:
+            with Cluster(computes, calculate_vcpus(computes), **settings) as cluster:
                 if settings:
-                    done = eschedule(cluster.schedule_yaml, 'flavor', 'set', FLAVOR, QUERY)
+                    done = run_eschedule_process(cluster.schedule_yaml, 'flavor', 'set', FLAVOR, QUERY)
                     assert done.code == 0, done
                 for _, number, way in cells:
                     row = {'computes': computes, 'requesters': number, 'way': way}
@@ -229,25 +231,27 @@ def run(options: argparse.Namespace) -> None:
                     if options.json:
                         counts = {name: row[name] for name in ('p50', 'p95', 'balance')}
                         workload = f'{computes:,} computes, {number} requesters, {way}'
-                        rate = figure('comparison', workload, [row['per_second']], None, unit='a second', counts=counts)
+                        rate = make_result(
+                            'comparison', workload, [row['per_second']], None, unit='a second', counts=counts
+                        )
                         tell(rate, True)
                     else:
                         print(json.dumps(row), flush=True)
 
 
-def read(path: Path) -> list[Row]:
+def read_results(path: Path) -> list[Row]:
     """Read the results so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _cell(row: Row) -> tuple[int, int, str]:
+def _get_cell(row: Row) -> tuple[int, int, str]:
     return row['computes'], row['requesters'], row['way']
 
 
 # Showing
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def render_table(rows: Sequence[Row]) -> Iterator[str]:
     """Render the results in Markdown.
 
     Calls are all calls of placement, but for a refusal only the requesters'.
@@ -258,16 +262,17 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield '|---' * len(names) + '|'
     for row in rows:
         full = row.get('full')
-        refusal = f'{full["p50"]:.2f} s | {_sum(full["calls"], "", ("asking",)):.1f}' if full else 'waits | -'
+        refusal = f'{full["p50"]:.2f} s | {_sum_calls(full["calls"], "", ("asking",)):.1f}' if full else 'waits | -'
         yield (
             f'| {row["computes"]} | {row["requesters"]} | {row["way"]} | {row["per_second"]:.1f} '
-            f'| {row["p50"]:.2f} s | {row["p95"]:.2f} s | {_sum(row["calls"], ""):.2f} '
-            f'| {_sum(row["calls"], "claims"):.2f} | {_sum(row["calls"], "409"):.2f} | {_sum(row["calls"], "5xx"):.2f} '
+            f'| {row["p50"]:.2f} s | {row["p95"]:.2f} s | {_sum_calls(row["calls"], ""):.2f} '
+            f'| {_sum_calls(row["calls"], "claims"):.2f} | {_sum_calls(row["calls"], "409"):.2f} '
+            f'| {_sum_calls(row["calls"], "5xx"):.2f} '
             f'| {100 * row["balance"]:.0f} | {refusal} | {row["load"]:.0f} |'
         )
 
 
-def _sum(calls: Mapping[str, float], kind: str, by: Sequence[str] = ('asking', 'computes')) -> float:
+def _sum_calls(calls: Mapping[str, float], kind: str, by: Sequence[str] = ('asking', 'computes')) -> float:
     """Sum the calls of one kind, or of all with ''; an answer's status is not a call."""
     kinds = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
     return sum(calls.get(f'{client} {name}', 0) for client in by for name in kinds)
@@ -288,7 +293,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         above, below = axes[0][column], axes[1][column]
         above.set_title(f'{size} computes')
         for way in WAYS:
-            mine = sorted((row for row in rows if row['computes'] == size and row['way'] == way), key=_cell)
+            mine = sorted((row for row in rows if row['computes'] == size and row['way'] == way), key=_get_cell)
             if not mine:
                 continue
             color, at = COLORS[way], [row['requesters'] for row in mine]
@@ -310,11 +315,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, metadata={'Date': None})
 
 
-def numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(',')]
 
 
-def ways(text: str) -> list[str]:
+def parse_ways(text: str) -> list[str]:
     """Parse `one,pull`."""
     if wrong := set(text.split(',')) - set(WAYS):
         raise argparse.ArgumentTypeError(f'{", ".join(wrong)}: the ways are {", ".join(WAYS)}')
@@ -323,11 +328,11 @@ def ways(text: str) -> list[str]:
 
 def main() -> None:
     if sys.argv[1:2] == ['--requester']:
-        return requester(*sys.argv[2:])
+        return run_requester(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
-    parser.add_argument('--requesters', type=numbers, default=[1, 8, 32])
-    parser.add_argument('--ways', type=ways, default=list(WAYS))
+    parser.add_argument('--computes', type=parse_numbers, default=[10, 100, 1000])
+    parser.add_argument('--requesters', type=parse_numbers, default=[1, 8, 32])
+    parser.add_argument('--ways', type=parse_ways, default=list(WAYS))
     parser.add_argument('--requests', type=int, default=80, help='instances in each cell')
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--quick', action='store_true', help='10 computes, 40 requests a cell, and nothing is kept')
@@ -335,9 +340,9 @@ def main() -> None:
     parser.add_argument('--plot', action='store_true')
     options = parser.parse_args()
     if options.plot:
-        rows = sorted({_cell(row): row for row in read(options.results)}.values(), key=_cell)
+        rows = sorted({_get_cell(row): row for row in read_results(options.results)}.values(), key=_get_cell)
         plot(rows, PLOT)
-        print('\n'.join(table(rows)))
+        print('\n'.join(render_table(rows)))
         return None
     if options.quick:
         options.computes, options.requesters, options.requests = [10], [1, 8], 40

@@ -23,7 +23,7 @@ from typing import Any
 KINDS = ('candidates', 'claims', 'held', 'upkeep', '409', '5xx')
 
 
-def kind(method: str, path: str) -> str:
+def classify_call(method: str, path: str) -> str:
     """Return the kind of a call."""
     if path == '/allocation_candidates':
         return 'candidates'
@@ -32,7 +32,7 @@ def kind(method: str, path: str) -> str:
     return 'upkeep'
 
 
-class Counted:
+class CallCounter:
     """A WSGI application that counts calls; all forked processes share the counts."""
 
     def __init__(self, ports: Sequence[str]) -> None:
@@ -49,19 +49,19 @@ class Counted:
                 counts.setdefault(name, {})[kind_] = self._counts[i]
             start('200 OK', [('content-type', 'application/json')])
             return [json.dumps(counts).encode()]
-        self._add(port, kind(environ['REQUEST_METHOD'], environ['PATH_INFO']))
+        self._count(port, classify_call(environ['REQUEST_METHOD'], environ['PATH_INFO']))
 
         def started(status: str, *rest: Any) -> Any:
             if status.startswith('409'):
-                self._add(port, '409')
+                self._count(port, '409')
             elif status.startswith('5'):
-                self._add(port, '5xx')
+                self._count(port, '5xx')
             return start(status, *rest)
 
         assert self.application is not None
         return self.application(environ, started)
 
-    def _add(self, port: str, what: str) -> None:
+    def _count(self, port: str, what: str) -> None:
         with self._counts.get_lock():
             self._counts[self._numbers[port, what]] += 1
 
@@ -70,7 +70,7 @@ def main(processes: int, threads: int, ports: Sequence[str]) -> None:
     """Serve until a signal ends it."""
     import waitress
 
-    counted = Counted(ports)
+    counted = CallCounter(ports)
     sockets = []
     for port in ports:
         listener = socket.socket()

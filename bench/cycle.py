@@ -24,15 +24,15 @@ from bench.result import Result, arguments, asked, paired, tell
 from ecomp import schedule
 from tests.kit.commands import Ecompute, write_config
 from tests.kit.servers import Etcd, PlacementServer
-from tests.kit.use import Use
+from tests.kit.use import ResourceUse
 
-AT_ONCE = 10
+SET_SIZE = 10
 ROOM = 'VCPU:64,DISK_GB:1000,MEMORY_MB:100000'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 
 
-def ask(*words: str) -> str:
+def run_eschedule(*words: str) -> str:
     """Run eschedule, which must succeed, and return its stdout."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -50,17 +50,17 @@ def measure(rounds: int) -> Iterator[Result]:
         Ecompute(etcd.endpoint, placement.url, ROOM) as compute,
     ):
         config = str(write_config(Path(directory) / 'schedule.yaml', etcd.endpoint, placement.url))
-        seconds, uses = list[float](), list[Use]()
+        seconds, uses = list[float](), list[ResourceUse]()
         for _ in range(rounds):
             start = time.monotonic()
-            output = ask('--config', config, SMALL, '--count', str(AT_ONCE), '--wait')
+            output = run_eschedule('--config', config, SMALL, '--count', str(SET_SIZE), '--wait')
             instances = sorted(set(UUID.findall(output)))
-            assert len(instances) == AT_ONCE, output
-            ask('--config', config, 'destroy', '--wait', *instances)
+            assert len(instances) == SET_SIZE, output
+            run_eschedule('--config', config, 'destroy', '--wait', *instances)
             seconds.append(time.monotonic() - start)
-            uses.append(Use.of(compute.pid))
+            uses.append(ResourceUse.measure(compute.pid))
         tenth = max(rounds // 10, 1)
-        workload = f'{rounds * AT_ONCE:,} pretended instances'
+        workload = f'{rounds * SET_SIZE:,} pretended instances'
         yield paired('cycle', f'{workload}: the last tenth against the first', seconds[-tenth:], seconds[:tenth], 1.1)
         settled, end = uses[rounds // 5], uses[-1]
         counts = {'threads': end.threads - settled.threads, 'descriptors': end.descriptors - settled.descriptors}

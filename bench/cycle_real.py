@@ -23,24 +23,24 @@ LAB = Lab('benchc')
 TARGET = 1.1
 
 
-def memory() -> float:
+def measure_memory() -> float:
     """Measure the memory of ecompute and its workers in MB (USS)."""
     pid = json.loads((LAB.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid']
     parent = psutil.Process(pid)
     return sum(process.memory_full_info().uss for process in (parent, *parent.children(recursive=True))) / 1e6
 
 
-def inside(guests: int, images: str) -> Iterator[Result]:
+def measure(guests: int, images: str) -> Iterator[Result]:
     """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def cycle() -> tuple[float, float, float]:
         instances, started = bench.start(1)
-        bench.settle(instances)
+        bench.wait_active(instances)
         gone = bench.destroy(instances)
         bench.check_gone(instances)
         bare, started_bare = bench.start_bare(1)
-        return started / started_bare, gone / bench.destroy_bare(bare), memory()
+        return started / started_bare, gone / bench.destroy_bare(bare), measure_memory()
 
     cycle()  # the first fetches the image and warms caches
     cycles = [cycle() for _ in range(guests)]
@@ -58,4 +58,4 @@ def inside(guests: int, images: str) -> Iterator[Result]:
 
 
 if __name__ == '__main__':
-    main(LAB, inside, lambda: prepare(LAB), 30, quick=10)
+    main(LAB, measure, lambda: prepare(LAB), 30, quick=10)

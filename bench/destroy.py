@@ -20,13 +20,13 @@ COUNT = 10
 TARGET = 1.15
 
 
-def inside(rounds: int, images: str) -> Iterator[Result]:
+def measure(rounds: int, images: str) -> Iterator[Result]:
     """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def ours(count: int) -> float:
         instances, _ = bench.start(count)
-        bench.settle(instances)
+        bench.wait_active(instances)
         seconds = bench.destroy(instances)
         bench.check_gone(instances)
         return seconds
@@ -42,4 +42,4 @@ def inside(rounds: int, images: str) -> Iterator[Result]:
 
 
 if __name__ == '__main__':
-    main(LAB, inside, lambda: prepare(LAB), 12, quick=3)
+    main(LAB, measure, lambda: prepare(LAB), 12, quick=3)

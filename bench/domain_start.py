@@ -15,19 +15,19 @@ from collections.abc import Iterator
 
 from guests import Bench, prepare
 from lab import Lab, main
-from result import QUICK, Result, paired
+from result import QUICK_ROUNDS, Result, paired
 
 LAB = Lab('benchd')
 TARGETS = {1: 1.05, 10: 1.1}
 
 
-def inside(rounds: int, images: str) -> Iterator[Result]:
+def measure(rounds: int, images: str) -> Iterator[Result]:
     """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def ours(count: int) -> float:
         instances, seconds = bench.start(count)
-        bench.settle(instances)
+        bench.wait_active(instances)
         bench.destroy(instances)
         bench.check_gone(instances)
         return seconds
@@ -39,7 +39,7 @@ def inside(rounds: int, images: str) -> Iterator[Result]:
 
     ours(1), floor(1)  # the first of each fetches the image and warms caches
     for count, target in TARGETS.items():
-        if rounds <= QUICK and count > 1:
+        if rounds <= QUICK_ROUNDS and count > 1:
             break  # they take a minute
         pairs = [(ours(count), floor(count)) for _ in range(rounds)]
         mine, floors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -48,4 +48,4 @@ def inside(rounds: int, images: str) -> Iterator[Result]:
 
 
 if __name__ == '__main__':
-    main(LAB, inside, lambda: prepare(LAB), 12)
+    main(LAB, measure, lambda: prepare(LAB), 12)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab import Lab
-from result import Result, amount, interrupt_on_signals, read, signals_ignored
+from result import Result, format_amount, interrupt_on_signals, read, signals_ignored
 
 HERE = Path(__file__).resolve().parent
 # For a script to clean up before it is killed.
 CLEANUP_SECONDS = 60
 # Last lines of stderr that are shown of a failed script.
-LAST_WORDS = 8
+MAX_ERROR_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def run(script: Script, quick: bool) -> Ran:
     interrupted = False
     try:
         out, errors = process.communicate(timeout=limit)
-        problem = _why(process.returncode)
+        problem = _describe_exit(process.returncode)
     except subprocess.TimeoutExpired:
-        out, errors = _ended(process)
+        out, errors = _end(process)
         problem = f'not done after {limit} s'
     except KeyboardInterrupt:
-        out, errors = _ended(process)
+        out, errors = _end(process)
         problem, interrupted = 'interrupted', True
     if script.lab and problem:
         try:
@@ -109,17 +109,17 @@ def run(script: Script, quick: bool) -> Ran:
     results = [result for result in map(read, out.splitlines()) if result is not None]
     if not problem and not results:
         problem = 'it said no figure'
-    last_lines = '\n'.join(f'    {line}' for line in errors.splitlines()[-LAST_WORDS:]) if problem else ''
+    last_lines = '\n'.join(f'    {line}' for line in errors.splitlines()[-MAX_ERROR_LINES:]) if problem else ''
     return Ran(results, f'{problem}\n{last_lines}'.rstrip(), bool(problem), interrupted)
 
 
-def _why(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f'ended by {signal.Signals(-code).name}'
     return f'exit {code}' if code else ''
 
 
-def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
     """End a script as Ctrl-C does, so that it cleans up; return its output."""
     with signals_ignored():
         os.killpg(process.pid, signal.SIGINT)
@@ -129,36 +129,44 @@ def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate()
 
 
-def table(results: Sequence[Result]) -> Iterator[str]:
+def render_table(results: Sequence[Result]) -> Iterator[str]:
     """Render the results in Markdown."""
     names = ('name', 'workload', 'ours', 'floor', 'ratio', 'rounds', 'target', '', 'counts')
     yield f'| {" | ".join(names)} |'
     yield '|---' * len(names) + '|'
     for result in results:
-        floor = '' if result.floor is None else amount(result.floor, result.unit)
+        floor = '' if result.floor is None else format_amount(result.floor, result.unit)
         ratio = '' if result.floor is None else f'{result.ratio:.2f} ({result.least:.2f} to {result.most:.2f})'
-        verdict = {None: '', True: 'met', False: '**missed**'}[result.met]
+        verdict = {None: '', True: 'met', False: '**missed**'}[result.is_met]
         counts = ', '.join(f'{name} {number:g}' for name, number in result.counts.items())
-        figures = amount(result.ours, result.unit), floor, ratio, str(result.rounds), result.aim, verdict, counts
+        figures = (
+            format_amount(result.ours, result.unit),
+            floor,
+            ratio,
+            str(result.rounds),
+            result.target_text,
+            verdict,
+            counts,
+        )
         yield f'| {" | ".join((result.name, result.workload, *figures))} |'
 
 
-def chosen(names: Sequence[str]) -> list[Script]:
+def select_scripts(names: Sequence[str]) -> list[Script]:
     """Return the scripts of these names, or all; exit for an unknown name."""
     if unknown := set(names) - {script.name for script in SCRIPTS}:
         sys.exit(f'bench/run: no such script: {", ".join(sorted(unknown))}')
     return [script for script in SCRIPTS if not names or script.name in names]
 
 
-def report(ran: Mapping[str, Ran], seconds: float) -> int:
+def report(outcomes: Mapping[str, Ran], seconds: float) -> int:
     """Print the table and what was not measured, and why; return the exit code."""
-    results = [result for outcome in ran.values() for result in outcome.results]
-    print('\n'.join(['', *table(results), '']))
-    for name, outcome in ran.items():
+    results = [result for outcome in outcomes.values() for result in outcome.results]
+    print('\n'.join(['', *render_table(results), '']))
+    for name, outcome in outcomes.items():
         if outcome.said:
             print(f'{name}: {outcome.said}')
-    failed = [name for name, outcome in ran.items() if outcome.failed]
-    missed = sum(row.met is False for row in results)
+    failed = [name for name, outcome in outcomes.items() if outcome.failed]
+    missed = sum(row.is_met is False for row in results)
     summary = f'failed: {", ".join(failed)}' if failed else 'no script failed'
     print(f'{len(results)} figures, {missed} missed their target, {summary}, {seconds / 60:.0f} min')
     return 1 if failed else 0
@@ -176,14 +184,14 @@ def main() -> int:
     start = time.monotonic()
     ran: dict[str, Ran] = {}
     with into.open('w') as file:
-        for script in chosen([word for word in options.words if word != 'quick']):
+        for script in select_scripts([word for word in options.words if word != 'quick']):
             print(f'== {script.name}', flush=True)
             started = time.monotonic()
             ran[script.name] = outcome = run(script, quick)
             print(f'   {time.monotonic() - started:.0f} s', flush=True)
             for result in outcome.results:
                 print(result, flush=True)
-                print(result.line(), file=file, flush=True)
+                print(result.to_json_line(), file=file, flush=True)
             if outcome.interrupted:
                 break
     return report(ran, time.monotonic() - start)

@@ -27,19 +27,19 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.cluster import ECOMPUTE, Computes, Counting, Postgres
+from bench.cluster import ECOMPUTE, Computes, CountedPlacement, Postgres
 from bench.lab import Lab
-from bench.result import Result, arguments, asked, figure, paired, tell
-from tests.kit.commands import Ecompute, eschedule, write_config
-from tests.kit.servers import Etcd, until
+from bench.result import Result, arguments, asked, make_result, paired, tell
+from tests.kit.commands import Ecompute, run_eschedule_process, write_config
+from tests.kit.servers import Etcd, wait_until
 
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 GUESTS = 50
 # Seconds after which the hint is published: it is renewed with the lease, every ten seconds.
-SAID = 25.0
+HINT_SECONDS = 25.0
 # Seconds for the first periodic check of many computes.
-SETTLED = 60.0
+SETTLE_SECONDS = 60.0
 FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
 
 
@@ -59,7 +59,7 @@ class Use(NamedTuple):
     threads: int
 
 
-def use(pid: int) -> Use:
+def measure_use(pid: int) -> Use:
     """Measure a process now."""
     process = psutil.Process(pid)
     times = process.cpu_times()
@@ -78,16 +78,16 @@ def watch(pid: int, seconds: float, rounds: int) -> Watched:
     """Measure a process for `rounds` rounds of `seconds`."""
     uss, shares, threads = [], [], 0
     for _ in range(rounds):
-        start, before = time.monotonic(), use(pid)
+        start, before = time.monotonic(), measure_use(pid)
         time.sleep(seconds)
-        after = use(pid)
+        after = measure_use(pid)
         shares.append(100 * (after.processor - before.processor) / (time.monotonic() - start))
         uss.append(after.uss)
         threads = max(threads, after.threads)
     return Watched(uss, shares, threads)
 
 
-def written(etcd: Etcd) -> int:
+def read_revision(etcd: Etcd) -> int:
     """Read etcd's revision, which each write increments."""
     return int(etcd.call('kv/range', {'key': 'Lw=='})['header']['revision'])
 
@@ -97,51 +97,55 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
     with ExitStack() as at_exit:
         enter = at_exit.enter_context
         directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
-        etcd, placement = enter(Etcd()), enter(Counting(enter(Postgres()).url))
+        etcd, placement = enter(Etcd()), enter(CountedPlacement(enter(Postgres()).url))
         config = write_config(directory / 'schedule.yaml', etcd.endpoint, placement.url)
-        enter(bare_python())
-        with bare_python() as floor:
+        enter(run_bare_python())
+        with run_bare_python() as floor:
             bare = watch(floor, seconds, rounds).uss
 
-        def told(name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})) -> Iterator[Result]:
+        def measure_process(
+            name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})
+        ) -> Iterator[Result]:
             watched = watch(pid, seconds, rounds)
             yield paired('footprint', f'{name}: memory', watched.uss, bare, 2.0, unit='MiB', counts=counts)
             # A clock tick is 0.1 % of a round.
-            yield figure('footprint', f'{name}: idle', [mean(watched.shares)], 0.3, unit='% of a core')
+            yield make_result('footprint', f'{name}: idle', [mean(watched.shares)], 0.3, unit='% of a core')
 
         with Installed(etcd.endpoint, placement.computes_url, ROOM) as compute:
-            time.sleep(SAID)
-            yield from told('0 guests', compute.pid)
-            result = eschedule(config, SMALL, '--count', str(GUESTS))
+            time.sleep(HINT_SECONDS)
+            yield from measure_process('0 guests', compute.pid)
+            result = run_eschedule_process(config, SMALL, '--count', str(GUESTS))
             assert result.code == 0, result
-            until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
-            time.sleep(SAID)
-            before = written(etcd)
-            yield from told(f'{GUESTS} pretended guests', compute.pid)
-            writes = written(etcd) - before
-            yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
+            wait_until(lambda: len(etcd.list_keys('/booted/')) == GUESTS, 120, 'all have their addresses')
+            time.sleep(HINT_SECONDS)
+            before = read_revision(etcd)
+            yield from measure_process(f'{GUESTS} pretended guests', compute.pid)
+            writes = read_revision(etcd) - before
+            yield make_result('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         with Lab('bench-footprint').up() as lab:
-            time.sleep(SAID)
-            child_memory = [use(child.pid).uss for child in psutil.Process(lab.ecompute).children(recursive=True)]
+            time.sleep(HINT_SECONDS)
+            child_memory = [
+                measure_use(child.pid).uss for child in psutil.Process(lab.ecompute).children(recursive=True)
+            ]
             counts = {'other processes of it': len(child_memory), 'MiB of theirs': round(sum(child_memory), 1)}
-            yield from told('on libvirt, 0 guests', lab.ecompute, counts)
+            yield from measure_process('on libvirt, 0 guests', lab.ecompute, counts)
         if many:
             settings = write_config(directory / 'compute.yaml', etcd.endpoint, placement.computes_url, queues=True)
             start = time.monotonic()
             process = enter(Computes(settings, many, ROOM))
-            yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - start], 30.0)
-            time.sleep(SETTLED)
-            before, calls = written(etcd), placement.counts()['computes']
+            yield make_result('footprint', f'{many:,} with queues: start', [time.monotonic() - start], 30.0)
+            time.sleep(SETTLE_SECONDS)
+            before, calls = read_revision(etcd), placement.read_counts()['computes']
             many_watched = watch(process.pid, seconds, rounds)
-            new_calls = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
+            new_calls = sum(number - calls[name] for name, number in placement.read_counts()['computes'].items())
             counts = {'threads': many_watched.threads, 'MiB': round(median(many_watched.uss), 1)}
-            counts |= {'etcd writes': written(etcd) - before, 'calls of placement': new_calls}
+            counts |= {'etcd writes': read_revision(etcd) - before, 'calls of placement': new_calls}
             idle = f'{many:,} with queues: idle'
-            yield figure('footprint', idle, many_watched.shares, 10.0, unit='% of a core', counts=counts)
+            yield make_result('footprint', idle, many_watched.shares, 10.0, unit='% of a core', counts=counts)
 
 
 @contextmanager
-def bare_python() -> Iterator[int]:
+def run_bare_python() -> Iterator[int]:
     """Run the floor's process and yield its pid."""
     with subprocess.Popen([sys.executable, '-c', FLOOR], stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lab import Lab
 
-from ecomp.agent.images.connections import reach_of
+from ecomp.agent.images.connections import make_egress_policy
 from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec
@@ -30,23 +30,23 @@ from ecomp.virt.connection import Connection
 from ecomp.virt.libvirt_host import Filters
 
 SHARE = {'VCPU': 1, 'MEMORY_MB': 32, 'DISK_GB': 1}
-SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 
 
-def together(count: int, do: Callable[[int], object]) -> None:
+def run_concurrently(count: int, call: Callable[[int], object]) -> None:
     """Call do(0), do(1) and so on, each in its own thread."""
     with ThreadPoolExecutor(count) as threads:
-        list(threads.map(do, range(count)))
+        list(threads.map(call, range(count)))
 
 
-class Seen:
+class FirstSeen:
     """The times at which names were first seen, in monotonic seconds."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
         self._changed = threading.Condition()
 
-    def note(self, names: Iterable[str]) -> None:
+    def record(self, names: Iterable[str]) -> None:
         """Record that these names are seen now."""
         now = time.monotonic()
         with self._changed:
@@ -54,18 +54,20 @@ class Seen:
                 self._times.setdefault(name, now)
             self._changed.notify_all()
 
-    def last(self, names: Sequence[str], what: str) -> float:
+    def wait_for_all(self, names: Sequence[str], what: str) -> float:
         """Wait until all names are seen, and return the last time; exit after TIMEOUT_SECONDS."""
         with self._changed:
-            if not self._changed.wait_for(lambda: all(name in self._times for name in names), SECONDS):
-                raise SystemExit(f'not {what} in {SECONDS:g} s: {[name for name in names if name not in self._times]}')
+            if not self._changed.wait_for(lambda: all(name in self._times for name in names), TIMEOUT_SECONDS):
+                raise SystemExit(
+                    f'not {what} in {TIMEOUT_SECONDS:g} s: {[name for name in names if name not in self._times]}'
+                )
             return max(self._times[name] for name in names)
 
 
 def prepare(lab: Lab) -> None:
     """Prepare a lab before its script runs on its host."""
     lab.add_blank()
-    lab.overcommit()
+    lab.allow_overcommit()
 
 
 class Bench:
@@ -79,14 +81,16 @@ class Bench:
         self.compute = (self.state / 'uuid').read_text().strip()
         self._store, self._placement = Store(self._config.etcd), Placement(self._config.placement)
         self._image = images + 'blank.raw'
-        self._started, self._active, self._gone = Seen(), Seen(), Seen()
+        self._started, self._active, self._gone = FirstSeen(), FirstSeen(), FirstSeen()
         self._asked: set[str] = set()
         libvirt.virEventRegisterDefaultImpl()
         threading.Thread(target=self._loop, daemon=True).start()
         self.connection = libvirt.open('qemu:///system')
         self.connection.domainEventRegisterAny(None, libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE, self._on_event, None)
         self._pool = self.connection.storagePoolLookupByName('ecompute')
-        self._control = Filters(Connection('qemu:///system'), reach_of(self._config).control).services()
+        self._control = Filters(
+            Connection('qemu:///system'), make_egress_policy(self._config).control_endpoints
+        ).resolve_services()
         followed: list[Any] = [(keys.request_prefix(self.compute), self._on_requests)]
         followed.append((keys.record(self.compute, ''), self._on_records))
         self._follower = Follower(self._config.etcd, followed)
@@ -106,11 +110,11 @@ class Bench:
         puts = [self._put(instance, SHARE) for instance in instances]
         start = time.monotonic()
         self._store.commit([], puts)
-        return instances, self._started.last(instances, 'started') - start
+        return instances, self._started.wait_for_all(instances, 'started') - start
 
-    def settle(self, instances: Sequence[str]) -> None:
+    def wait_active(self, instances: Sequence[str]) -> None:
         """Wait until they are recorded as active."""
-        self._active.last(instances, 'active')
+        self._active.wait_for_all(instances, 'active')
 
     def destroy(self, instances: Sequence[str]) -> float:
         """Return the seconds from the transaction of the tombstones until the last key is gone."""
@@ -118,13 +122,13 @@ class Bench:
         tombstones = [self._put(each, None) for each in instances]
         start = time.monotonic()
         self._store.commit([], tombstones)
-        return self._gone.last(instances, 'gone') - start
+        return self._gone.wait_for_all(instances, 'gone') - start
 
     def check_gone(self, instances: Sequence[str]) -> None:
         """Exit if anything of them is left; remove their records."""
         domains = {instance.UUIDString() for instance in self.connection.listAllDomains()}
         for instance in instances:
-            held = allocations.consumer(self._placement, instance).allocations
+            held = allocations.read_consumer(self._placement, instance).allocations
             is_left = instance in domains or (self.state / f'images/{instance}.qcow2').exists() or held
             if is_left:
                 raise SystemExit(f'{instance} is not gone: {held}')
@@ -149,14 +153,16 @@ class Bench:
             disk, console = self._files(instance)
             # Without this compute's owner mark ecompute ignores the domain. Any address will do: what the filter allows
             # does not affect the time.
-            spec = GuestSpec(instance, 'bench', 1, SHARE['MEMORY_MB'], 1, image, 'qemu', reserved=('10.0.0.1',))
-            self._pool.createXML(xml.volume_xml(disk.name, 2**30, image.path, image.format))
-            description = xml.domain_xml(spec, str(disk), str(console), control=self._control)
+            spec = GuestSpec(
+                instance, 'bench', 1, SHARE['MEMORY_MB'], 1, image, 'qemu', reserved_addresses=('10.0.0.1',)
+            )
+            self._pool.createXML(xml.make_volume_xml(disk.name, 2**30, image.path, image.format))
+            description = xml.make_domain_xml(spec, str(disk), str(console), blocked_services=self._control)
             self.connection.defineXML(description).create()
 
         start = time.monotonic()
-        together(count, make)
-        return instances, self._started.last(instances, 'started') - start
+        run_concurrently(count, make)
+        return instances, self._started.wait_for_all(instances, 'started') - start
 
     def destroy_bare(self, instances: Sequence[str]) -> float:
         """Remove the domains and volumes, and return the seconds that it takes."""
@@ -168,7 +174,7 @@ class Bench:
             self._pool.storageVolLookupByName(self._files(instances[number])[0].name).delete()
 
         start = time.monotonic()
-        together(len(instances), end)
+        run_concurrently(len(instances), end)
         seconds = time.monotonic() - start
         for instance in instances:
             self._files(instance)[1].unlink(missing_ok=True)
@@ -189,11 +195,11 @@ class Bench:
         import libvirt
 
         if event == libvirt.VIR_DOMAIN_EVENT_STARTED:
-            self._started.note([domain.UUIDString()])
+            self._started.record([domain.UUIDString()])
 
     def _on_requests(self, state: Mapping[str, Entry]) -> None:
-        present = {keys.last(key) for key in state}
-        self._gone.note([instance for instance in self._asked if instance not in present])
+        present = {keys.get_last_part(key) for key in state}
+        self._gone.record([instance for instance in self._asked if instance not in present])
 
     def _on_records(self, state: Mapping[str, Entry]) -> None:
-        self._active.note([keys.last(key) for key, entry in state.items() if b'"active"' in entry.value])
+        self._active.record([keys.get_last_part(key) for key, entry in state.items() if b'"active"' in entry.value])

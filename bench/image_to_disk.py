@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lab import Lab, main
-from result import Result, figure, paired
+from result import Result, make_result, paired
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.connections import reach_of
+from ecomp.agent.images.connections import make_egress_policy
 from ecomp.compute_conf import load_compute
 from ecomp.model.guest import GuestSpec
 from ecomp.virt.libvirt_host import Libvirt
@@ -31,22 +31,24 @@ LAB = Lab('benchi')
 MIB = 2**20
 SIZES = (13, 600)
 TARGET = 1.5
-COPIES = 4
+MAX_COPIES = 4
 
 
-def timed(do: Callable[[], object]) -> float:
+def measure_seconds(call: Callable[[], object]) -> float:
     """Return the seconds that a call takes."""
     start = time.monotonic()
-    do()
+    call()
     return time.monotonic() - start
 
 
-def inside(rounds: int, server: str) -> Iterator[Result]:
+def measure_all(rounds: int, server: str) -> Iterator[Result]:
     """Measure on the lab host."""
     config = load_compute(LAB.compute_yaml)
     state = config.state
     libvirt = Libvirt(state)
-    cache = ImageCache(state / 'images', inspection.inspect, None, CacheLimits(2**40, 2**40), reach_of(config))
+    cache = ImageCache(
+        state / 'images', inspection.inspect, None, CacheLimits(2**40, 2**40), make_egress_policy(config)
+    )
     for size in SIZES:
         yield from measure(size, rounds, server, libvirt, cache, state / 'images')
     libvirt.close()
@@ -57,12 +59,12 @@ def measure(
 ) -> Iterator[Result]:
     """Measure all sides in turn."""
     url = f'{server}{size}.qcow2'
-    content = hashlib.sha256(LAB.image(f'{size}.qcow2').read_bytes()).hexdigest()
+    content = hashlib.sha256(LAB.get_image(f'{size}.qcow2').read_bytes()).hexdigest()
     base, copy = directory / f'base-{content}.qcow2', directory / 'copy'
     disk = directory / f'{uuid.uuid4()}.qcow2'
 
     def ours(url: str) -> None:
-        with cache.held(url, lambda: None, lambda *_: None) as images:
+        with cache.hold(url, lambda: None, lambda *_: None) as images:
             for image in images:
                 assert image is not None, 'the server has no newer one'
                 libvirt.create_disk(GuestSpec(disk.stem, 'bench', 1, 64, 1, image, 'qemu'))
@@ -75,7 +77,7 @@ def measure(
         subprocess.run(['cp', '--sparse=never', '--reflink=never', str(base), str(copy)], check=True)
 
     def once(make: Callable[[], object]) -> float:
-        seconds = timed(make)
+        seconds = measure_seconds(make)
         libvirt.delete_disk(disk.stem)
         for path in (disk, copy):
             path.unlink(missing_ok=True)
@@ -91,10 +93,10 @@ def measure(
         for name in names[number % 3 :] + names[: number % 3]:
             times[name].append(once(sides[name]))
     # Separately, because its writes keep the disk busy afterwards.
-    copies = [once(copied) for _ in range(min(rounds, COPIES))]
+    copies = [once(copied) for _ in range(min(rounds, MAX_COPIES))]
     for name in ('asked', 'pinned'):
         yield paired('image-to-disk', f'{name}, {size} MB', times[name], times['qemu-img'], TARGET)
-    yield figure('image-to-disk', f'a plain copy, {size} MB', copies, None)
+    yield make_result('image-to-disk', f'a plain copy, {size} MB', copies, None)
 
 
 def make_image(path: Path, size: int) -> None:
@@ -110,8 +112,8 @@ def make_image(path: Path, size: int) -> None:
 def prepare() -> None:
     """Make the images of the lab's web server."""
     for size in SIZES:
-        make_image(LAB.image(f'{size}.qcow2'), size)
+        make_image(LAB.get_image(f'{size}.qcow2'), size)
 
 
 if __name__ == '__main__':
-    main(LAB, inside, prepare, 60, quick=15)
+    main(LAB, measure_all, prepare, 60, quick=15)

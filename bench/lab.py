@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from result import QUICK, Result, arguments, asked, signals_ignored, tell
+from result import QUICK_ROUNDS, Result, arguments, asked, signals_ignored, tell
 
 ELAB = (sys.executable, '-m', 'ecomp.lab.elab')
 LABS = Path('/var/lib/elab')
 # A disk that boots nothing (cli; hlt; jmp): the measurements end when QEMU runs.
-BLANK = b'\xfa\xf4\xeb\xfd'.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
+BLANK_DISK = b'\xfa\xf4\xeb\xfd'.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
 
 
 class Lab:
@@ -39,7 +39,7 @@ class Lab:
     def up(self) -> Iterator[Self]:
         """Make the lab, and remove it at the end, even if it was only half made."""
         try:
-            self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
+            self._run_elab('up', '--name', self._name, '--hosts', '1', quiet=True)
             yield self
         finally:
             self.remove()
@@ -47,17 +47,17 @@ class Lab:
     def remove(self) -> None:
         if self.directory.exists():
             with signals_ignored():
-                self._elab('down', '--name', self._name, quiet=True)
+                self._run_elab('down', '--name', self._name, quiet=True)
 
-    def image(self, name: str) -> Path:
+    def get_image(self, name: str) -> Path:
         """Return the path of an image of the lab's web server."""
         return self.directory / 'images' / name
 
     def add_blank(self) -> None:
         """Write blank.raw for the lab's web server."""
-        self.image('blank.raw').write_bytes(BLANK)
+        self.get_image('blank.raw').write_bytes(BLANK_DISK)
 
-    def overcommit(self) -> None:
+    def allow_overcommit(self) -> None:
         """Allow far more guests than cores, since they are idle, and restart ecompute."""
         with self.compute_yaml.open('a') as file:
             file.write('allocation_ratios: {VCPU: 100}\n')
@@ -65,7 +65,7 @@ class Lab:
         os.kill(pid, signal.SIGTERM)  # unlike SIGINT, not ignored in a shell's background job
         while Path(f'/proc/{pid}').exists():
             time.sleep(0.05)
-        self._elab('up', '--name', self._name, quiet=True)
+        self._run_elab('up', '--name', self._name, quiet=True)
 
     def run(self, words: list[str], prepare: Callable[[], object]) -> int:
         """Make the lab, run Python with `words --inside IMAGES_URL` on its host, and remove it.
@@ -76,9 +76,9 @@ class Lab:
             prepare()
             images = json.loads((self.directory / 'lab.json').read_text())['images']
             again = [sys.executable, *words, '--inside', images]
-            return self._elab('exec', '--name', self._name, 'hv1', *again)
+            return self._run_elab('exec', '--name', self._name, 'hv1', *again)
 
-    def _elab(self, *words: str, quiet: bool = False) -> int:
+    def _run_elab(self, *words: str, quiet: bool = False) -> int:
         out = subprocess.DEVNULL if quiet else None
         return subprocess.run([*ELAB, *words], check=quiet, stdout=out).returncode
 
@@ -87,7 +87,7 @@ class Lab:
 Measure = Callable[[int, str], Iterator[Result]]
 
 
-def main(lab: Lab, measure: Measure, prepare: Callable[[], object], rounds: int, quick: int = QUICK) -> None:
+def main(lab: Lab, measure: Measure, prepare: Callable[[], object], rounds: int, quick: int = QUICK_ROUNDS) -> None:
     """Run such a script: make and prepare the lab, and measure inside it."""
     script = sys.modules['__main__']
     parser = arguments(script.__doc__, rounds, quick)

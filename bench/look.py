@@ -20,38 +20,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.result import arguments, asked, paired, tell
-from bench.secured import Secured, in_turn, secured
+from bench.secured import SecuredServers, measure_in_turn, start_secured
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.order import to_json as request_to_json
-from ecomp.model.record import ACTIVE, Interface, new_record, to_json
+from ecomp.model.record import ACTIVE, Interface, make_record, to_json
 from ecomp.store.client import Put
 
 COMPUTES, INSTANCES = 10, 50
 NOW = '2026-01-01T00:00:00.000Z'
 
 
-def furnish(there: Secured) -> str:
+def write_instances(servers: SecuredServers) -> str:
     """Write running instances as their computes would, and return the uuid of one."""
-    computes = [keys.last(key) for key in there.store.snapshot(keys.COMPUTES).entries]
+    computes = [keys.get_last_part(key) for key in servers.store.snapshot(keys.COMPUTES).entries]
     instance = ''
     for number in range(INSTANCES):
         instance, compute = str(uuid.uuid4()), computes[number % len(computes)]
         resources = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
         fields = {'image': 'http://bench/x', 'name': f'web-{number}', 'stages': {'requested': NOW}}
         request = Request(instance, {compute: resources}, **fields)
-        there.store.commit([], [Put(keys.request(compute, instance), request_to_json(request))])
-        record = new_record(compute, request, NOW).at(ACTIVE, NOW, 'started', 'addressed')
+        servers.store.commit([], [Put(keys.request(compute, instance), request_to_json(request))])
+        record = make_record(compute, request, NOW).enter_state(ACTIVE, NOW, 'started', 'addressed')
         address = Interface('default', f'52:54:00:00:00:{number:02x}', f'192.0.2.{number}')
-        there.store.commit([], [Put(keys.record(compute, instance), to_json(replace(record, addresses=(address,))))])
-        there.store.commit([], [Put(keys.name(f'web-{number}'), json.dumps({'version': 1, 'instance': instance}))])
+        servers.store.commit([], [Put(keys.record(compute, instance), to_json(replace(record, addresses=(address,))))])
+        servers.store.commit([], [Put(keys.name(f'web-{number}'), json.dumps({'version': 1, 'instance': instance}))])
     return instance
 
 
 def main() -> None:
     options = asked(arguments(__doc__, 12))
-    with secured(COMPUTES) as servers:
-        instance = furnish(servers)
+    with start_secured(COMPUTES) as servers:
+        instance = write_instances(servers)
         start, end = (base64.b64encode(word).decode() for word in (b'/instances/', b'/instances0'))
         body = json.dumps({'key': start, 'range_end': end})
         python, eschedule = sys.executable, Path(sys.executable).with_name('eschedule')
@@ -60,7 +60,7 @@ def main() -> None:
             subprocess.run([eschedule, '--config', servers.config, *words], check=True, capture_output=True)
 
         def floor() -> bytes:
-            return servers.ask('-X', 'POST', '-d', body, f'https://{servers.etcd}/v3/kv/range')
+            return servers.run_curl('-X', 'POST', '-d', body, f'https://{servers.etcd}/v3/kv/range')
 
         def requests() -> None:
             subprocess.run([python, '-c', 'import requests'], check=True)
@@ -70,7 +70,7 @@ def main() -> None:
         for words in questions:
             query = ' '.join('UUID' if word == instance else word for word in words)
             for floor_name, floor_of, target in (('one curl', floor, 3.0), ('import requests', requests, 1.0)):
-                seconds = in_turn(partial(run, *words), floor_of, options.rounds)
+                seconds = measure_in_turn(partial(run, *words), floor_of, options.rounds)
                 tell(paired('look', f'{query}, against {floor_name}', *seconds, target), options.json)
 
 

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import psutil
-from result import Result, arguments, asked, figure, tell
+from result import Result, arguments, asked, make_result, tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,21 +28,21 @@ from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
-from tests.kit.servers import Etcd, PlacementServer, until
+from tests.kit.servers import Etcd, PlacementServer, wait_until
 
 # Numbers of flavors and of waiting requests.
 CELLS = ((0, 0), (30000, 0), (30000, 3000), (30000, 30000))
 ROOM = 'VCPU:1000,DISK_GB:1000,MEMORY_MB:100000'
-IDLE, AT_ONCE = 10.0, 100
+IDLE, TRANSACTION_SIZE = 10.0, 100
 SMALL = Flavor('small', {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64})
 
 
-def large(number: int) -> Flavor:
+def make_large_flavor(number: int) -> Flavor:
     """Make a flavor that no compute has room for."""
     return Flavor(f'large-{number}', {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 200_000 + number})
 
 
-def waiting(flavor: Flavor) -> Put:
+def make_waiting_request(flavor: Flavor) -> Put:
     """Make the put of one more waiting request."""
     entry = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
     return Put(entry.key, waiting_to_json(entry))
@@ -50,17 +50,17 @@ def waiting(flavor: Flavor) -> Put:
 
 def put_all(store: Store, puts: Iterator[Put]) -> None:
     """Write the puts, TRANSACTION_SIZE in each transaction."""
-    while batch := list(islice(puts, AT_ONCE)):
+    while batch := list(islice(puts, TRANSACTION_SIZE)):
         assert store.commit([], batch) is not None
 
 
-def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
+def measure_cell(flavor_count: int, request_count: int, take_count: int) -> Iterator[Result]:
     """Measure one cell."""
     with Etcd() as etcd, PlacementServer() as placement:
         store = Store(EtcdConfig((etcd.endpoint,)))
-        all_flavors = (SMALL, *(large(each) for each in range(many)))
+        all_flavors = (SMALL, *(make_large_flavor(each) for each in range(flavor_count)))
         put_all(store, (Put(keys.flavor(each.name), flavors.to_json(each)) for each in all_flavors))
-        put_all(store, (waiting(large(each)) for each in range(waits)))
+        put_all(store, (make_waiting_request(make_large_flavor(each)) for each in range(request_count)))
         with Ecompute(etcd.endpoint, placement.url, ROOM, queues=True) as compute:
             process = psutil.Process(compute.pid)
 
@@ -69,11 +69,11 @@ def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
                 return times.user + times.system
 
             def take() -> float:
-                put = waiting(SMALL)
-                all_flavors = keys.request(compute.uuid, keys.last(put.key))
+                put = make_waiting_request(SMALL)
+                all_flavors = keys.request(compute.uuid, keys.get_last_part(put.key))
                 began = time.monotonic()
                 assert store.commit([], [put]) is not None
-                until(lambda: store.get(all_flavors) is not None, 60, 'it is taken')
+                wait_until(lambda: store.get(all_flavors) is not None, 60, 'it is taken')
                 return time.monotonic() - began
 
             first = take()
@@ -82,22 +82,22 @@ def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
             time.sleep(IDLE)
             idle = (used() - before) / IDLE
             before = used()
-            seconds = [take() for _ in range(takes)]
-            each = (used() - before) / takes
+            seconds = [take() for _ in range(take_count)]
+            each = (used() - before) / take_count
             memory = process.memory_info().rss / 1e6
         store.close()
-    workload = f'{many:,} flavors, {waits:,} waiting'
-    yield figure('many-flavors', f'{workload}: the first is taken', [first], None)
+    workload = f'{flavor_count:,} flavors, {request_count:,} waiting'
+    yield make_result('many-flavors', f'{workload}: the first is taken', [first], None)
     used_by_each = {'ms of its processor': each * 1000}
-    yield figure('many-flavors', f'{workload}: one more is taken', seconds, None, counts=used_by_each)
-    yield figure('many-flavors', f'{workload}: idle', [idle * 100], None, unit='% of a core')
-    yield figure('many-flavors', f'{workload}: memory', [memory], None, unit='MB')
+    yield make_result('many-flavors', f'{workload}: one more is taken', seconds, None, counts=used_by_each)
+    yield make_result('many-flavors', f'{workload}: idle', [idle * 100], None, unit='% of a core')
+    yield make_result('many-flavors', f'{workload}: memory', [memory], None, unit='MB')
 
 
 def main() -> None:
     options = asked(arguments(__doc__, 10))
     for many, waits in CELLS[:2] if options.quick else CELLS:
-        for result in cell(many, waits, options.rounds):
+        for result in measure_cell(many, waits, options.rounds):
             tell(result, options.json)
 
 

@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.claim_one import QUERY
 from bench.result import arguments, asked, paired, tell
-from bench.secured import secured, timed
-from ecomp.yaml_plain import plain
+from bench.secured import measure_seconds, start_secured
+from ecomp.yaml_plain import parse_plain
 
 COMPUTES = 10
 # Minimum ratio of PyYAML's command to ours for the own reader to be worth keeping.
-WORTH = 1.08
-AS_IT_IS = 'from ecomp.schedule import run\nrun()\n'
+MIN_RATIO = 1.08
+COMMAND = 'from ecomp.schedule import run\nrun()\n'
 # The command without that module: its Node remains, and no file is plain.
-WITHOUT = f"""from __future__ import annotations
+COMMAND_WITHOUT_PLAIN = f"""from __future__ import annotations
 import sys
 from types import ModuleType
 from typing import NamedTuple
@@ -39,10 +39,10 @@ class Node(NamedTuple):
     pairs: tuple[tuple[Node, Node], ...] = ()
 sys.modules['ecomp.yaml_plain'] = without = ModuleType('ecomp.yaml_plain')
 without.Node, without.plain = Node, lambda text: None
-{AS_IT_IS}"""
+{COMMAND}"""
 
 
-class Taken(NamedTuple):
+class CommandTime(NamedTuple):
     """Wall time and processor time of a command, in seconds."""
 
     wall: float
@@ -51,21 +51,23 @@ class Taken(NamedTuple):
 
 def main() -> None:
     options = asked(arguments(__doc__, 30))
-    with secured(COMPUTES) as servers:
-        assert plain(servers.config.read_text()) is not None, 'no configuration that is plain: nothing to measure'
+    with start_secured(COMPUTES) as servers:
+        assert parse_plain(servers.config.read_text()) is not None, 'no configuration that is plain: nothing to measure'
 
-        def run(code: str) -> Taken:
+        def run(code: str) -> CommandTime:
             command: Sequence[str | Path] = [sys.executable, '-P', '-c', code, '--config', servers.config, QUERY]
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            wall = timed(lambda: subprocess.run(command, check=True, capture_output=True))
+            wall = measure_seconds(lambda: subprocess.run(command, check=True, capture_output=True))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return Taken(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            return CommandTime(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
-        run(WITHOUT), run(AS_IT_IS)  # the first of each reads modules and pages from the disk
-        rounds = [(run(WITHOUT), run(AS_IT_IS)) for _ in range(options.rounds)]
+        run(COMMAND_WITHOUT_PLAIN), run(COMMAND)  # the first of each reads modules and pages from the disk
+        rounds = [(run(COMMAND_WITHOUT_PLAIN), run(COMMAND)) for _ in range(options.rounds)]
     for number, kind in enumerate(('wall time', 'processor time')):
         without, ours = ([round_[number] for round_ in side] for side in zip(*rounds, strict=True))
-        tell(paired('plain-yaml', f'{COMPUTES} computes, {kind}', without, ours, WORTH, at_least=True), options.json)
+        tell(
+            paired('plain-yaml', f'{COMPUTES} computes, {kind}', without, ours, MIN_RATIO, at_least=True), options.json
+        )
 
 
 if __name__ == '__main__':

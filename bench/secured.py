@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.lab import control
-from ecomp.lab.machine import end
+from ecomp.lab.machine import terminate
 from ecomp.model import host, keys
 from ecomp.model.json_object import dump
 from ecomp.placement import providers
@@ -34,12 +34,12 @@ from tests.kit.etcd_member import Member, Tls
 from tests.kit.servers import free_port
 
 HOST = '127.0.0.1'
-LARGE = {name: {'total': 100_000} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
+LARGE_INVENTORY = {name: {'total': 100_000} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
 # Seconds of the fake computes' lease.
-LEASE = 3600
+LEASE_SECONDS = 3600
 
 
-class Secured(NamedTuple):
+class SecuredServers(NamedTuple):
     """The addresses of etcd and placement, a configuration for them, and curl's credentials."""
 
     etcd: str
@@ -49,13 +49,13 @@ class Secured(NamedTuple):
     curl: Sequence[str]
     token: str
 
-    def ask(self, *words: str) -> bytes:
+    def run_curl(self, *words: str) -> bytes:
         """Run curl with our certificate, which must succeed, and return its output."""
         return subprocess.run(['curl', '-sS', '--fail', *self.curl, *words], check=True, capture_output=True).stdout
 
 
 @contextmanager
-def secured(computes: int) -> Iterator[Secured]:
+def start_secured(computes: int) -> Iterator[SecuredServers]:
     """Start both servers and register live computes with room; remove all at the end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive a terminated benchmark
     with ExitStack() as stack:
@@ -70,9 +70,9 @@ def secured(computes: int) -> Iterator[Secured]:
         etcd = stack.enter_context(Member(directory / 'etcd', 'm0', tls))
         data, port = directory / 'placement', free_port()
         data.mkdir()
-        for server in control.placement(data, HOST, port, certs):
+        for server in control.make_placement_servers(data, HOST, port, certs):
             process = server.start([])
-            stack.callback(end, [process])
+            stack.callback(terminate, [process])
             server.wait(process)
         url = f'https://{HOST}:{port}'
         config = write_config(directory / 'schedule.yaml', etcd.endpoint, url, certs)
@@ -81,26 +81,28 @@ def secured(computes: int) -> Iterator[Secured]:
         stack.callback(store.close)
         placement = Placement(PlacementConfig(url, token_file=certs / 'token', **files))
         stack.callback(placement.close)
-        lease = store.grant(LEASE)
+        lease = store.grant(LEASE_SECONDS)
         for _ in range(computes):
             compute = str(uuid.uuid4())
-            providers.ensure(placement, compute)
-            providers.set_inventory(placement, compute, LARGE)
-            presence = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.room_hint(LARGE, [])}
+            providers.ensure_provider(placement, compute)
+            providers.set_inventory(placement, compute, LARGE_INVENTORY)
+            presence = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.make_room_hint(LARGE_INVENTORY, [])}
             store.commit([], [Put(keys.compute(compute), dump(presence), lease)])
         credentials = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
-        yield Secured(etcd.endpoint, url, config, store, credentials, (certs / 'token').read_text())
+        yield SecuredServers(etcd.endpoint, url, config, store, credentials, (certs / 'token').read_text())
 
 
-def timed(what: Callable[[], object]) -> float:
+def measure_seconds(call: Callable[[], object]) -> float:
     """Return the seconds that a call takes."""
     start = time.monotonic()
-    what()
+    call()
     return time.monotonic() - start
 
 
-def in_turn(ours: Callable[[], object], floor: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+def measure_in_turn(
+    ours: Callable[[], object], floor: Callable[[], object], rounds: int
+) -> tuple[list[float], list[float]]:
     """Return the seconds of each side in each round, in turn, so that both meet a slow moment."""
     ours(), floor()  # the first of each reads modules and pages from the disk
-    pairs = [(timed(ours), timed(floor)) for _ in range(rounds)]
+    pairs = [(measure_seconds(ours), measure_seconds(floor)) for _ in range(rounds)]
     return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]

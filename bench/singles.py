@@ -26,8 +26,8 @@ from typing import Any, Self
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
-from bench.cluster import Counting, Postgres  # noqa: E402
-from bench.comparison import Requesters, numbers  # noqa: E402
+from bench.cluster import CountedPlacement, Postgres  # noqa: E402
+from bench.comparison import Requesters, parse_numbers  # noqa: E402
 from bench.result import Result, arguments, asked, paired, tell  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import host, keys  # noqa: E402
@@ -36,33 +36,33 @@ from ecomp.store.client import Put, Store  # noqa: E402
 from tests.kit.commands import write_config  # noqa: E402
 from tests.kit.servers import Etcd  # noqa: E402
 
-EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
+INSTANCE_RESOURCES = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 # Seconds between two renewals of a compute's hint.
-RENEWAL = 10
+HINT_SECONDS = 10
 # Minimum of the rate, relative to the smallest cluster, by size.
 TARGETS = {1000: 0.8, 10_000: 0.6}
 # The ids of the first classes in placement's database.
-CLASSES = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
+CLASS_IDS = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
 
 
-class Pretended:
+class FakeCluster:
     """A cluster of keys and providers, without ecomputes."""
 
     def __init__(self, computes: int) -> None:
         self.size = computes
         self.places = max(8, 2000 // computes)  # of each compute
-        self.inventory = {name: {'total': self.places * amount} for name, amount in EACH.items()}
+        self.inventory = {name: {'total': self.places * amount} for name, amount in INSTANCE_RESOURCES.items()}
         self.computes = sorted(str(uuid.uuid4()) for _ in range(computes))
         self.used = dict.fromkeys(self.computes, 0)
-        self._said: dict[str, int] = {}
+        self._published: dict[str, int] = {}
         self._at_exit = ExitStack()
-        self._ended = threading.Event()
+        self._stop = threading.Event()
 
     def __enter__(self) -> Self:
         enter = self._at_exit.enter_context
         self.etcd = enter(Etcd())
         self._postgres = enter(Postgres())
-        self.placement = enter(Counting(self._postgres.url))
+        self.placement = enter(CountedPlacement(self._postgres.url))
         directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
         os.environ['XDG_CACHE_HOME'] = str(directory)  # requesters cache the size of the cluster there
         self.config = write_config(directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
@@ -70,11 +70,11 @@ class Pretended:
         self._at_exit.callback(self._store.close)
         self._register()
         self._lease = self._store.grant(3600)
-        self.say(self.computes)
+        self.publish_hints(self.computes)
         thread = threading.Thread(target=self._renew, daemon=True)
         thread.start()
         self._at_exit.callback(thread.join)
-        self._at_exit.callback(self._ended.set)
+        self._at_exit.callback(self._stop.set)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,44 +90,44 @@ class Pretended:
             counts[each] = counts.get(each, 0) + 1
         claims = {}
         for compute, count in counts.items():
-            resources = {name: amount * count for name, amount in EACH.items()}
+            resources = {name: amount * count for name, amount in INSTANCE_RESOURCES.items()}
             body = {'allocations': {compute: {'resources': resources}}, 'user_id': 'u', 'project_id': 'p'}
             claims[str(uuid.uuid4())] = {**body, 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
             self.used[compute] += count
         consumers = list(claims)
         for start in range(0, len(consumers), 100):
             self.placement.call('POST', '/allocations', {each: claims[each] for each in consumers[start : start + 100]})
-        self.say(self.computes)
+        self.publish_hints(self.computes)
 
-    def say(self, computes: list[str]) -> None:
+    def publish_hints(self, computes: list[str]) -> None:
         """Renew the hints of those computes whose room has changed."""
-        changed = [compute for compute in computes if self._said.get(compute) != self.used[compute]]
+        changed = [compute for compute in computes if self._published.get(compute) != self.used[compute]]
         for start in range(0, len(changed), 100):
             puts = []
             for compute in changed[start : start + 100]:
-                allocated = {name: amount * self.used[compute] for name, amount in EACH.items()}
-                room = host.room_hint(self.inventory, [allocated])
+                allocated = {name: amount * self.used[compute] for name, amount in INSTANCE_RESOURCES.items()}
+                room = host.make_room_hint(self.inventory, [allocated])
                 value = dump({'token': 'x', 'hostname': compute[:8], 'room': room})
                 puts.append(Put(keys.compute(compute), value, self._lease))
-                self._said[compute] = self.used[compute]
+                self._published[compute] = self.used[compute]
             self._store.commit([], puts)
 
-    def imbalance(self) -> float:
+    def calculate_imbalance(self) -> float:
         """Return the percentage points between the fullest and the emptiest compute."""
         return round(100 * (max(self.used.values()) - min(self.used.values())) / self.places, 1)
 
-    def placed(self, said: list[list[Any]]) -> list[float]:
+    def record_placed(self, answers: list[list[Any]]) -> list[float]:
         """Count the placed instances, and return the seconds of each request."""
-        for _, _, code, output in said:
+        for _, _, code, output in answers:
             if code == 0:
                 self.used[output.split('TARGET, ')[1][:36]] += 1
-        return [ended - began for began, ended, *_ in said]
+        return [ended - began for began, ended, *_ in answers]
 
     def _renew(self) -> None:
         for number in range(10**9):
-            if self._ended.wait(1):
+            if self._stop.wait(1):
                 return
-            self.say(self.computes[number % RENEWAL :: RENEWAL])
+            self.publish_hints(self.computes[number % HINT_SECONDS :: HINT_SECONDS])
 
     def _register(self) -> None:
         """Register providers in the database: ten thousand take half an hour by requests."""
@@ -141,7 +141,7 @@ class Pretended:
             cursor.execute('UPDATE resource_providers SET root_provider_id = id')
             cursor.execute('SELECT id FROM resource_providers')
             inventories = [
-                (number, CLASSES[name], compute['total'], 0, 1, compute['total'], 1, 1.0)
+                (number, CLASS_IDS[name], compute['total'], 0, 1, compute['total'], 1, 1.0)
                 for (number,) in cursor.fetchall()
                 for name, compute in self.inventory.items()
             ]
@@ -152,38 +152,43 @@ class Pretended:
 def run(options: argparse.Namespace) -> None:
     """Measure, and print a line for each cell."""
     with ExitStack() as at_exit:
-        clusters = [at_exit.enter_context(Pretended(cluster)) for cluster in options.computes]
+        clusters = [at_exit.enter_context(FakeCluster(cluster)) for cluster in options.computes]
         for full in options.full:
             for cluster in clusters:
                 cluster.fill(full)
             for requesters in options.requesters:
-                for result in cells(clusters, full, requesters, options):
+                for result in measure_cells(clusters, full, requesters, options):
                     tell(result, options.json)
 
 
-def cells(clusters: list[Pretended], full: int, requesters: int, options: argparse.Namespace) -> list[Result]:
+def measure_cells(clusters: list[FakeCluster], full: int, requesters: int, options: argparse.Namespace) -> list[Result]:
     """Measure the rate of each cluster with these requesters against that of the smallest."""
     requester_groups = [Requesters(requesters, cluster.config, 'one') for cluster in clusters]
     try:
         for cluster, ask in zip(clusters, requester_groups, strict=True):
-            cluster.placed(ask.ask(requesters))  # opens connections and learns the sizes
+            cluster.record_placed(ask.place(requesters))  # opens connections and learns the sizes
         rates: list[list[float]] = [[] for _ in clusters]
-        before = [cluster.placement.counts()['asking'] for cluster in clusters]
+        before = [cluster.placement.read_counts()['asking'] for cluster in clusters]
         count, failed = options.each * requesters, [0] * len(clusters)
         for turn in range(options.rounds):
             for number in sorted(range(len(clusters)), reverse=bool(turn % 2)):
                 start = time.monotonic()
-                answers = requester_groups[number].ask(count)
+                answers = requester_groups[number].place(count)
                 rates[number].append(count / (time.monotonic() - start))
-                clusters[number].placed(answers)
+                clusters[number].record_placed(answers)
                 failed[number] += sum(code != 0 for *_, code, _ in answers)
         results = []
         for number, cluster in enumerate(clusters):
-            calls = {kind: now - before[number][kind] for kind, now in cluster.placement.counts()['asking'].items()}
+            calls = {
+                kind: now - before[number][kind] for kind, now in cluster.placement.read_counts()['asking'].items()
+            }
             placed = count * options.rounds - failed[number]
             workload = f'{cluster.size:,} computes, {full} % full, {requesters} requesters'
             counts = {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more}
-            counts |= {'failed': failed[number], 'points between the fullest and the emptiest': cluster.imbalance()}
+            counts |= {
+                'failed': failed[number],
+                'points between the fullest and the emptiest': cluster.calculate_imbalance(),
+            }
             # Without room these are refusals, which bench/refusal.py measures.
             target = None if any(failed) else TARGETS.get(cluster.size)
             results.append(paired('singles', workload, rates[number], rates[0], target, unit='a second',
@@ -196,9 +201,9 @@ def cells(clusters: list[Pretended], full: int, requesters: int, options: argpar
 
 def main() -> None:
     parser = arguments(__doc__, 12)
-    parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
-    parser.add_argument('--requesters', type=numbers, default=[1, 8])
-    parser.add_argument('--full', type=numbers, default=[0, 75, 97])
+    parser.add_argument('--computes', type=parse_numbers, default=[10, 100, 1000])
+    parser.add_argument('--requesters', type=parse_numbers, default=[1, 8])
+    parser.add_argument('--full', type=parse_numbers, default=[0, 75, 97])
     parser.add_argument('--each', type=int, default=4, help='instances of each requester in a round')
     options = asked(parser)
     if options.quick:

@@ -21,18 +21,18 @@ from tempfile import TemporaryDirectory
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
-from bench.cluster import Counting, Postgres, Use, use_of  # noqa: E402
+from bench.cluster import CountedPlacement, Postgres, Use, measure_use  # noqa: E402
 from bench.comparison import FLAVOR, IMAGE, QUERY, UUID  # noqa: E402
-from bench.result import Result, arguments, asked, figure, tell  # noqa: E402
-from tests.kit.commands import Ecompute, eschedule, write_config  # noqa: E402
-from tests.kit.servers import Etcd, until  # noqa: E402
+from bench.result import Result, arguments, asked, make_result, tell  # noqa: E402
+from tests.kit.commands import Ecompute, run_eschedule_process, write_config  # noqa: E402
+from tests.kit.servers import Etcd, wait_until  # noqa: E402
 
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
-TEN = 10
+ROUND_SIZE = 10
 # Daemons that are started concurrently.
-AT_ONCE = 4
+MAX_CONCURRENT_STARTS = 4
 # Seconds for the first periodic check of each daemon.
-SETTLED = 150.0
+SETTLE_SECONDS = 150.0
 WAYS = {'pushed': [QUERY, IMAGE], 'pulled': ['--queue', '--flavor', FLAVOR, IMAGE]}
 
 
@@ -43,7 +43,7 @@ class Fleet:
         self._at_exit, enter = at_exit, at_exit.enter_context
         directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
         self.etcd, self.postgres = enter(Etcd()), enter(Postgres())
-        self.placement = enter(Counting(self.postgres.url))
+        self.placement = enter(CountedPlacement(self.postgres.url))
         self.servers = {'etcd': self.etcd, 'placement': self.placement, 'postgres': self.postgres}
         self.config = write_config(directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         self.daemons: list[Ecompute] = []
@@ -53,7 +53,7 @@ class Fleet:
         while len(self.daemons) < number:
             batch = [
                 Ecompute(self.etcd.endpoint, self.placement.computes_url, ROOM, queues=True)
-                for _ in range(min(AT_ONCE, number - len(self.daemons)))
+                for _ in range(min(MAX_CONCURRENT_STARTS, number - len(self.daemons)))
             ]
             for daemon in batch:
                 self._at_exit.callback(daemon.close)
@@ -61,37 +61,37 @@ class Fleet:
             for daemon in batch:
                 daemon.wait_ready()
             self.daemons += batch
-        time.sleep(SETTLED)
+        time.sleep(SETTLE_SECONDS)
 
-    def idle(self, seconds: float) -> dict[str, float]:
+    def measure_idle(self, seconds: float) -> dict[str, float]:
         """Measure the idle use of the servers: percent of a core, MB and calls, by name."""
-        before, calls = self._uses(), self._calls()
+        before, calls = self._measure_uses(), self._count_calls()
         time.sleep(seconds)
-        after = self._uses()
+        after = self._measure_uses()
         figures = {f'{name}, % of a core': 100 * (after[name].cpu - before[name].cpu) / seconds for name in after}
         figures |= {f'{name}, MB': after[name].memory for name in after}
-        return figures | {'calls a minute': (self._calls() - calls) * 60 / seconds}
+        return figures | {'calls a minute': (self._count_calls() - calls) * 60 / seconds}
 
-    def placing(self, way: str, rounds: int) -> dict[str, float]:
+    def measure_placing(self, way: str, rounds: int) -> dict[str, float]:
         """Measure the processor milliseconds of each server for one request."""
-        before = self._uses()
+        before = self._measure_uses()
         for _ in range(rounds):
-            for _ in range(TEN):
-                result = eschedule(self.config, *WAYS[way])
+            for _ in range(ROUND_SIZE):
+                result = run_eschedule_process(self.config, *WAYS[way])
                 assert result.code == 0, result
                 (instance,) = UUID.findall(result.stdout)
-                until(lambda: self.etcd.keys(f'/booted/{instance}'), 60, 'it has its address')  # noqa: B023
-        after = self._uses()
+                wait_until(lambda: self.etcd.list_keys(f'/booted/{instance}'), 60, 'it has its address')  # noqa: B023
+        after = self._measure_uses()
         return {
-            f'{way}, {name}, ms of processor': 1000 * (after[name].cpu - before[name].cpu) / (rounds * TEN)
+            f'{way}, {name}, ms of processor': 1000 * (after[name].cpu - before[name].cpu) / (rounds * ROUND_SIZE)
             for name in after
         }
 
-    def _uses(self) -> dict[str, Use]:
-        return {name: use_of(server.pid) for name, server in self.servers.items()}
+    def _measure_uses(self) -> dict[str, Use]:
+        return {name: measure_use(server.pid) for name, server in self.servers.items()}
 
-    def _calls(self) -> int:
-        return sum(self.placement.counts()['computes'].values())
+    def _count_calls(self) -> int:
+        return sum(self.placement.read_counts()['computes'].values())
 
 
 def measure(numbers: tuple[int, int], seconds: float, rounds: int) -> Iterator[Result]:
@@ -102,16 +102,16 @@ def measure(numbers: tuple[int, int], seconds: float, rounds: int) -> Iterator[R
         for number in numbers:
             fleet.grow(number)
             if not measurements:
-                assert eschedule(fleet.config, 'flavor', 'set', FLAVOR, QUERY).code == 0
-            figures = fleet.idle(seconds)
+                assert run_eschedule_process(fleet.config, 'flavor', 'set', FLAVOR, QUERY).code == 0
+            figures = fleet.measure_idle(seconds)
             for way in WAYS:
-                figures |= fleet.placing(way, rounds)
+                figures |= fleet.measure_placing(way, rounds)
             measurements.append(figures)
     few, many = numbers
     for name, value in measurements[0].items():
         slope = (measurements[1][name] - value) / (many - few)
         counts = {f'of {few}': round(value, 3), f'of {many}': round(measurements[1][name], 3)}
-        yield figure('slopes', f'one more compute: {name}', [slope], None, unit='', counts=counts)
+        yield make_result('slopes', f'one more compute: {name}', [slope], None, unit='', counts=counts)
 
 
 def main() -> None:

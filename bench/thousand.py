@@ -32,24 +32,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
-from bench.result import figure, tell  # noqa: E402
-from bench.thousand_page import PARTS, TOLD, Row, draw  # noqa: E402
+from bench.result import make_result, tell  # noqa: E402
+from bench.thousand_page import PARTS, SHOWN_KEYS, Row, draw  # noqa: E402
 
 if TYPE_CHECKING:
     from bench.cluster import Use
 
 RESULTS, PLOT = Path(__file__).with_name('thousand.jsonl'), Path(__file__).with_name('thousand.svg')
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
-SET = 10
+SET_SIZE = 10
 REQUESTERS = 8
 # Room for instances, relative to their number.
-SPARE = 4 / 3
+ROOM_FACTOR = 4 / 3
 # Seconds between two measurements of the parts.
-EVERY = 2.0
+SAMPLE_SECONDS = 2.0
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 
 
-class Asked(NamedTuple):
+class CommandResult(NamedTuple):
     """The result of one eschedule: start and end (monotonic seconds), exit code and output."""
 
     began: float
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
     stderr: str
 
 
-def requester() -> None:
+def run_requester() -> None:
     """Print `ready`; run eschedule for each line of stdin, print its CommandResult."""
     import ecomp.placement.client
     import ecomp.scheduler.placing.create
@@ -71,14 +71,16 @@ def requester() -> None:
         out, err, began = io.StringIO(), io.StringIO(), time.monotonic()
         with redirect_stdout(out), redirect_stderr(err):
             code = schedule.main(json.loads(line))
-        print(json.dumps(Asked(began, time.monotonic(), code, out.getvalue(), err.getvalue()[-500:])), flush=True)
+        print(
+            json.dumps(CommandResult(began, time.monotonic(), code, out.getvalue(), err.getvalue()[-500:])), flush=True
+        )
 
 
 class Requester:
     """A process that runs run_requester()."""
 
     def __init__(self, config: Path) -> None:
-        from tests.kit.servers import environment
+        from tests.kit.servers import make_environment
 
         self._config = config
         self.process = subprocess.Popen(
@@ -86,18 +88,18 @@ class Requester:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=make_environment(),
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == 'ready\n'
 
-    def ask(self, *words: str) -> Asked:
+    def run(self, *words: str) -> CommandResult:
         """Run `eschedule words`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(['--config', str(self._config), *words]) + '\n')
         self.process.stdin.flush()
-        return Asked(*json.loads(self.process.stdout.readline()))
+        return CommandResult(*json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -114,16 +116,16 @@ class Thousand:
     def __init__(self, computes: int, instances: int) -> None:
         self.tenth = max(computes // 10, 1)
         self.count = computes
-        self.vcpus = max(4, round(SPARE * instances / computes))
+        self.vcpus = max(4, round(ROOM_FACTOR * instances / computes))
         # When a compute was first seen with each instance's request, in monotonic seconds.
         self.placed: dict[str, float] = {}
-        self.there: Mapping[str, Any] = {}
+        self.current_requests: Mapping[str, Any] = {}
         # Processor seconds of killed computes.
-        self.ended = 0.0
+        self.ended_cpu_seconds = 0.0
         self._at_exit = ExitStack()
 
     def __enter__(self) -> Self:
-        from bench.cluster import Computes, Counting, Postgres
+        from bench.cluster import Computes, CountedPlacement, Postgres
         from ecomp.conf import EtcdConfig
         from ecomp.model import keys
         from ecomp.store.watch import Follower
@@ -134,7 +136,7 @@ class Thousand:
         try:
             self.directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
             self.etcd, self.postgres = enter(Etcd()), enter(Postgres())
-            self.placement = enter(Counting(self.postgres.url))
+            self.placement = enter(CountedPlacement(self.postgres.url))
             endpoint = self.etcd.endpoint
             config = write_config(self.directory / 'schedule.yaml', endpoint, self.placement.url)
             self._config = config
@@ -162,48 +164,48 @@ class Thousand:
     def __exit__(self, *_: object) -> None:
         self._at_exit.close()
 
-    def ask_all(self, commands: Sequence[Sequence[str]]) -> list[Asked]:
+    def run_all(self, commands: Sequence[Sequence[str]]) -> list[CommandResult]:
         """Run all commands, each as soon as one of the REQUESTERS is free."""
         free = deque(self.requesters)
 
-        def ask(words: Sequence[str]) -> Asked:
+        def ask(words: Sequence[str]) -> CommandResult:
             requester_ = free.popleft()
             try:
-                return requester_.ask(*words)
+                return requester_.run(*words)
             finally:
                 free.append(requester_)
 
         with ThreadPoolExecutor(len(self.requesters)) as threads:
             return list(threads.map(ask, commands))
 
-    def alive(self) -> int:
+    def count_alive(self) -> int:
         """Count the computes with a presence."""
-        return len(self.etcd.keys('/computes/'))
+        return len(self.etcd.list_keys('/computes/'))
 
-    def use(self) -> dict[str, Use]:
+    def measure_use(self) -> dict[str, Use]:
         """Measure the use of each part, over all its processes."""
-        from bench.cluster import use_of
+        from bench.cluster import measure_use
 
         pids = {name: [getattr(self, name).pid] for name in ('etcd', 'placement', 'postgres')}
         pids['computes'] = [process.pid for process in self.processes if process.is_running]
         pids['requesters'] = [requester_.process.pid for requester_ in self.requesters]
-        uses = {part: use_of(*pids[part]) for part in PARTS}
+        uses = {part: measure_use(*pids[part]) for part in PARTS}
         computes = uses['computes']
-        return {**uses, 'computes': computes._replace(cpu=computes.cpu + self.ended)}
+        return {**uses, 'computes': computes._replace(cpu=computes.cpu + self.ended_cpu_seconds)}
 
     def kill_the_tenth(self) -> None:
         """Kill (SIGKILL) the process with a tenth of the computes."""
-        from bench.cluster import use_of
+        from bench.cluster import measure_use
 
         tenth = self.processes[1]
-        self.ended += use_of(tenth.pid).cpu
+        self.ended_cpu_seconds += measure_use(tenth.pid).cpu
         tenth.kill()
 
     def _on_state(self, state: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        for key in state.keys() - self.there.keys():
+        for key in state.keys() - self.current_requests.keys():
             self.placed.setdefault(key.rpartition('/')[2], now)
-        self.there = state
+        self.current_requests = state
 
 
 class Phases:
@@ -213,16 +215,16 @@ class Phases:
         self._cluster, self._results, self._as_json = cluster, results, as_json
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[Row]:
+    def measure_phase(self, name: str) -> Iterator[Row]:
         """Measure a phase; the block may add to the row."""
         cluster, row, start = self._cluster, Row(), time.monotonic()
-        before, calls = cluster.use(), cluster.placement.counts()
+        before, calls = cluster.measure_use(), cluster.placement.read_counts()
         peaks = {part: use.memory for part, use in before.items()}
         finished = threading.Event()
 
         def look() -> None:
-            while not finished.wait(EVERY):
-                for part, use in cluster.use().items():
+            while not finished.wait(SAMPLE_SECONDS):
+                for part, use in cluster.measure_use().items():
                     peaks[part] = max(peaks[part], use.memory)
 
         sampler = threading.Thread(target=look, name='looking', daemon=True)
@@ -233,7 +235,7 @@ class Phases:
             finished.set()
             sampler.join()
         seconds = time.monotonic() - start
-        after, total = cluster.use(), cluster.placement.counts()
+        after, total = cluster.measure_use(), cluster.placement.read_counts()
         row = {'phase': name, 'computes': cluster.count, 'seconds': round(seconds, 1), **row}
         row['cpu'] = {part: round((after[part].cpu - before[part].cpu) / seconds, 3) for part in PARTS}
         row['memory'] = {part: round(peaks[part]) for part in PARTS}
@@ -243,20 +245,22 @@ class Phases:
         with self._results.open('a') as file:
             file.write(json.dumps(row) + '\n')
         counts = {f'{part} % of a core': round(100 * row['cpu'][part]) for part in PARTS}
-        counts |= {key: row[key] for key in TOLD if key in row}
+        counts |= {key: row[key] for key in SHOWN_KEYS if key in row}
         workload = f'{cluster.count:,} computes: {name}'
-        tell(figure('thousand', workload, [seconds], None, counts=counts), self._as_json)
+        tell(make_result('thousand', workload, [seconds], None, counts=counts), self._as_json)
 
 
-def placing(cluster: Thousand, row: Row, commands: Sequence[Sequence[str]], seconds: float) -> list[str]:
+def place_all(cluster: Thousand, row: Row, commands: Sequence[Sequence[str]], seconds: float) -> list[str]:
     """Run commands that place, wait until computes have all requests, and return the instances."""
-    from tests.kit.servers import until
+    from tests.kit.servers import wait_until
 
     start = time.monotonic()
-    results = cluster.ask_all(commands)
+    results = cluster.run_all(commands)
     placements = [(result.began, UUID.findall(result.stdout)) for result in results if result.code == 0]
     instances = [instance for _, some in placements for instance in some]
-    until(lambda: all(instance in cluster.placed for instance in instances), seconds, 'all requests are with a compute')
+    wait_until(
+        lambda: all(instance in cluster.placed for instance in instances), seconds, 'all requests are with a compute'
+    )
     delays = sorted(cluster.placed[instance] - began for began, some in placements for instance in some)
     last = max((cluster.placed[instance] for instance in instances), default=start)
     row |= {'asked': len(commands), 'placed': len(instances), 'per_second': round(len(instances) / (last - start), 1)}
@@ -267,54 +271,54 @@ def placing(cluster: Thousand, row: Row, commands: Sequence[Sequence[str]], seco
 
 def run(cluster: Thousand, phases: Phases, instances: int, churn: float, rng: random.Random) -> None:
     """Run all phases in order."""
-    from tests.kit.servers import until
+    from tests.kit.servers import wait_until
 
-    with phases.phase('start') as row:
+    with phases.measure_phase('start') as row:
         for process in cluster.processes:
             process.launch()
         for process in cluster.processes:
             process.wait_ready()
-        until(lambda: cluster.alive() == cluster.count, 600, 'all computes are alive')
-    with phases.phase('idle'):
+        wait_until(lambda: cluster.count_alive() == cluster.count, 600, 'all computes are alive')
+    with phases.measure_phase('idle'):
         time.sleep(min(churn / 10, 60))
-    done = cluster.ask_all([['flavor', 'set', FLAVOR, QUERY]])
+    done = cluster.run_all([['flavor', 'set', FLAVOR, QUERY]])
     assert done[0].code == 0, done
     third = instances // 3
     living: list[str] = []
-    with phases.phase('singles') as row:
-        living += placing(cluster, row, [[QUERY, IMAGE]] * third, 3600)
-    with phases.phase('sets') as row:
-        living += placing(cluster, row, [[QUERY, IMAGE, '--count', str(SET)]] * (third // SET), 3600)
-    with phases.phase('pull') as row:
-        living += placing(cluster, row, [['--queue', '--flavor', FLAVOR, IMAGE]] * third, 3600)
-    with phases.phase('churn') as row:
+    with phases.measure_phase('singles') as row:
+        living += place_all(cluster, row, [[QUERY, IMAGE]] * third, 3600)
+    with phases.measure_phase('sets') as row:
+        living += place_all(cluster, row, [[QUERY, IMAGE, '--count', str(SET_SIZE)]] * (third // SET_SIZE), 3600)
+    with phases.measure_phase('pull') as row:
+        living += place_all(cluster, row, [['--queue', '--flavor', FLAVOR, IMAGE]] * third, 3600)
+    with phases.measure_phase('churn') as row:
         _churn(cluster, row, living, churn, rng)
-    with phases.phase('a tenth killed') as row:
+    with phases.measure_phase('a tenth killed') as row:
         _kill_a_tenth(cluster, row)
-    with phases.phase('destroy') as row:
-        living = sorted({key.rpartition('/')[2] for key in cluster.there})
+    with phases.measure_phase('destroy') as row:
+        living = sorted({key.rpartition('/')[2] for key in cluster.current_requests})
         parts = [living[first : first + 100] for first in range(0, len(living), 100)]
-        results = cluster.ask_all([['destroy', *part] for part in parts])
+        results = cluster.run_all([['destroy', *part] for part in parts])
         row |= {'destroyed': len(living), 'failed': sorted({result.code for result in results} - {0})}
-        until(lambda: not cluster.there, 1800, 'every instance is gone')
-    with phases.phase('audit') as row:
-        (audited,) = cluster.ask_all([['audit']])
+        wait_until(lambda: not cluster.current_requests, 1800, 'every instance is gone')
+    with phases.measure_phase('audit') as row:
+        (audited,) = cluster.run_all([['audit']])
         row |= {'code': audited.code, 'said': audited.stderr.strip()[-300:], 'found': audited.stdout[:2000]}
 
 
 def _churn(cluster: Thousand, row: Row, living: list[str], seconds: float, rng: random.Random) -> None:
     """Replace all instances in tens, evenly over `seconds` or as fast as possible."""
     rng.shuffle(living)
-    old_sets = [living[first : first + SET] for first in range(0, len(living), SET)]
+    old_sets = [living[first : first + SET_SIZE] for first in range(0, len(living), SET_SIZE)]
     start, late = time.monotonic(), 0.0
-    results, new_instances = list[Asked](), list[str]()
+    results, new_instances = list[CommandResult](), list[str]()
     for first in range(0, len(old_sets), REQUESTERS // 2):
         batch = old_sets[first : first + REQUESTERS // 2]
         due = start + seconds * first / len(old_sets)
         time.sleep(max(due - time.monotonic(), 0.0))
         late = max(late, time.monotonic() - due)
-        commands = [*(['destroy', *old] for old in batch), *([QUERY, IMAGE, '--count', str(SET)] for _ in batch)]
-        batch_results = cluster.ask_all(commands)
+        commands = [*(['destroy', *old] for old in batch), *([QUERY, IMAGE, '--count', str(SET_SIZE)] for _ in batch)]
+        batch_results = cluster.run_all(commands)
         results += batch_results
         new_instances += [instance for result in batch_results for instance in UUID.findall(result.stdout)]
     durations = sorted(result.ended - result.began for result in results)
@@ -325,27 +329,29 @@ def _churn(cluster: Thousand, row: Row, living: list[str], seconds: float, rng: 
 
 def _kill_a_tenth(cluster: Thousand, row: Row) -> None:
     """Kill a tenth of the computes, place, restart it, and wait until it has its requests."""
-    from tests.kit.servers import until
+    from tests.kit.servers import wait_until
 
     tenth = cluster.processes[1]
     killed = time.monotonic()
     cluster.kill_the_tenth()
-    results = cluster.ask_all([[QUERY, IMAGE]] * cluster.tenth)
+    results = cluster.run_all([[QUERY, IMAGE]] * cluster.tenth)
     row['codes meanwhile'] = sorted({result.code for result in results})
-    until(lambda: cluster.alive() == cluster.count - cluster.tenth, 120, 'the killed are seen as dead')
+    wait_until(lambda: cluster.count_alive() == cluster.count - cluster.tenth, 120, 'the killed are seen as dead')
     row['dead after'] = round(time.monotonic() - killed, 1)
     start = time.monotonic()
     tenth.launch()
     tenth.wait_ready()
-    until(lambda: cluster.alive() == cluster.count, 600, 'all computes are alive again')
+    wait_until(lambda: cluster.count_alive() == cluster.count, 600, 'all computes are alive again')
     row['alive again after'] = round(time.monotonic() - start, 1)
     instances = [name for result in results for name in UUID.findall(result.stdout)]
-    until(lambda: all(uuid in cluster.placed for uuid in instances), 600, 'what was asked meanwhile is with a compute')
+    wait_until(
+        lambda: all(uuid in cluster.placed for uuid in instances), 600, 'what was asked meanwhile is with a compute'
+    )
 
 
 def main() -> None:
     if sys.argv[1:2] == ['--requester']:
-        return requester()
+        return run_requester()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--computes', type=int, default=1000)
     parser.add_argument('--instances', type=int, default=10_000)

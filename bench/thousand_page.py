@@ -10,7 +10,7 @@ from typing import Any
 PARTS = ('etcd', 'placement', 'postgres', 'computes', 'requesters')
 COLOURS = dict(zip(PARTS, ('tab:blue', 'tab:orange', 'tab:green', 'tab:red', 'tab:purple'), strict=True))
 # Keys of a row that the table shows for its phase.
-TOLD = ('placed', 'per_second', 'p50', 'p95', 'replaced', 'late', 'destroyed', 'dead after', 'alive again after')
+SHOWN_KEYS = ('placed', 'per_second', 'p50', 'p95', 'replaced', 'late', 'destroyed', 'dead after', 'alive again after')
 Row = dict[str, Any]
 
 
@@ -18,7 +18,7 @@ def draw(results: Path, picture: Path) -> None:
     """Draw the picture, and print the table."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     plot(rows, picture)
-    print('\n'.join(table(rows)))
+    print('\n'.join(render_table(rows)))
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -45,11 +45,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, metadata={'Date': None})
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def render_table(rows: Sequence[Row]) -> Iterator[str]:
     """Render the results in Markdown."""
     yield f'| phase | what | seconds | {" | ".join(f"{part} % of a core, MB" for part in PARTS)} |'
     yield '|---' * (3 + len(PARTS)) + '|'
     for row in rows:
-        details = ', '.join(f'{name} {row[name]}' for name in TOLD if name in row)
+        details = ', '.join(f'{name} {row[name]}' for name in SHOWN_KEYS if name in row)
         parts = ' | '.join(f'{100 * row["cpu"][part]:.0f}, {row["memory"][part]}' for part in PARTS)
         yield f'| {row["phase"]} | {details} | {row["seconds"]} | {parts} |'

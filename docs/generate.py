@@ -21,10 +21,22 @@ import mdserver.conf
 import mdserver.server
 
 from docs import shapes
-from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
+from docs.writing import (
+    Block,
+    Code,
+    ManPage,
+    Section,
+    Table,
+    Terms,
+    make_link,
+    parse_docstring,
+    read_docstring,
+    render_man_page,
+    render_markdown,
+)
 from ecomp import agent, compute, compute_conf, conf, errors, yaml_file
-from ecomp.cli.command import EXITS
-from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
+from ecomp.cli.command import EXIT_CODES
+from ecomp.cli.commands import FAMILIES, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_families, load_rows
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
@@ -38,32 +50,32 @@ COMMAND_NAMES = TOP / 'ecomp/model/command_names.py'
 MATRIX = '../../tests/faults/README.md'
 
 
-def generated() -> dict[Path, str]:
+def generate_files() -> dict[Path, str]:
     """Generate the text of every file, by its path."""
-    texts = {REFERENCE / name: text for name, text in reference()}
-    texts |= {MAN / f'{page.name}.{page.number}': roff(page) for page in man_pages()}
-    return {**texts, COMMAND_NAMES: command_names()}
+    texts = {REFERENCE / name: text for name, text in generate_reference()}
+    texts |= {MAN / f'{page.name}.{page.number}': render_man_page(page) for page in generate_man_pages()}
+    return {**texts, COMMAND_NAMES: render_command_names()}
 
 
 # Pages
 
 
-def reference() -> Iterator[tuple[str, str]]:
+def generate_reference() -> Iterator[tuple[str, str]]:
     """Generate each page of the reference, with its file name."""
     top = 'Each says this, too, with `--help`. Data is on stdout, everything else on stderr.'
-    yield 'commands.md', markdown('Commands', [top], [*eschedule(), *others()])
+    yield 'commands.md', render_markdown('Commands', [top], [*describe_eschedule(), *describe_other_commands()])
     for name, config in CONFIGURATIONS.items():
-        yield f'{name}.md', markdown(name, *configuration(name, config))
-    yield 'etcd.md', markdown('Keys in etcd', *etcd())
-    yield 'records.md', markdown('Records and states', *records())
-    yield 'audit.md', markdown('Audit codes', *audit())
-    yield 'json.md', markdown('What -f json prints', *documents())
-    yield 'exit-codes.md', markdown('Exit codes', *exit_codes())
-    yield 'threads.md', markdown('Threads of an ecompute', docstring(agent), [])
-    yield 'faults.md', markdown('Faults', *tested_faults())
+        yield f'{name}.md', render_markdown(name, *describe_configuration(name, config))
+    yield 'etcd.md', render_markdown('Keys in etcd', *describe_etcd())
+    yield 'records.md', render_markdown('Records and states', *describe_records())
+    yield 'audit.md', render_markdown('Audit codes', *describe_audit())
+    yield 'json.md', render_markdown('What -f json prints', *describe_shapes())
+    yield 'exit-codes.md', render_markdown('Exit codes', *describe_exit_codes())
+    yield 'threads.md', render_markdown('Threads of an ecompute', parse_docstring(agent), [])
+    yield 'faults.md', render_markdown('Faults', *describe_faults())
 
 
-def man_pages() -> Iterator[ManPage]:
+def generate_man_pages() -> Iterator[ManPage]:
     """Generate each man page."""
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
@@ -71,25 +83,28 @@ def man_pages() -> Iterator[ManPage]:
     means = 'A directory: the configuration is the file of its usual name in that one, which has to be there. Where it '
     means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
-    exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
-    commands = [item for family in families().values() for item in family]
+    exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXIT_CODES.items()])])
+    commands = [item for family in load_families().values() for item in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
         Section('SYNOPSIS', [Code('\n'.join(f'eschedule {item.usage}' for item in commands))]),
-        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(item.usage, item.description) for item in commands])]),
-        Section('OPTIONS', [Terms(('', ''), [option(row) for rows in OPTIONS.values() for row in rows])]),
+        Section('COMMANDS', [
+            *PLACEHOLDER_MEANINGS.values(),
+            Terms(('', ''), [(item.usage, item.description) for item in commands]),
+        ]),
+        Section('OPTIONS', [Terms(('', ''), [describe_option(row) for rows in OPTIONS.values() for row in rows])]),
         exits, files, environment,
     ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
     yield ManPage('ecompute', 8, 'take requests for this machine from etcd and make them VMs', [
-        *of_parser(compute.parser()), exits, files, environment,
+        *describe_parser(compute.make_parser()), exits, files, environment,
     ], ['eschedule(1)', 'mdserver(8)', 'compute.yaml(5)'])  # fmt: skip
     yield ManPage('mdserver', 8, 'the metadata server of the guests on a hypervisor', [
-        *of_parser(mdserver.server.parser()),
+        *describe_parser(mdserver.server.make_parser()),
     ], ['ecompute(8)', 'mdserver.conf(5)'])  # fmt: skip
     yield ManPage('elab', 1, 'a whole cluster on one machine, and certificates for real ones', [
-        *of_parser(elab.parser()), exits,
+        *describe_parser(elab.make_parser()), exits,
     ], ['eschedule(1)', 'ecompute(8)'])  # fmt: skip
     for name, config in CONFIGURATIONS.items():
-        top, sections = configuration(name, config)
+        top, sections = describe_configuration(name, config)
         program = {'compute.yaml': 'ecompute(8)', 'schedule.yaml': 'eschedule(1)'}.get(name, 'mdserver(8)')
         about = f'the configuration of {program[:-3]}'
         yield ManPage(name, 5, about, [Section('DESCRIPTION', top), *sections], [program])
@@ -98,10 +113,10 @@ def man_pages() -> Iterator[ManPage]:
 # Commands
 
 
-def command_names() -> str:
+def render_command_names() -> str:
     """Render the module of command names, which lets a command load only its own rows."""
     names = {module: [row.name for row in load_rows(module)] for modules in FAMILIES.values() for module in modules}
-    reserved = {name.partition(' ')[0] for row_names in names.values() for name in row_names} | PLANNED
+    reserved = {name.partition(' ')[0] for row_names in names.values() for name in row_names} | PLANNED_WORDS
     lines = [f'    {module!r}: {tuple(row_names)!r},' for module, row_names in names.items()]
     words = textwrap.fill(', '.join(map(repr, sorted(reserved))), 116, break_on_hyphens=False)
     return '\n'.join([
@@ -113,71 +128,76 @@ def command_names() -> str:
     ])  # fmt: skip
 
 
-def documents() -> tuple[list[Block], list[Section]]:
+def describe_shapes() -> tuple[list[Block], list[Section]]:
     """Describe the JSON output of every command."""
     by_shape: dict[str, list[str]] = {}
     for name, shape in shapes.SHAPES.items():
         by_shape.setdefault(repr(shape), []).append(name)
     sections = [
-        Section(', '.join(f'eschedule {name}' for name in names), list(_fields(shapes.SHAPES[names[0]])))
+        Section(', '.join(f'eschedule {name}' for name in names), list(_describe_fields(shapes.SHAPES[names[0]])))
         for names in by_shape.values()
     ]
     refusal = 'What `create` and `plan` print where there is no room, or no quota; the exit code is 3.'
-    return docstring(shapes), [*sections, Section('A refusal', [refusal, *_fields(shapes.REFUSED)])]
+    return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, *_describe_fields(shapes.REFUSED)])]
 
 
-def _fields(shape: shapes.Schema) -> Iterator[Block]:
+def _describe_fields(shape: shapes.Schema) -> Iterator[Block]:
     """Describe a shape as a whole, and each of its fields."""
     is_one_or_many = 'anyOf' in shape
     shape = shape['anyOf'][0] if is_one_or_many else shape
     introduction = 'For one word an object, for several an array of these:' if is_one_or_many else 'An object:'
     if shape['type'] == 'array':
         introduction, shape = 'An array of these:', shape['items']
-    rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flat(shape, '')]
+    rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flatten(shape, '')]
     yield introduction
     yield Table(['field', 'type', 'what it is'], rows)
 
 
-def _flat(shape: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+def _flatten(shape: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
     for name, field in shape.get('properties', {}).items():
-        yield from _flat_field(field, f'{path}{name}')
+        yield from _flatten_field(field, f'{path}{name}')
     if isinstance(shape.get('additionalProperties'), dict):
-        yield from _flat_field(shape['additionalProperties'], f'{path}<name>')
+        yield from _flatten_field(shape['additionalProperties'], f'{path}<name>')
 
 
-def _flat_field(field: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+def _flatten_field(field: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
     kinds = field['type'] if isinstance(field['type'], list) else [field['type']]
-    yield path, ' or '.join(kinds), field['description'] + _choice(field)
+    yield path, ' or '.join(kinds), field['description'] + _describe_choice(field)
     if 'items' in field:
-        inner = list(_flat(field['items'], f'{path}[].'))
+        inner = list(_flatten(field['items'], f'{path}[].'))
         yield from inner or [(f'{path}[]', field['items']['type'], field['items']['description'])]
-    yield from _flat(field, f'{path}.')
+    yield from _flatten(field, f'{path}.')
 
 
-def _choice(field: shapes.Schema) -> str:
+def _describe_choice(field: shapes.Schema) -> str:
     return (': ' if field['description'] else '') + ', '.join(field['enum']) if 'enum' in field else ''
 
 
-def eschedule() -> Iterator[Section]:
+def describe_eschedule() -> Iterator[Section]:
     """Describe its commands by family, and their common properties."""
-    names = {family: ', '.join(link(f'eschedule {each.name}') for each in rows) for family, rows in families().items()}
-    yield Section('eschedule', [*MEANS.values(), *(f'{family}: {links}.' for family, links in names.items())])
-    for rows in families().values():
+    names = {
+        family: ', '.join(make_link(f'eschedule {each.name}') for each in rows)
+        for family, rows in load_families().items()
+    }
+    yield Section(
+        'eschedule', [*PLACEHOLDER_MEANINGS.values(), *(f'{family}: {links}.' for family, links in names.items())]
+    )
+    for rows in load_families().values():
         for each in rows:
-            exits = ', '.join(f'{code} ({EXITS[code]})' for code in sorted({0, 1, 2, 7, *each.exits}))
+            exits = ', '.join(f'{code} ({EXIT_CODES[code]})' for code in sorted({0, 1, 2, 7, *each.exit_codes}))
             blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
-            if options := [option(row) for row in each.takes()]:
+            if options := [describe_option(row) for row in each.list_options()]:
                 blocks.append(Terms(('option', ''), options))
             yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
 
 
-def others() -> Iterator[Section]:
+def describe_other_commands() -> Iterator[Section]:
     for name, parser in (
-        ('ecompute', compute.parser()),
-        ('mdserver', mdserver.server.parser()),
-        ('elab', elab.parser()),
+        ('ecompute', compute.make_parser()),
+        ('mdserver', mdserver.server.make_parser()),
+        ('elab', elab.make_parser()),
     ):
-        for section in of_parser(parser):
+        for section in describe_parser(parser):
             yield section._replace(title=name if section.title in ('SYNOPSIS', name) else f'{name}: {section.title}')
     for script in ('docker.sh', 'quickstart.sh'):
         header = re.match(r'#!.*\n((?:#.*\n)+)', (TOP / script).read_text())
@@ -185,27 +205,29 @@ def others() -> Iterator[Section]:
         yield Section(script, [Code(re.sub('(?m)^# ?', '', header[1]).strip())])
 
 
-def option(row: object) -> tuple[str, str]:
+def describe_option(row: object) -> tuple[str, str]:
     """Return an option of eschedule as it is written, and its help."""
     flags, metavar, help_text = row.flags, row.metavar, row.help  # type: ignore[attr-defined]
     value = metavar if not metavar or metavar.startswith('[') else f' {metavar}'
     return ', '.join(f'{flag}{value}' for flag in flags), help_text
 
 
-def of_parser(parser: argparse.ArgumentParser) -> Iterator[Section]:
+def describe_parser(parser: argparse.ArgumentParser) -> Iterator[Section]:
     """Describe a command by its argparse parser: its usage and options, and each subcommand."""
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    yield Section('SYNOPSIS', [_usage(parser), parser.description or '', *([] if inner else _options(parser))])
+    yield Section(
+        'SYNOPSIS', [_render_usage(parser), parser.description or '', *([] if inner else _describe_options(parser))]
+    )
     for each in inner:
         for name, sub in each.choices.items():
-            yield Section(name, [_usage(sub), _sentence(sub.description or name), *_options(sub)])
+            yield Section(name, [_render_usage(sub), _make_sentence(sub.description or name), *_describe_options(sub)])
 
 
-def _sentence(text: str) -> str:
+def _make_sentence(text: str) -> str:
     return f'{text[:1].upper()}{text[1:]}.'
 
 
-def _usage(parser: argparse.ArgumentParser) -> Code:
+def _render_usage(parser: argparse.ArgumentParser) -> Code:
     # In one line: where argparse breaks it depends on the terminal and the Python version.
     parser.formatter_class = functools.partial(argparse.HelpFormatter, width=10_000)  # type: ignore[assignment]
     usage = parser.format_usage().removeprefix('usage: ').strip()
@@ -213,7 +235,7 @@ def _usage(parser: argparse.ArgumentParser) -> Code:
     return Code('\n'.join(lines))
 
 
-def _options(parser: argparse.ArgumentParser) -> list[Block]:
+def _describe_options(parser: argparse.ArgumentParser) -> list[Block]:
     rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._VersionAction | argparse._SubParsersAction):
@@ -235,25 +257,25 @@ CONFIGURATIONS = {
 }
 
 
-def configuration(name: str, config: type) -> tuple[list[Block], list[Section]]:
+def describe_configuration(name: str, config: type) -> tuple[list[Block], list[Section]]:
     """Describe a configuration file: its header, and each key's comment, default and lines."""
     header, *blocks = re.split(r'\n{2,}', (TOP / name).read_text().strip())
     sections, inside = [], ''
     for block in blocks:
-        comments, lines = _apart(block.split('\n'))
+        comments, lines = _split_comments(block.split('\n'))
         if lines and (heading := re.fullmatch(r'\[.*\]', lines[0])):
             inside, lines = f'{heading[0]} ', lines[1:]
         names = re.findall(r'(?m)^([\w-]+)(?::| =)', '\n'.join(lines))
-        about: list[Block] = [' '.join(comments), *_defaults(config, names)]
+        about: list[Block] = [' '.join(comments), *_describe_defaults(config, names)]
         if lines:
             about.append(Code('\n'.join(lines), '' if inside else 'yaml'))
         if any(about):
             sections.append(Section((inside + ', '.join(names)).strip(), about))
-    _nothing_left_out(name, config, sections)
-    return docstring(re.sub('(?m)^# ?', '', header)), sections
+    _check_complete(name, config, sections)
+    return parse_docstring(re.sub('(?m)^# ?', '', header)), sections
 
 
-def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
+def _split_comments(lines: Iterable[str]) -> tuple[list[str], list[str]]:
     """Split lines into comments and settings, also `#key: value` and `# key = value`."""
     comments, settings = [], []
     for line in lines:
@@ -264,7 +286,7 @@ def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
     return comments, settings
 
 
-def _defaults(config: type, names: Iterable[str]) -> list[Block]:
+def _describe_defaults(config: type, names: Iterable[str]) -> list[Block]:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     values = [(name, defaults.get(name.replace('-', '_'))) for name in names]
     short = [(name, value) for name, value in values if isinstance(value, str | int | Path) and len(str(value)) < 50]
@@ -272,7 +294,7 @@ def _defaults(config: type, names: Iterable[str]) -> list[Block]:
     return [f'Default{f" of {name}" if has_several else ""}: `{value}`.' for name, value in short]
 
 
-def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> None:
+def _check_complete(name: str, config: type, sections: Iterable[Section]) -> None:
     described = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
     keys_ = {field.metadata.get('name') or field.name for field in dataclasses.fields(config) if field.metadata}
     assert keys_ <= described, f'{name} says nothing of {sorted(keys_ - described)}'
@@ -284,7 +306,7 @@ def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> N
 VALUES: dict[str, object] = {
     'The request: /hosts/': order.Request,
     'Its order': order,
-    'Power': order.Power,
+    'Power': order.PowerAction,
     'What waits: /queues/': queue.QueueEntry,
     'Groups': group,
     'Quotas': quota,
@@ -295,22 +317,25 @@ VALUES: dict[str, object] = {
 }
 
 
-def etcd() -> tuple[list[Block], list[Section]]:
+def describe_etcd() -> tuple[list[Block], list[Section]]:
     """Describe every key, its writers with roles, and its value."""
-    introduction, key_list, *rest = doc(keys).split('\n\n')
+    introduction, key_list, *rest = read_docstring(keys).split('\n\n')
     rows = []
     for line in key_list.split('\n'):
         key, meaning = re.split(r' {2,}', line.strip(), maxsplit=1)
-        rows.append([f'`{key}`', ', '.join(_writers(key)), meaning])
+        rows.append([f'`{key}`', ', '.join(_list_writers(key)), meaning])
     writers = Table(['key', 'may be written by', 'what it is'], rows)
-    top = [introduction, writers, *(part.replace('\n', ' ') for part in rest), *docstring(roles)]
-    top += [f'compute-NAME: {doc(roles.of_compute)}', f'scheduler-NAME: {doc(roles.of_scheduler)}']
-    return top, [Section(title, docstring(module)) for title, module in VALUES.items()]
+    top = [introduction, writers, *(part.replace('\n', ' ') for part in rest), *parse_docstring(roles)]
+    top += [
+        f'compute-NAME: {read_docstring(roles.list_compute_permissions)}',
+        f'scheduler-NAME: {read_docstring(roles.list_scheduler_permissions)}',
+    ]
+    return top, [Section(title, parse_docstring(module)) for title, module in VALUES.items()]
 
 
-def _writers(pattern: str) -> list[str]:
+def _list_writers(pattern: str) -> list[str]:
     key = re.sub('<.*?>|…', 'x', pattern)
-    kinds = {'compute': roles.of_compute('x'), 'scheduler': roles.of_scheduler()}
+    kinds = {'compute': roles.list_compute_permissions('x'), 'scheduler': roles.list_scheduler_permissions()}
     return [kind for kind, grants in kinds.items() if any(_covers(grant, key) for grant in grants)] + ['operator']
 
 
@@ -319,49 +344,53 @@ def _covers(grant: roles.Permission, key: str) -> bool:
     return inside and grant.kind != roles.READ
 
 
-def records() -> tuple[list[Block], list[Section]]:
-    retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.KEPT.items())
-    return docstring(record), [
+def describe_records() -> tuple[list[Block], list[Section]]:
+    retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.RETENTION_SECONDS.items())
+    return parse_docstring(record), [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
         Section('How long a record stays after its end', [f'{retention}.']),
-        *(Section(title, docstring(source)) for title, source in (
+        *(Section(title, parse_docstring(source)) for title, source in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
-            ('progress', record.Progress), ('power', order.Power),
+            ('progress', record.Progress), ('power', order.PowerAction),
         )),
     ]  # fmt: skip
 
 
-def audit() -> tuple[list[Block], list[Section]]:
-    rows = [[f'`{code}`', row.meaning, row.fix or '-', row.how or '-'] for code, row in findings.CODES.items()]
+def describe_audit() -> tuple[list[Block], list[Section]]:
+    rows = [
+        [f'`{code}`', row.meaning, row.fix or '-', row.manual_repair or '-'] for code, row in findings.CODES.items()
+    ]
     head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
     typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
-    return [*docstring(findings.Code), typed, Table(head, rows)], []
+    return [*parse_docstring(findings.Code), typed, Table(head, rows)], []
 
 
-def exit_codes() -> tuple[list[Block], list[Section]]:
+def describe_exit_codes() -> tuple[list[Block], list[Section]]:
     """Describe each exit code, and every error with its own."""
-    codes = Terms(('code', ''), [(str(code), says) for code, says in EXITS.items()])
-    return ['Of all commands, everywhere.', codes], [Section('Errors', docstring(errors))]
+    codes = Terms(('code', ''), [(str(code), says) for code, says in EXIT_CODES.items()])
+    return ['Of all commands, everywhere.', codes], [Section('Errors', parse_docstring(errors))]
 
 
-def tested_faults() -> tuple[list[Block], list[Section]]:
+def describe_faults() -> tuple[list[Block], list[Section]]:
     """List the rows of the fault matrix with their numbers of tests."""
-    count = Counter(case.row for case in faults.cases())
-    rows = [[f'F{number}', says, str(count[number] or faults.NOT_HERE[number])] for number, says in faults.ROWS.items()]
+    count = Counter(case.row for case in faults.find_cases())
+    rows = [
+        [f'F{number}', says, str(count[number] or faults.UNTESTED_ROWS[number])] for number, says in faults.ROWS.items()
+    ]
     matrix = f'[The matrix]({MATRIX}) has each test, the rules of the protocol, and the failpoints.'
     says = 'Whatever can be killed, frozen, cut off, filled or wiped is, by tests.'
     return [f'{says} {matrix}', Table(['row', 'fault', 'tests'], rows)], []
 
 
-def main(made: Mapping[Path, str]) -> None:
+def main(texts: Mapping[Path, str]) -> None:
     """Write the files, and remove those that are no longer generated."""
     for directory in (REFERENCE, MAN):
         directory.mkdir(parents=True, exist_ok=True)
-        for path in set(directory.iterdir()) - made.keys():
+        for path in set(directory.iterdir()) - texts.keys():
             path.unlink()
-    for path, text in made.items():
+    for path, text in texts.items():
         path.write_text(text)
 
 
 if __name__ == '__main__':
-    main(generated())
+    main(generate_files())

@@ -11,7 +11,7 @@ from typing import Any
 
 from ecomp.model.boots import REASONS
 from ecomp.model.canary import ENTERED
-from ecomp.model.choose import WEIGHS
+from ecomp.model.choose import STRATEGIES
 from ecomp.model.events import KINDS
 from ecomp.model.group import POLICIES
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
@@ -20,33 +20,33 @@ from ecomp.model.record import QUEUED, STATES
 Schema = Mapping[str, Any]
 
 
-def _is(kind: str, means: str = '', null: bool = False, **more: Any) -> Schema:
-    return {'type': [kind, 'null'] if null else kind, 'description': means, **more}
+def _is(kind: str, description: str = '', null: bool = False, **more: Any) -> Schema:
+    return {'type': [kind, 'null'] if null else kind, 'description': description, **more}
 
 
 def _fields(
-    fields: Mapping[str, Schema], means: str = '', null: bool = False, needs: str = '', may: str = ''
+    fields: Mapping[str, Schema], description: str = '', null: bool = False, needs: str = '', may: str = ''
 ) -> Schema:
     """Make a schema of an object with only these fields.
 
     `needs` are the fields that are always present; '' means all but those in `may`.
     """
     required = needs.split() or [name for name in fields if name not in may.split()]
-    return _is('object', means, null, properties=fields, required=required, additionalProperties=False)
+    return _is('object', description, null, properties=fields, required=required, additionalProperties=False)
 
 
-def _object(means: str = '', null: bool = False, **fields: Schema) -> Schema:
+def _object(description: str = '', null: bool = False, **fields: Schema) -> Schema:
     """Make a schema of an object that always has these fields and no others."""
-    return _fields(fields, means, null)
+    return _fields(fields, description, null)
 
 
-def _map(means: str, of: Schema) -> Schema:
+def _map(description: str, item: Schema) -> Schema:
     """Make a schema of an object with arbitrary keys."""
-    return _is('object', means, additionalProperties=of)
+    return _is('object', description, additionalProperties=item)
 
 
-def many(of: Schema, means: str = '') -> Schema:
-    return _is('array', means, items=of)
+def many(of: Schema, description: str = '') -> Schema:
+    return _is('array', description, items=of)
 
 
 def one_or_many(of: Schema) -> Schema:
@@ -54,8 +54,8 @@ def one_or_many(of: Schema) -> Schema:
     return {'anyOf': [of, many(of)]}
 
 
-def _text(means: str, null: bool = False, **more: Any) -> Schema:
-    return _is('string', means, null, **more)
+def _text(description: str, null: bool = False, **more: Any) -> Schema:
+    return _is('string', description, null, **more)
 
 
 UUID = '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
@@ -72,15 +72,19 @@ _ERROR = _object(
 _AMOUNTS = _map('by resource class', _is('integer'))
 
 
-def _outcome(**known: Schema) -> Schema:
+def _outcome(**extra_fields: Schema) -> Schema:
     """Make a schema of the outcome of each word, for a command that changes or waits."""
-    fields = {'word': _text('what was typed'), **known, 'said': many(_text(''), 'what stderr says of it, line by line')}
+    fields = {
+        'word': _text('what was typed'),
+        **extra_fields,
+        'said': many(_text(''), 'what stderr says of it, line by line'),
+    }
     return one_or_many(_fields({**fields, 'error': _ERROR}))
 
 
 _WEIGHED = _object(
     'how it was chosen', null=True,
-    weigh=_text(f'{", ".join(WEIGHS)}, or queue'), weight=_is('number', 'its own', null=True),
+    weigh=_text(f'{", ".join(STRATEGIES)}, or queue'), weight=_is('number', 'its own', null=True),
     of=_is('integer', 'how many could have taken it'),
 )  # fmt: skip
 _INTERFACE = _object(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ecomp import __version__
 
 # Date of the man pages: when they were last read as a whole.
-DATE = '2026-11-23'
+MAN_PAGE_DATE = '2026-11-23'
 
 
 class Code(NamedTuple):
@@ -50,17 +50,17 @@ class ManPage(NamedTuple):
     number: int
     about: str
     sections: Sequence[Section]
-    see: Sequence[str]
+    related_pages: Sequence[str]
 
 
-def doc(of: object) -> str:
-    return inspect.getdoc(of) or ''
+def read_docstring(target: object) -> str:
+    return inspect.getdoc(target) or ''
 
 
-def docstring(of: object) -> list[Block]:
+def parse_docstring(source: object) -> list[Block]:
     """Split a text or docstring into paragraphs; indented ones become Code."""
     blocks: list[Block] = []
-    text = of if isinstance(of, str) else doc(of)
+    text = source if isinstance(source, str) else read_docstring(source)
     for part in re.sub(r' ?Pure(?:, and light to import)?\.', '', text).split('\n\n'):
         if part.startswith('  '):
             blocks.append(Code(textwrap.dedent(part)))
@@ -69,77 +69,79 @@ def docstring(of: object) -> list[Block]:
     return blocks
 
 
-def link(title: str) -> str:
+def make_link(title: str) -> str:
     """Make a link to a section of the same page, as GitHub names it."""
-    return f'[{title.removeprefix("eschedule ")}](#{anchor(title)})'
+    return f'[{title.removeprefix("eschedule ")}](#{make_anchor(title)})'
 
 
-def anchor(title: str) -> str:
+def make_anchor(title: str) -> str:
     """Make GitHub's anchor of a section title."""
     return re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-')
 
 
-def markdown(title: str, top: Sequence[Block], sections: Iterable[Section]) -> str:
-    parts = [f'# {title}', '<!-- made by docs.generate -->', *map(_markdown, top)]
+def render_markdown(title: str, top: Sequence[Block], sections: Iterable[Section]) -> str:
+    parts = [f'# {title}', '<!-- made by docs.generate -->', *map(_render_block, top)]
     for section in sections:
-        parts += [f'## {section.title}', *map(_markdown, filter(None, section.blocks))]
+        parts += [f'## {section.title}', *map(_render_block, filter(None, section.blocks))]
     return '\n\n'.join(part.rstrip() for part in parts) + '\n'
 
 
-def _markdown(block: Block) -> str:
+def _render_block(block: Block) -> str:
     if isinstance(block, str):
         # Escape <, so that <word> is not HTML, except in backticks.
         return re.sub('(`[^`]*`)|<', lambda found: found[1] or '&lt;', block)
     if isinstance(block, Code):
         return f'```{block.kind}\n{block.text}\n```'
     if isinstance(block, Terms):
-        return _markdown(Table(block.head, [[f'`{term}`', meaning] for term, meaning in block.rows]))
+        return _render_block(Table(block.head, [[f'`{term}`', meaning] for term, meaning in block.rows]))
     rows = [block.head, ['---'] * len(block.head), *block.rows]
-    return '\n'.join(f'| {" | ".join(_markdown(cell.replace("|", "&#124;")) for cell in row)} |' for row in rows)
+    return '\n'.join(f'| {" | ".join(_render_block(cell.replace("|", "&#124;")) for cell in row)} |' for row in rows)
 
 
-def roff(page: ManPage) -> str:
+def render_man_page(page: ManPage) -> str:
     """Render a man page with groff's man macros; raise TypeError if it has a table."""
     name = f'{page.name}({page.number})'
     lines = [
         '.\\" made by docs.generate',
-        f'.TH {page.name.upper()} {page.number} {DATE} "ecomp {__version__}" "ecomp"',
+        f'.TH {page.name.upper()} {page.number} {MAN_PAGE_DATE} "ecomp {__version__}" "ecomp"',
         '.SH NAME',
-        f'{_text(page.name)} \\- {_text(page.about)}',
+        f'{_render_text(page.name)} \\- {_render_text(page.about)}',
     ]
     for section in page.sections:
-        lines.append(f'.SH "{_text(section.title)}"')
-        words = [line for block in filter(None, section.blocks) for line in _roff(block)]
+        lines.append(f'.SH "{_render_text(section.title)}"')
+        words = [line for block in filter(None, section.blocks) for line in _render_roff_block(block)]
         lines += words[words[:1] == ['.PP'] :]  # a section starts a paragraph itself
-    see = ', '.join(_text(related) for related in page.see if related != name)
+    see = ', '.join(_render_text(related) for related in page.related_pages if related != name)
     return '\n'.join([*lines, '.SH "SEE ALSO"', see]) + '\n'
 
 
-def _roff(block: Block) -> list[str]:
+def _render_roff_block(block: Block) -> list[str]:
     if isinstance(block, str):
-        return ['.PP', _text(block)]
+        return ['.PP', _render_text(block)]
     if isinstance(block, Code):
-        return ['.PP', '.nf', *(_line(line) for line in block.text.split('\n')), '.fi']
+        return ['.PP', '.nf', *(_render_line(line) for line in block.text.split('\n')), '.fi']
     if isinstance(block, Terms):
-        return [line for term, meaning in block.rows for line in ('.TP', f'.B "{_plain(term)}"', _text(meaning))]
+        return [
+            line for term, meaning in block.rows for line in ('.TP', f'.B "{_escape(term)}"', _render_text(meaning))
+        ]
     raise TypeError('man pages have no tables')
 
 
-def _text(text: str) -> str:
+def _render_text(text: str) -> str:
     """Render a paragraph: code bold, links as their text, no roff command at the start."""
     text = re.sub(r'\[([^]]+)\]\([^)]+\)', r'\1', text)
     parts = re.split(r'`([^`]+)`', text)
-    bold = [_plain(part) if number % 2 == 0 else f'\\fB{_plain(part)}\\fR' for number, part in enumerate(parts)]
-    return _guarded(''.join(bold))
+    bold = [_escape(part) if number % 2 == 0 else f'\\fB{_escape(part)}\\fR' for number, part in enumerate(parts)]
+    return _guard_first_character(''.join(bold))
 
 
-def _line(text: str) -> str:
-    return _guarded(_plain(text))
+def _render_line(text: str) -> str:
+    return _guard_first_character(_escape(text))
 
 
-def _guarded(text: str) -> str:
+def _guard_first_character(text: str) -> str:
     return f'\\&{text}' if text.startswith(('.', "'")) else text
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace('\\', '\\e').replace('-', '\\-').replace('"', '\\(dq').replace("'", '\\(aq').replace('…', '...')

@@ -5,22 +5,22 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from ecomp.model.image import Address, without_zone
+from ecomp.model.image import Address, parse_address
 
 
-def addresses(host: str, flags: int = 0) -> list[Address]:
+def resolve_addresses(host: str, flags: int = 0) -> list[Address]:
     """Resolve a host name or address to its addresses, in the order to try them.
 
     `flags` are getaddrinfo's. Raises OSError, or ValueError for a malformed address or a name that cannot be encoded.
     """
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [without_zone(str(sockaddr[0])) for *_, sockaddr in entries]
+    return [parse_address(str(sockaddr[0])) for *_, sockaddr in entries]
 
 
-def is_own(address: Address) -> bool:
+def is_own_address(address: Address) -> bool:
     """Return whether the address is this host's, by the kernel's routing; nothing is sent."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((str(address), 9))
-        return address.is_loopback or without_zone(str(probe.getsockname()[0])) == address
+        return address.is_loopback or parse_address(str(probe.getsockname()[0])) == address
     return False

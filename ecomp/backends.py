@@ -6,17 +6,19 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp.conf import EtcdConfig, PlacementConfig, open_secrets
+from ecomp.conf import EtcdConfig, PlacementConfig, list_exposed_secrets
 from ecomp.errors import EcompError, NoSpace
-from ecomp.model.health import Backends, Certificate, ends
+from ecomp.model.health import Backends, Certificate, read_certificate_end
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 
 # Seconds of the lease that is granted, renewed and revoked as a test.
-LEASE_SECONDS = 10
+TEST_LEASE_SECONDS = 10
 
 
-def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual: str) -> Backends:
+def probe_backends(
+    etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, config_name: str
+) -> Backends:
     """Query etcd and placement once; their EcompErrors become part of the result.
 
     `config_path` is the configuration that names them, or None; `config_name` is the usual name of its file.
@@ -27,7 +29,7 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         store = Store(etcd)
         try:
             store.count('/computes/')
-            etcd_version = store.version()
+            etcd_version = store.read_version()
             _check_lease(store)
         finally:
             store.close()
@@ -35,7 +37,7 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         no_etcd = str(error)
     client = Placement(placement)
     try:
-        about = client.about()
+        about = client.read_server_info()
         placement_version = about.version
         if about.clock is not None:
             clock_ahead = (datetime.now(UTC) - about.clock).total_seconds()
@@ -49,33 +51,37 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
     return Backends(
         etcd=f'etcd at {",".join(etcd.endpoints)}',
         placement=f'placement at {placement.endpoint}',
-        told=None if told is None else str(told),
+        config_path=None if config_path is None else str(config_path),
         now=datetime.now(UTC),
-        usual=usual,
-        no_etcd=no_etcd,
-        no_placement=no_placement,
+        default_config_name=config_name,
+        etcd_failure=no_etcd,
+        placement_failure=no_placement,
         etcd_version=etcd_version,
         placement_version=placement_version,
-        ahead=clock_ahead,
-        open_secrets=tuple(map(str, open_secrets(etcd, placement))),
-        certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(paths) if path is not None),
+        ahead_seconds=clock_ahead,
+        open_secrets=tuple(map(str, list_exposed_secrets(etcd, placement))),
+        certificates=tuple(
+            Certificate(str(path), _read_expiry(path)) for path in dict.fromkeys(paths) if path is not None
+        ),
     )
 
 
 def _check_lease(store: Store) -> None:
     """Renew a lease, as presences do; EcompError if that fails. Skipped if etcd is full."""
     with suppress(NoSpace):
-        lease = store.grant(LEASE_SECONDS)
+        lease = store.grant(TEST_LEASE_SECONDS)
         try:
             store.keep_alive(lease)
         except EcompError as error:
-            raise EcompError(f'{store.where} answers, but renews no lease, so no compute can live: {error}') from error
+            raise EcompError(
+                f'{store.endpoints} answers, but renews no lease, so no compute can live: {error}'
+            ) from error
         finally:
             store.revoke(lease)
 
 
-def _until(path: Path) -> datetime | None:
+def _read_expiry(path: Path) -> datetime | None:
     try:
-        return ends(path.read_bytes())
+        return read_certificate_end(path.read_bytes())
     except (OSError, ValueError):
         return None

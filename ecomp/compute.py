@@ -22,16 +22,16 @@ from ecomp import systemd
 from ecomp.arguments import Parser
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
-from ecomp.model.text import printable, printable_lines
+from ecomp.model.text import make_lines_printable, make_printable
 from ecomp.version import read_version
-from ecomp.yaml_file import path_of_option, told_by
+from ecomp.yaml_file import describe_source, parse_config_option
 
 log = logging.getLogger(__name__)
 
 # The configuration file of the systemd unit, independent of the directory that --unit runs in.
 SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
 # Limit of fake computes in one process: more keep it busy with refreshing their presence.
-MOST = 1000
+MAX_FAKE_COMPUTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,22 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.hold_descriptors()
     logs.configure()
     config, is_checking, is_serving = ComputeConfig(), False, False
-    service = systemd.Service.of(os.environ)
+    service = systemd.Service.from_environment(os.environ)
     # Until the daemon installs its own handlers, either signal unwinds what has been started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        options = parser().parse_args(argv)
+        options = make_parser().parse_args(argv)
         if options.unit:
-            logs.print_utf_8()
-            print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='', flush=True)
+            logs.switch_stdout_to_utf8()
+            print(
+                render_unit(options, systemd.make_command(sys.argv[0], sys.executable, 'ecomp.compute')),
+                end='',
+                flush=True,
+            )
             return 0
         is_checking = options.check
-        config = load_compute(path_of_option(options.config))
+        config = load_compute(parse_config_option(options.config))
         if is_checking:
-            return _check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
+            return _run_check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
         with ExitStack() as at_exit:
             if options.fake is not None:
-                config = _pretended(config, parse_inventory(options.fake), options.count, at_exit)
+                config = _make_fake_config(config, parse_inventory(options.fake), options.count, at_exit)
             elif options.count is not None:
                 raise UsageError('--count goes with --fake: a machine is one compute')
             from ecomp.agent.process import Process
@@ -70,29 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.info('stopping; the guests go on')
     except EcompError as error:
         backend_failed = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
-        config_source = f' ({printable(told_by("compute.yaml", config.path))})' if backend_failed else ''
-        _say(f'{error}{config_source}')
+        config_source = f' ({make_printable(describe_source("compute.yaml", config.path))})' if backend_failed else ''
+        _print_message(f'{error}{config_source}')
         return error.exit_code
     except OSError as error:
         with suppress(OSError):
-            logs.flush()
+            logs.flush_stdout()
         if is_serving or not isinstance(error, BrokenPipeError):  # stdout's reader (head, less) has exited
-            _say(f'{error.filename or "failed"}: {error.strerror or error}')
+            _print_message(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _say('interrupted: not everything was looked at' if is_checking else 'stopped while starting')
+        _print_message('interrupted: not everything was looked at' if is_checking else 'stopped while starting')
         return int(is_checking)  # an interrupted check has no result; a signal is a daemon's normal end
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; its parse_args() raises UsageError."""
     about = 'Take requests for this machine from etcd and make them VMs, until a signal. Logs to stderr; needs root.'
     command = Parser('ecompute', description=about)
     config_help = "in place of $ECOMP_CONFIG's, or of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/"
     command.add_argument('--config', metavar='FILE', help=config_help)
     command.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
-    command.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')
+    command.add_argument(
+        '--count', metavar='N', type=_parse_count, help=f'with --fake: pretend so many, 1 to {MAX_FAKE_COMPUTES}'
+    )
     accept_help = 'etcd was wiped, restored or exchanged, and is to be used: first publish again what runs here'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only look at this machine, at etcd and at placement: what is wrong, a line each, and what mends it'
@@ -103,39 +109,39 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def unit(options: argparse.Namespace, program: Sequence[str]) -> str:
+def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Render the unit for ecompute started as `program`; raise UsageError for other options."""
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
         raise UsageError('--unit goes with --config alone')
-    config = os.path.abspath(path_of_option(options.config) or SERVICE_CONFIG)
-    return systemd.unit('ecompute.service', [*program, '--config', config])
+    config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
+    return systemd.render_unit('ecompute.service', [*program, '--config', config])
 
 
-def _check(config: ComputeConfig, mixed: bool) -> int:
-    if mixed:
+def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
+    if has_other_options:
         raise UsageError('--check goes with --config alone')
-    from ecomp.agent.checking import check
-    from ecomp.model.health import exit_code, lines, summary
+    from ecomp.agent.checking import check_machine
+    from ecomp.model.health import format_lines, get_exit_code, summarize
 
-    backends, findings = check(config)
-    for line in lines(findings):
-        print(printable(line), flush=True)
-    _say(summary(backends, findings))
-    return exit_code(backends, findings)
+    backends, findings = check_machine(config)
+    for line in format_lines(findings):
+        print(make_printable(line), flush=True)
+    _print_message(summarize(backends, findings))
+    return get_exit_code(backends, findings)
 
 
-def _count(text: str) -> int:
-    if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MOST:
+def _parse_count(text: str) -> int:
+    if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MAX_FAKE_COMPUTES:
         return int(text)
-    raise argparse.ArgumentTypeError(f'{text[:20]!r} is no number from 1 to {MOST}')
+    raise argparse.ArgumentTypeError(f'{text[:20]!r} is no number from 1 to {MAX_FAKE_COMPUTES}')
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     with suppress(OSError):  # a full disk or a closed terminal does not change the exit code
-        print(f'ecompute: {printable_lines(logs.redact(text))}', file=sys.stderr, flush=True)
+        print(f'ecompute: {make_lines_printable(logs.redact(text))}', file=sys.stderr, flush=True)
 
 
-def _pretended(
+def _make_fake_config(
     config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
 ) -> ComputeConfig:
     """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1."""

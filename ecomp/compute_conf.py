@@ -14,121 +14,126 @@ from ecomp.conf import (
     DEFAULT_USER_ID,
     EtcdConfig,
     PlacementConfig,
-    etcd_of,
-    key,
     load,
-    path_key,
-    placement_of,
-    row,
-    url,
+    make_custom_field,
+    make_field,
+    make_path_field,
+    parse_url,
+    read_etcd,
+    read_placement,
 )
 from ecomp.errors import UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import is_class
-from ecomp.model.guest import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, MAX_INTERFACES, Attachment
 from ecomp.model.image import check_source
 from ecomp.yaml_file import (
+    InvalidValue,
     Node,
-    Wrong,
     YamlFile,
-    between,
-    checked,
-    each_once,
-    flag,
-    list_of,
-    mapping_of,
-    one_of,
-    shown,
-    text_of,
-    typed,
+    describe_typed_node,
+    make_choice_parser,
+    make_integer_parser,
+    make_list_parser,
+    make_mapping_parser,
+    make_text_parser,
+    make_unique_list_parser,
+    parse_flag,
+    parse_text,
+    shorten,
 )
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
-MOST_RATIO = 1000  # a larger allocation ratio is refused
+MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
 # Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
 
 
-def _uuid(node: Node) -> str:
-    if not keys.is_uuid(text := text_of(node).lower()):
-        raise Wrong(f'must be a uuid like {DEFAULT_USER_ID}, not {shown(text)}')
+def _parse_uuid(node: Node) -> str:
+    if not keys.is_uuid(text := parse_text(node).lower()):
+        raise InvalidValue(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
     return text
 
 
-def _trait(node: Node) -> str:
+def _parse_trait(node: Node) -> str:
     from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
     try:
-        return check_trait(name := text_of(node))
+        return check_trait(name := parse_text(node))
     except ValueError as error:
-        raise Wrong(f'{shown(name)} {error}') from error
+        raise InvalidValue(f'{shorten(name)} {error}') from error
 
 
-def _attachment(item: Node) -> Attachment:
-    kinds = {'network': _network, 'bridge': _interface}
+def _parse_attachment(item: Node) -> Attachment:
+    kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
-        raise Wrong('must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host')
+        raise InvalidValue('must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host')
     key, value = item.pairs[0]
     return Attachment(key.text, kinds[key.text](value))
 
 
-def _network(node: Node) -> str:
-    if '/' in (text := text_of(node)) or len(text) > 100:
-        raise Wrong(f'must be the name of a network of libvirt, not {shown(text)}')
+def _parse_network(node: Node) -> str:
+    if '/' in (text := parse_text(node)) or len(text) > 100:
+        raise InvalidValue(f'must be the name of a network of libvirt, not {shorten(text)}')
     return text
 
 
-def _interface(node: Node) -> str:
-    if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := text_of(node)):
-        raise Wrong(f'must be the name of a network interface (at most 15 characters), not {shown(text)}')
+def _parse_interface(node: Node) -> str:
+    if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := parse_text(node)):
+        raise InvalidValue(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
     return text
 
 
-def _stated(_: str, node: Node) -> int:
-    return _total(node.text if node.kind == 'int' else typed(node))
+def _parse_stated_total(_: str, node: Node) -> int:
+    return _parse_total(node.text if node.kind == 'int' else describe_typed_node(node))
 
 
-def _ratio(_: str, node: Node) -> float:
+def _parse_ratio(_: str, node: Node) -> float:
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
-    if not is_decimal or not 0 < (ratio := float(node.text)) <= MOST_RATIO:
-        raise Wrong(f'the ratio must be a number like 0.5, above 0 and at most {MOST_RATIO}, not {typed(node)}')
+    if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
+        raise InvalidValue(
+            f'the ratio must be a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}, '
+            f'not {describe_typed_node(node)}'
+        )
     return ratio
 
 
-def _class_of(key: Node) -> str:
-    return _resource_class(key.text)
+def _parse_class_node(key: Node) -> str:
+    return _parse_resource_class(key.text)
 
 
-def _resource_class(name: str) -> str:
+def _parse_resource_class(name: str) -> str:
     if not is_class(name):
-        raise Wrong('must be a resource class: capitals, digits and _')
+        raise InvalidValue('must be a resource class: capitals, digits and _')
     return name
 
 
-def _total(text: str) -> int:
+def _parse_total(text: str) -> int:
     if not re.fullmatch('[1-9][0-9]{0,9}', text) or int(text) > MAX_INT:
-        raise Wrong(f'the total must be a whole number from 1 to {MAX_INT}, not {shown(text)}')
+        raise InvalidValue(f'the total must be a whole number from 1 to {MAX_INT}, not {shorten(text)}')
     return int(text)
 
 
-def _networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
+def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
     """Read `networks`, or the defaults and the bridge of the old key `bridge`."""
     if name in file.top and 'bridge' in file.top:
-        file.top.complain('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
+        file.top.add_problem('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
     no_attachments: tuple[Attachment, ...] = ()
-    second = file.top.take('bridge', lambda node: (Attachment('bridge', _interface(node)),), no_attachments)
-    return file.top.take(name, _network_list, (*default, *second))
+    second = file.top.read('bridge', lambda node: (Attachment('bridge', _parse_interface(node)),), no_attachments)
+    return file.top.read(name, _parse_networks, (*default, *second))
 
 
-def _network_list(node: Node) -> tuple[Attachment, ...]:
+def _parse_networks(node: Node) -> tuple[Attachment, ...]:
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
-        return f'{kind.text} {shown(name.text)}'
+        return f'{kind.text} {shorten(name.text)}'
 
-    attachments = list_of(_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', least=1, once=describe)(node)
-    if len(attachments) > MOST_INTERFACES:
-        raise Wrong(f'must be at most {MOST_INTERFACES}, are {len(attachments)}')
+    attachments = make_list_parser(
+        _parse_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', min_items=1, describe_item=describe
+    )(node)
+    if len(attachments) > MAX_INTERFACES:
+        raise InvalidValue(f'must be at most {MAX_INTERFACES}, are {len(attachments)}')
     return attachments
 
 
@@ -136,29 +141,33 @@ def _network_list(node: Node) -> tuple[Attachment, ...]:
 class ComputeConfig:
     """The settings of compute.yaml, which explains them: one field a key.
 
-    None means that ecompute determines the value itself. `path` is the file, None if there is none; `directory` is the
+    None means that ecompute determines the value itself. `path` is the file, None if absent; `directory` is the
     file's.
     """
 
-    uuid: str | None = key(None, _uuid)
-    etcd: EtcdConfig = row(EtcdConfig(), etcd_of)
-    placement: PlacementConfig = row(PlacementConfig(), placement_of)
-    resize: bool = key(True, flag)
-    networks: tuple[Attachment, ...] = row(DEFAULT_NETWORKS, _networks)
-    metadata: str = key('network', one_of('network', 'iso'))
-    state: Path = path_key(Path('/var/lib/ecompute'), YamlFile.path_of)
-    workers: int | None = key(None, between(1, 64))
-    inventory: Mapping[str, int] | None = key(None, mapping_of(_class_of, _stated, 'resource classes with totals', 1))
-    virt_type: str = key('auto', one_of('auto', 'kvm', 'qemu'))
-    images: Path | None = path_key(None, YamlFile.path_of)
-    image_cache: int | None = key(None, between(1, MAX_INT))
-    image_sources: tuple[str, ...] | None = key(None, each_once(checked(check_source)))
-    image_proxy: str | None = key(None, url)
-    queues: bool = key(False, flag)
-    hold_addresses: bool = key(False, flag)
-    traits: tuple[str, ...] = key((), each_once(_trait))
-    aggregates: tuple[str, ...] = key((), each_once(_uuid))
-    allocation_ratios: Mapping[str, float] = key({}, mapping_of(_class_of, _ratio, 'resource classes with ratios', 1))
+    uuid: str | None = make_field(None, _parse_uuid)
+    etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
+    placement: PlacementConfig = make_custom_field(PlacementConfig(), read_placement)
+    resize: bool = make_field(True, parse_flag)
+    networks: tuple[Attachment, ...] = make_custom_field(DEFAULT_NETWORKS, _read_networks)
+    metadata: str = make_field('network', make_choice_parser('network', 'iso'))
+    state: Path = make_path_field(Path('/var/lib/ecompute'), YamlFile.parse_path)
+    workers: int | None = make_field(None, make_integer_parser(1, 64))
+    inventory: Mapping[str, int] | None = make_field(
+        None, make_mapping_parser(_parse_class_node, _parse_stated_total, 'resource classes with totals', 1)
+    )
+    virt_type: str = make_field('auto', make_choice_parser('auto', 'kvm', 'qemu'))
+    images: Path | None = make_path_field(None, YamlFile.parse_path)
+    image_cache: int | None = make_field(None, make_integer_parser(1, MAX_INT))
+    image_sources: tuple[str, ...] | None = make_field(None, make_unique_list_parser(make_text_parser(check_source)))
+    image_proxy: str | None = make_field(None, parse_url)
+    queues: bool = make_field(False, parse_flag)
+    hold_addresses: bool = make_field(False, parse_flag)
+    traits: tuple[str, ...] = make_field((), make_unique_list_parser(_parse_trait))
+    aggregates: tuple[str, ...] = make_field((), make_unique_list_parser(_parse_uuid))
+    allocation_ratios: Mapping[str, float] = make_field(
+        {}, make_mapping_parser(_parse_class_node, _parse_ratio, 'resource classes with ratios', 1)
+    )
     directory: Path = Path('.')
     path: Path | None = field(default=None, compare=False)
 
@@ -178,11 +187,11 @@ def parse_inventory(text: str) -> dict[str, int]:
         name, colon, total = (word.strip() for word in part.partition(':'))
         try:
             if not colon:
-                raise Wrong('is not CLASS:TOTAL')
+                raise InvalidValue('is not CLASS:TOTAL')
             if name in totals:
-                raise Wrong('is there twice')
-            totals[_resource_class(name)] = _total(total)
-        except Wrong as wrong:
-            where = f"inventory '{shown(text)}': '{shown(part.strip())}'"
+                raise InvalidValue('is there twice')
+            totals[_parse_resource_class(name)] = _parse_total(total)
+        except InvalidValue as wrong:
+            where = f"inventory '{shorten(text)}': '{shorten(part.strip())}'"
             raise UsageError(f'{where}: {wrong}; say it like VCPU:4,DISK_GB:10,MEMORY_MB:512') from wrong
     return totals

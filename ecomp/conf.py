@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.model.image import check_image
-from ecomp.model.reach import DEFAULT_REACH, Reach, check_user, parse_reach
+from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.yaml_file import (
+    InvalidValue,
     Node,
     Section,
-    Wrong,
     YamlFile,
-    between,
-    checked,
-    described,
-    flag,
-    list_of,
-    mapping_of,
-    shown,
-    text_of,
-    typed,
+    describe_node,
+    describe_typed_node,
+    make_integer_parser,
+    make_list_parser,
+    make_mapping_parser,
+    make_text_parser,
+    parse_flag,
+    parse_text,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar('T')
 
-CERTIFICATES = ('ca_cert', 'cert_cert', 'cert_key')
-CLEAR = (
+CERTIFICATE_KEYS = ('ca_cert', 'cert_cert', 'cert_key')
+CLEARTEXT_REFUSAL = (
     '{} is no address of this machine, and all would be said in plain text: say {}ca_cert, cert_cert and cert_key '
     '(`elab certs` makes them), or, where nobody else is on that network, insecure: true'
 )
@@ -78,15 +78,15 @@ class PlacementConfig(NamedTuple):
 # Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
 
 
-def _seconds(node: Node) -> float:
+def _parse_seconds(node: Node) -> float:
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise Wrong(f'must be a number of seconds, not {typed(node)}')
+        raise InvalidValue(f'must be a number of seconds, not {describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
-        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
+        raise InvalidValue(f'must be more than 0 and at most 3600 seconds, not {shorten(node.text)}')
     return seconds
 
 
-def _checked_host(text: str) -> str:
+def _parse_host(text: str) -> str:
     """Parse a host name or address; an IPv6 address gets brackets."""
     import ipaddress  # imported here: only a file that names a host needs it
 
@@ -95,125 +95,131 @@ def _checked_host(text: str) -> str:
     try:
         return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
     except ValueError as error:
-        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
+        raise InvalidValue(f'must be a host name or address, not {shorten(text)}') from error
 
 
-def _endpoint(node: Node) -> str:
-    host, _, port = (text := text_of(node)).rpartition(':')
+def _parse_endpoint(node: Node) -> str:
+    host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-        raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
-    return f'{_checked_host(host)}:{int(port)}'
+        raise InvalidValue(f'{shorten(text)} must be host:port, the port 1 to 65535')
+    return f'{_parse_host(host)}:{int(port)}'
 
 
-def url(node: Node) -> str:
+def parse_url(node: Node) -> str:
     """Parse an http or https URL without user, query or fragment; remove a trailing slash."""
     from urllib.parse import urlsplit  # as above
 
-    text = text_of(node)
+    text = parse_text(node)
     try:
         parts = urlsplit(text)
         port = parts.port
-        host = _checked_host(parts.hostname or '')
-    except (ValueError, Wrong) as error:
-        raise Wrong('must be a URL like http://ds1:8080') from error
+        host = _parse_host(parts.hostname or '')
+    except (ValueError, InvalidValue) as error:
+        raise InvalidValue('must be a URL like http://ds1:8080') from error
     if '@' in parts.netloc:  # not repeated: it may be a password
-        raise Wrong('must not carry a user or password: it would be in logs and process lists')
+        raise InvalidValue('must not carry a user or password: it would be in logs and process lists')
     if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
-        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
+        raise InvalidValue(f'must be a URL like http://ds1:8080, not {shorten(text)}')
     if port == 0:
-        raise Wrong('the port must be 1 to 65535')
+        raise InvalidValue('the port must be 1 to 65535')
     return text.rstrip('/')
 
 
 # Sections
 
 
-def etcd_of(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
+def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     """Read the EtcdConfig in the section `name`; add the problems found to `file`."""
-    etcd = file.top.section(name)
+    etcd = file.top.read_section(name)
     for key in ('user', 'password'):
         etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
-    host = etcd.take('host', lambda node: _checked_host(text_of(node)), 'localhost')
-    port = etcd.take('port', between(1, 65535), 2379)
+    host = etcd.read('host', lambda node: _parse_host(parse_text(node)), 'localhost')
+    port = etcd.read('port', make_integer_parser(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
-    insecure = etcd.take('insecure', flag, False)
-    endpoints = etcd.take('endpoints', list_of(_endpoint, 'a list like [ds1:2379, ds2:2379]', least=1), single)
+    insecure = etcd.read('insecure', parse_flag, False)
+    endpoints = etcd.read(
+        'endpoints', make_list_parser(_parse_endpoint, 'a list like [ds1:2379, ds2:2379]', min_items=1), single
+    )
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
-            etcd.complain(key, 'say either endpoints, or host and port')
+            etcd.add_problem(key, 'say either endpoints, or host and port')
     config = EtcdConfig(
         endpoints,
-        *_certificates(file, etcd),
-        timeout=etcd.take('timeout', _seconds, default.timeout),
+        *_read_certificates(file, etcd),
+        timeout=etcd.read('timeout', _parse_seconds, default.timeout),
     )
-    if etcd.take('grpc_options', described, None):
+    if etcd.read('grpc_options', describe_node, None):
         file.warn(
             'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
         )
-    if not insecure and not _says_how(etcd) and (others := in_clear(config)):
-        etcd.complain('endpoints' if 'endpoints' in etcd else 'host', CLEAR.format(others[0], ''))
+    if not insecure and not _has_certificate_keys(etcd) and (others := list_cleartext_hosts(config)):
+        etcd.add_problem('endpoints' if 'endpoints' in etcd else 'host', CLEARTEXT_REFUSAL.format(others[0], ''))
     return config
 
 
-def placement_of(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
+def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
     """Read the PlacementConfig in the section `name`; add the problems found to `file`."""
-    placement = file.top.section(name)
-    endpoint = placement.take('endpoint', url, default.endpoint)
-    for key in CERTIFICATES:
+    placement = file.top.read_section(name)
+    endpoint = placement.read('endpoint', parse_url, default.endpoint)
+    for key in CERTIFICATE_KEYS:
         if key in placement and not endpoint.startswith('https://'):
-            placement.complain(key, f'needs an endpoint with https://, not {endpoint}')
-    insecure = placement.take('insecure', flag, False)
+            placement.add_problem(key, f'needs an endpoint with https://, not {endpoint}')
+    insecure = placement.read('insecure', parse_flag, False)
     config = PlacementConfig(
         endpoint,
-        *_certificates(file, placement),
-        token_file=placement.take('token_file', file.file_of, None),
+        *_read_certificates(file, placement),
+        token_file=placement.read('token_file', file.parse_readable_file, None),
     )
-    if not insecure and not _says_how(placement) and (others := in_clear(config)):
-        placement.complain('endpoint', CLEAR.format(others[0], 'https://, '))
+    if not insecure and not _has_certificate_keys(placement) and (others := list_cleartext_hosts(config)):
+        placement.add_problem('endpoint', CLEARTEXT_REFUSAL.format(others[0], 'https://, '))
     return config
 
 
-def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
+def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
-            section.complain(key, f'needs {other} beside it')
-    ca_cert = section.take('ca_cert', file.file_of, None)
-    return ca_cert, section.take('cert_key', file.file_of, None), section.take('cert_cert', file.file_of, None)
+            section.add_problem(key, f'needs {other} beside it')
+    ca_cert = section.read('ca_cert', file.parse_readable_file, None)
+    return (
+        ca_cert,
+        section.read('cert_key', file.parse_readable_file, None),
+        section.read('cert_cert', file.parse_readable_file, None),
+    )
 
 
-def _says_how(section: Section) -> bool:
+def _has_certificate_keys(section: Section) -> bool:
     """True if the section names a certificate, even an invalid one."""
-    return any(key in section for key in CERTIFICATES)
+    return any(key in section for key in CERTIFICATE_KEYS)
 
 
 # Fields of the configuration classes
 
 
-def key(default: T, parse: Callable[[Node], T]) -> T:
+def make_field(default: T, parse: Callable[[Node], T]) -> T:
     """Make a field that `parse` reads from the file's key of the same name."""
-    return row(default, lambda file, name, default: file.top.take(name, parse, default))
+    return make_custom_field(default, lambda file, name, default: file.top.read(name, parse, default))
 
 
-def path_key(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
+def make_path_field(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
     """Make a field for paths relative to the file: `parse` is a method of YamlFile."""
-    return row(default, lambda file, name, default: file.top.take(name, partial(parse, file), default))
+    return make_custom_field(default, lambda file, name, default: file.top.read(name, partial(parse, file), default))
 
 
-def row(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
+def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
     """Make a field that `read` takes from a section, or from several keys, of the file."""
     options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
     made_field: T = field(**options, metadata={'read': read})
     return made_field
 
 
-def load(kind: Callable[..., T], path: Path | None, usual: str) -> T:
+def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
     """Load the configuration of class `kind` from `path`.
 
     A `path` of None means the file that find_default_file(default_name) finds, or the defaults if there is none. A
     field without a reader (made by dataclasses.field alone) is set from the YamlFile attribute of the same name. Raises
     UsageError, with a line for each problem.
     """
-    file = YamlFile.read(path, usual)
+    file = YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}
     for spec in fields(defaults):
@@ -238,23 +244,23 @@ DEFAULT_IMAGE = (
 )
 
 
-def _flavors(node: Node) -> dict[str, Flavor]:
+def _parse_flavors(node: Node) -> dict[str, Flavor]:
     from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
-    def name_of(node: Node) -> str:
+    def parse_name(node: Node) -> str:
         if node.items or node.pairs:
-            raise Wrong('a name must be a word')
+            raise InvalidValue('a name must be a word')
         return node.text
 
     def parse(name: str, node: Node) -> Flavor:
-        return checked(partial(parse_flavor, name))(node)
+        return make_text_parser(partial(parse_flavor, name))(node)
 
-    return mapping_of(name_of, parse, 'names with queries')(node)
+    return make_mapping_parser(parse_name, parse, 'names with queries')(node)
 
 
-def _identifier(node: Node) -> str:
-    if len(text := text_of(node)) > 255:
-        raise Wrong(f'must be at most 255 characters, has {len(text)}')
+def _parse_identifier(node: Node) -> str:
+    if len(text := parse_text(node)) > 255:
+        raise InvalidValue(f'must be at most 255 characters, has {len(text)}')
     return text
 
 
@@ -262,19 +268,19 @@ def _identifier(node: Node) -> str:
 class ScheduleConfig:
     """The settings of schedule.yaml, which explains them: one field a key.
 
-    All paths are absolute; `flavors` are by name. `path` is the file itself, None if there is none.
+    All paths are absolute; `flavors` are by name. `path` is the file itself, None if absent.
     """
 
-    etcd: EtcdConfig = row(EtcdConfig(), etcd_of)
-    placement: PlacementConfig = row(PlacementConfig(), placement_of)
-    image: str = key(DEFAULT_IMAGE, checked(check_image))
-    user_id: str = key(DEFAULT_USER_ID, _identifier)
-    project_id: str = key(DEFAULT_PROJECT_ID, _identifier)
-    user_data: Path | None = path_key(None, YamlFile.path_of)
-    ssh_keys: tuple[Path, ...] = path_key((), YamlFile.paths_of)
-    flavors: Mapping[str, Flavor] = key({}, _flavors)
-    reach: Reach = key(DEFAULT_REACH, checked(parse_reach))
-    ssh_user: str = key('debian', checked(check_user))
+    etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
+    placement: PlacementConfig = make_custom_field(PlacementConfig(), read_placement)
+    image: str = make_field(DEFAULT_IMAGE, make_text_parser(check_image))
+    user_id: str = make_field(DEFAULT_USER_ID, _parse_identifier)
+    project_id: str = make_field(DEFAULT_PROJECT_ID, _parse_identifier)
+    user_data: Path | None = make_path_field(None, YamlFile.parse_path)
+    ssh_keys: tuple[Path, ...] = make_path_field((), YamlFile.parse_paths)
+    flavors: Mapping[str, Flavor] = make_field({}, _parse_flavors)
+    reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))
+    ssh_user: str = make_field('debian', make_text_parser(check_user))
     path: Path | None = field(default=None, compare=False)
 
 
@@ -286,10 +292,10 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
 # Connections
 
 
-def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
+def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
     """List the remote hosts contacted in plain text (with ports for etcd)."""
     hosts: list[str] = []
-    for config in asked:
+    for config in configs:
         if isinstance(config, PlacementConfig):
             scheme, _, rest = config.endpoint.partition('://')
             hosts += [] if scheme == 'https' else [rest.partition('/')[0]]
@@ -298,10 +304,10 @@ def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
     return [host for host in hosts if not _is_local(re.sub(r':[0-9]+\Z', '', host))]
 
 
-def open_secrets(*asked: EtcdConfig | PlacementConfig) -> list[Path]:
+def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
     """List the key and token files that all local users can read or write; skip missing ones."""
     modes = {}
-    for path in (path for config in asked for path in (config.cert_key, getattr(config, 'token_file', None)) if path):
+    for path in (path for config in configs for path in (config.cert_key, getattr(config, 'token_file', None)) if path):
         with suppress(OSError):  # reading the file later reports the error
             modes[path] = path.stat().st_mode & 0o006
     return [path for path, is_open in modes.items() if is_open]
@@ -316,7 +322,7 @@ def _is_local(host: str) -> bool:
         return host.lower() == 'localhost'
 
 
-def connection_to(host: bytes | str, port: int, timeout: float, patience: float) -> socket.socket:
+def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: float) -> socket.socket:
     """Open a TCP connection to one of the host's addresses, tried in order.
 
     The last address has `timeout` seconds to connect. The earlier ones share half of `budget_seconds`, at most one
@@ -331,24 +337,24 @@ def connection_to(host: bytes | str, port: int, timeout: float, patience: float)
     for address_info in others:
         with suppress(OSError):
             try:
-                return _connected(address_info, min(1.0, patience / 2 / len(others)), timeout)
+                return _connect(address_info, min(1.0, budget_seconds / 2 / len(others)), timeout)
             except TimeoutError:
                 timed_out.append(address_info)
     try:
-        return _connected(last, timeout, timeout)
+        return _connect(last, timeout, timeout)
     except OSError as error:
         if not timed_out or isinstance(error, TimeoutError):
             raise
-        return _connected(timed_out[0], timeout, timeout)
+        return _connect(timed_out[0], timeout, timeout)
 
 
-def _connected(found: Any, limit: float, timeout: float) -> socket.socket:
+def _connect(address_info: Any, connect_timeout: float, timeout: float) -> socket.socket:
     import socket  # as above
 
-    family, kind, protocol, _, address = found
+    family, kind, protocol, _, address = address_info
     connection = socket.socket(family, kind, protocol)
     try:
-        connection.settimeout(limit)
+        connection.settimeout(connect_timeout)
         connection.connect(address)
         connection.settimeout(timeout)
     except OSError:

@@ -35,6 +35,8 @@ class EcompError(Exception):
 
 
 class UsageError(EcompError):
+    """The arguments or the configuration are invalid."""
+
     exit_code = 2
 
 
@@ -43,15 +45,17 @@ class PlacementRefusal(UsageError):
 
 
 class NoCapacity(EcompError):
+    """No compute has room for the request at present."""
+
     exit_code = 3
 
 
 class TooFew(NoCapacity):
     """A set does not fit; `candidates` are those found for the members that do."""
 
-    def __init__(self, message: str, taken: Sequence[Any] = ()) -> None:
+    def __init__(self, message: str, candidates: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        self.taken = taken
+        self.candidates = candidates
 
 
 class OverQuota(NoCapacity):
@@ -59,10 +63,14 @@ class OverQuota(NoCapacity):
 
 
 class NotFound(EcompError):
+    """The named object does not exist."""
+
     exit_code = 4
 
 
 class Conflict(EcompError):
+    """The object exists already, or another process changed it first."""
+
     exit_code = 5
 
 
@@ -71,20 +79,23 @@ class GenerationConflict(Conflict):
 
 
 class ConsumerConflict(GenerationConflict):
-    pass
+    """The consumer generation has changed: another process claimed or released for it."""
+
 
 class ClaimedElsewhere(EcompError):
     """Another attempt holds claims: `computes` is {instance: other compute} (rule 13)."""
 
     exit_code = 5
 
-    def __init__(self, on: Mapping[str, str], message: str = '') -> None:
-        instance, compute = next(iter(on.items()))
+    def __init__(self, computes: Mapping[str, str], message: str = '') -> None:
+        instance, compute = next(iter(computes.items()))
         super().__init__(message or f'{instance} is claimed on compute {compute}, which may be running it')
-        self.on = on
+        self.computes = computes
 
 
 class StillGoing(EcompError):
+    """The timeout expired; the work continues without us."""
+
     exit_code = 6
 
 
@@ -103,10 +114,12 @@ class Unreachable(EcompError):
 
 
 class UnknownOutcome(Unreachable):
-    pass
+    """A write was sent and not answered: read back before anything else."""
+
 
 class NoSpace(Unreachable):
-    pass
+    """Etcd is full: it accepts only reads, and transactions of deletes alone."""
+
 
 class StrangeEtcd(Unreachable):
     """Etcd was wiped, restored or replaced; an operator must accept it before any write.
@@ -122,8 +135,8 @@ class Denied(EcompError):
 class Unreadable(EcompError):
     """The message names the key and how to remove it."""
 
-    def __init__(self, key: str, why: object) -> None:
-        super().__init__(f'{key}: {why}; unless a newer ecomp wrote it: etcdctl del {key}')
+    def __init__(self, key: str, reason: object) -> None:
+        super().__init__(f'{key}: {reason}; unless a newer ecomp wrote it: etcdctl del {key}')
 
 
 class BuildFailed(EcompError):

@@ -18,7 +18,7 @@ from functools import cache
 from ecomp.errors import UsageError
 
 # {name: the process that reaches it, and the state at that point}.
-PLACES = {
+FAILPOINT_STATES = {
     'announced': 'eschedule: the attempt is put, placement has been asked, nothing is claimed',
     'claimed-some': 'eschedule: placement holds a part of what a set wants, nothing is delivered',
     'claimed': 'eschedule: placement holds the claim, nothing is delivered',
@@ -81,11 +81,11 @@ ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}
 
 def failpoint(name: str) -> None:
     """Kill or stop this process if a test armed this place. UsageError for an invalid setting."""
-    if name in (armed := _armed()):
-        _arrive(name, *armed[name])
+    if name in (armed := _read_armed()):
+        _fire(name, *armed[name])
 
 
-def _arrive(name: str, action: str, times: int | None) -> None:
+def _fire(name: str, action: str, max_count: int | None) -> None:
     import signal  # late: commands do not need it otherwise
 
     fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
@@ -94,7 +94,7 @@ def _arrive(name: str, action: str, times: int | None) -> None:
         with open(fired_path, 'a+b', buffering=0) as file:
             file.seek(0)
             fired_count = sum(line.split()[:1] == [name.encode()] for line in file.read().splitlines())
-            if times is not None and fired_count >= times:
+            if max_count is not None and fired_count >= max_count:
                 return
             file.write(f'{name} {os.getpid()}\n'.encode())
     # Signal this thread: if another one receives it, this one continues for a moment.
@@ -102,12 +102,12 @@ def _arrive(name: str, action: str, times: int | None) -> None:
 
 
 @cache
-def _armed() -> dict[str, tuple[str, int | None]]:
+def _read_armed() -> dict[str, tuple[str, int | None]]:
     armed: dict[str, tuple[str, int | None]] = {}
     for setting in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = setting.partition(':')
         action, _, times = rest.partition(':')
-        if name not in PLACES or action not in ACTIONS or not (times or '1').isdecimal():
+        if name not in FAILPOINT_STATES or action not in ACTIONS or not (times or '1').isdecimal():
             raise UsageError(f'ECOMP_FAILPOINT: {setting!r} is not name:kill or name:stop of a place there is')
         if times and 'ECOMP_FAILPOINT_FIRED' not in os.environ:
             raise UsageError(f'ECOMP_FAILPOINT: {setting!r} is counted in a file, and ECOMP_FAILPOINT_FIRED names none')

@@ -20,12 +20,12 @@ from ecomp.errors import EcompError
 BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
-def boot_id(path: Path = BOOT_ID) -> str:
+def read_boot_id(path: Path = BOOT_ID) -> str:
     """Return the id of this machine's current boot: proc_sys_kernel(5). Raises OSError."""
     return path.read_text().strip()
 
 
-def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Callable[[], None]:
+def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]) -> Callable[[], None]:
     """Call `on_written(path)` within milliseconds of a file with this suffix being written.
 
     Returns a function that stops watching. Raises OSError if the directory cannot be watched.
@@ -39,7 +39,7 @@ def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Call
             # Most programs write a new file and rename it; some write in place.
             path = Path(str(event.dest_path or event.src_path))
             if event.event_type in ('moved', 'modified', 'created') and path.name.endswith(suffix):
-                written(path)
+                on_written(path)
 
     observer = Observer()
     observer.schedule(Handler(), str(directory))
@@ -54,7 +54,7 @@ def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Call
 
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     """Write a file atomically and durably. An OSError leaves no partial file."""
-    temporary = part_of(path)
+    temporary = get_part_path(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, 'wb') as file:
@@ -66,15 +66,15 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-    sync(path.parent)
+    sync_directory(path.parent)
 
 
-def part_of(path: Path) -> Path:
+def get_part_path(path: Path) -> Path:
     """Return the path of a file while it is written; a process that is killed leaves it there."""
     return path.with_name(f'.{path.name}.part')
 
 
-def sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make the entries of a directory durable across a power cut. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -83,15 +83,15 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def search_path() -> str:
+def get_search_path() -> str:
     """Return PATH with Debian's directories for root's programs, which a user's PATH may lack."""
     return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
 
 
 # Seconds to wait for another process's work on an instance; then the job fails, and is retried.
-PATIENCE = 60.0
+INSTANCE_LOCK_TIMEOUT_SECONDS = 60.0
 # Seconds between two attempts to get a lock.
-POLL = 0.05
+LOCK_POLL_SECONDS = 0.05
 
 
 class InstanceLocks:
@@ -105,32 +105,36 @@ class InstanceLocks:
         self._file = os.open(state / 'instances.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @contextmanager
-    def held(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
+    def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
         """Hold the instance's lock. Raises EcompError after a timeout, and `checkpoint`'s errors."""
-        offset, flags = _byte(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
-        if not wait_for_lock(PATIENCE, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint):
-            raise EcompError(f'another process has been at work on it for {PATIENCE:g} s')
+        offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
+        if not wait_for_lock(
+            INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
+        ):
+            raise EcompError(f'another process has been at work on it for {INSTANCE_LOCK_TIMEOUT_SECONDS:g} s')
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, offset)
 
 
-def wait_for_lock(seconds: float, lock: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
+def wait_for_lock(
+    timeout_seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None
+) -> bool:
     """Retry a non-blocking `acquire`; False after the timeout. Raises `checkpoint`'s errors."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            lock()
+            acquire()
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
         checkpoint()
-        time.sleep(POLL)
+        time.sleep(LOCK_POLL_SECONDS)
 
 
-def _byte(name: str) -> int:
+def _hash_to_offset(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
 
@@ -145,7 +149,9 @@ def try_lock(path: Path, name: str, create: bool = True) -> int | None:
     descriptor = os.open(path, flags, 0o600)
     try:
         # struct flock: type, whence, start, length, pid.
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, _byte(name), 1, 0))
+        fcntl.fcntl(
+            descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, _hash_to_offset(name), 1, 0)
+        )
     except BlockingIOError:
         os.close(descriptor)
         return None

@@ -14,7 +14,7 @@ import sys
 from datetime import datetime
 from typing import TextIO
 
-from ecomp.model.text import escaped
+from ecomp.model.text import escape_characters
 
 # Up to the last @ before the path, as in URL parsers: a password may contain @.
 USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
@@ -25,7 +25,7 @@ def configure(stream: TextIO | None = None) -> None:
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(_OneLine())
+    handler.setFormatter(_OneLineFormatter())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -55,13 +55,13 @@ def hold_descriptors() -> None:
             stream.reconfigure(errors='backslashreplace')  # do not fail if the terminal lacks a character
 
 
-def print_utf_8() -> None:
+def switch_stdout_to_utf8() -> None:
     """Print UTF-8 from now on, regardless of the terminal: a program reads the output."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
 
 
-def flush() -> None:
+def flush_stdout() -> None:
     """Write out what was printed. Raises OSError once: Python would report it again at its end."""
     try:
         sys.stdout.flush()
@@ -75,7 +75,7 @@ def redact(text: str) -> str:
     return USERINFO.sub('***@', text)
 
 
-class _OneLine(logging.Formatter):
+class _OneLineFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, always in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -88,19 +88,19 @@ class _OneLine(logging.Formatter):
             text = f'{text}\n{self.formatException(record.exc_info)}'
         if record.stack_info:
             text = f'{text}\n{record.stack_info}'
-        return f'{when} {record.levelname} {record.process} {escaped(redact(text))}'
+        return f'{when} {record.levelname} {record.process} {escape_characters(redact(text))}'
 
 
-def configure_plain(stream: TextIO | None = None) -> None:
+def configure_for_person(stream: TextIO | None = None) -> None:
     """Log warnings to `stream`, stderr if None, as `eschedule: message`, for a person."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
-    handler.setFormatter(_Plain())
+    handler.setFormatter(_PrefixFormatter())
     handler.setLevel(logging.WARNING)
 
 
-class _Plain(logging.Formatter):
+class _PrefixFormatter(logging.Formatter):
     """`eschedule: message`, one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f'eschedule: {escaped(redact(record.getMessage()))}'
+        return f'eschedule: {escape_characters(redact(record.getMessage()))}'

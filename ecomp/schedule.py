@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # Net new objects before the first garbage collection; a claim makes some 33,000.
-GARBAGE = 200_000
+GC_THRESHOLD_OBJECTS = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        return _interrupted()
+        return _report_interrupt()
 
 
 def run() -> NoReturn:
@@ -35,14 +35,14 @@ def run() -> NoReturn:
     Garbage collection while modules load, and an orderly shutdown of Python, would add to a claim's time, and the
     process exits anyway. A long wait makes more objects than GC_THRESHOLD_OBJECTS and does collect.
     """
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
     try:
         from ecomp import log
 
         log.hold_descriptors()
         code = main()
     except KeyboardInterrupt:
-        code = _interrupted()
+        code = _report_interrupt()
     try:
         sys.stdout.flush()
     except OSError:
@@ -54,11 +54,11 @@ def _run(argv: list[str]) -> int:
     from ecomp import log
     from ecomp.errors import EcompError
 
-    log.configure_plain()
+    log.configure_for_person()
     try:
-        return _command(argv)
+        return _run_command(argv)
     except EcompError as error:
-        _say(str(error))
+        _print_message(str(error))
         return error.exit_code
     except BrokenPipeError:
         # Stdout's reader (head, less) has exited. Python would complain again when it flushes at exit.
@@ -66,63 +66,63 @@ def _run(argv: list[str]) -> int:
         # An endless command has succeeded once its reader exits.
         return 0 if {'--watch', '--follow', 'log'} & {*argv} else 1
     except OSError as error:
-        _say(f'failed: {error.strerror or error}' + (f': {error.filename}' if error.filename else ''))
+        _print_message(f'failed: {error.strerror or error}' + (f': {error.filename}' if error.filename else ''))
         return 1
 
 
-def _command(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     from ecomp.cli.command import Context
-    from ecomp.cli.commands import COMMANDS, help_of, parse
+    from ecomp.cli.commands import COMMANDS, format_help, parse
     from ecomp.cli.options import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
     from ecomp.errors import EcompError
     from ecomp.version import read_version
-    from ecomp.yaml_file import path_of_option, told_by
+    from ecomp.yaml_file import describe_source, parse_config_option
 
     if not argv:
-        print(help_of(''), end='', flush=True)
+        print(format_help(''), end='', flush=True)
         return 2
     command = parse(argv)
     if command.name == VERSION:
         print(f'eschedule {read_version()}', flush=True)
         return 0
     command_row = COMMANDS[command.name]
-    config_file = path_of_option(command.options.config)
+    config_file = parse_config_option(command.options.config)
     config = load_schedule(config_file) if command_row.needs_config else ScheduleConfig()
-    out = terminal()._replace(told=told_by('schedule.yaml', config.path))
+    out = make_terminal()._replace(config_source=describe_source('schedule.yaml', config.path))
     context = Context(out, config, command)
     try:
         return command_row.run(context)
     except EcompError as error:
-        context.out.say(out.words(error))
+        context.out.say(out.format_error(error))
         return error.exit_code
     finally:
         context.close()
 
 
-def terminal() -> Terminal:
+def make_terminal() -> Terminal:
     """Make the terminal of this process's stdout and stderr."""
     from ecomp.cli.terminal import Terminal
-    from ecomp.model.text import printable_whole
+    from ecomp.model.text import escape_lines
 
-    return Terminal(lambda text: _draw(printable_whole(text)), _draw, _say)
+    return Terminal(lambda text: _print_text(escape_lines(text)), _print_text, _print_message)
 
 
-def _draw(text: str) -> None:
+def _print_text(text: str) -> None:
     print(text, flush=True)
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     from ecomp import log
-    from ecomp.cli.terminal import broken, width
-    from ecomp.model.text import printable_lines
+    from ecomp.cli.terminal import find_width, wrap_lines
+    from ecomp.model.text import make_lines_printable
 
-    message = f'eschedule: {printable_lines(log.redact(text))}'
+    message = f'eschedule: {make_lines_printable(log.redact(text))}'
     with suppress(OSError):  # a full disk or a closed terminal does not undo the command
-        print(broken(message, width(sys.stderr)), file=sys.stderr, flush=True)
+        print(wrap_lines(message, find_width(sys.stderr)), file=sys.stderr, flush=True)
 
 
-def _interrupted() -> int:
+def _report_interrupt() -> int:
     with suppress(OSError):
         print('eschedule: interrupted', file=sys.stderr, flush=True)
     return 1

@@ -19,72 +19,72 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 UNITS = PACKAGE / 'units'
 # Placeholder for the command in the unit files of UNITS.
-COMMAND = '@command@'
+COMMAND_PLACEHOLDER = '@command@'
 # Seconds for systemd to accept a notification; then it is dropped.
-PATIENCE = 5.0
+NOTIFY_TIMEOUT_SECONDS = 5.0
 
 
 class Service:
     """This process as a systemd service; `socket_path` '' means that systemd did not start it."""
 
-    def __init__(self, socket_path: str = '', watchdog: float = math.inf) -> None:
+    def __init__(self, socket_path: str = '', watchdog_seconds: float = math.inf) -> None:
         self._address = re.sub('^@', '\0', socket_path)
-        self._every = watchdog / 2
-        self._next = -math.inf
+        self._interval_seconds = watchdog_seconds / 2
+        self._next_notification = -math.inf
 
     @classmethod
-    def of(cls, environment: MutableMapping[str, str]) -> Service:
+    def from_environment(cls, environment: MutableMapping[str, str]) -> Service:
         """Take systemd's variables from `environment`, so that no child notifies in our name."""
         path = environment.pop('NOTIFY_SOCKET', '')
         watchdog, pid = environment.pop('WATCHDOG_USEC', ''), environment.pop('WATCHDOG_PID', '')
         is_ours = watchdog.isdecimal() and pid in ('', str(os.getpid()))
         return cls(path, int(watchdog) / 1e6 if is_ours and int(watchdog) else math.inf)
 
-    def ready(self, status: str) -> None:
-        self._say('READY=1', f'STATUS={status}')
+    def notify_ready(self, status: str) -> None:
+        self._notify('READY=1', f'STATUS={status}')
 
-    def stopping(self, status: str) -> None:
+    def notify_stopping(self, status: str) -> None:
         """Report the stop: systemd then waits for the exit and ignores the watchdog."""
-        self._say('STOPPING=1', f'STATUS={status}')
+        self._notify('STOPPING=1', f'STATUS={status}')
 
-    def alive(self) -> float:
+    def notify_alive(self) -> float:
         """Send the watchdog's keep-alive if due; return the seconds until the next, or math.inf."""
         now = time.monotonic()
-        if self._every < math.inf and now >= self._next:
-            self._say('WATCHDOG=1')
-            self._next = now + self._every
-        return max(0.0, self._next - now) if self._every < math.inf else math.inf
+        if self._interval_seconds < math.inf and now >= self._next_notification:
+            self._notify('WATCHDOG=1')
+            self._next_notification = now + self._interval_seconds
+        return max(0.0, self._next_notification - now) if self._interval_seconds < math.inf else math.inf
 
-    def _say(self, *lines: str) -> None:
+    def _notify(self, *lines: str) -> None:
         if not self._address:
             return
         # A lost notification does not affect our work: systemd acts on it itself.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify_socket:
-            notify_socket.settimeout(PATIENCE)
+            notify_socket.settimeout(NOTIFY_TIMEOUT_SECONDS)
             text = '\n'.join(' '.join(line.splitlines()) for line in lines)
             notify_socket.sendto(text.encode(errors='replace'), self._address)
 
 
-def unit(name: str, command: Sequence[str]) -> str:
+def render_unit(name: str, command: Sequence[str]) -> str:
     """Render the unit file `name` from UNITS; it runs `command`."""
     executable, *arguments = command
     # systemd expands variables only in the arguments, not in the program.
-    words = [quoted(executable), *(quoted(argument).replace('$', '$$') for argument in arguments)]
-    return (UNITS / name).read_text(encoding='utf-8').replace(COMMAND, ' '.join(words))
+    words = [quote_word(executable), *(quote_word(argument).replace('$', '$$') for argument in arguments)]
+    return (UNITS / name).read_text(encoding='utf-8').replace(COMMAND_PLACEHOLDER, ' '.join(words))
 
 
-def program(called: str, python: str, module: str) -> list[str]:
+def make_command(argv0: str, python: str, module: str) -> list[str]:
     """Make the first words of a command that runs `argv0` (sys.argv[0]) from any directory.
 
     An executable is named by its absolute path; a module's file is run by `python -m`.
     """
-    if os.access(called, os.X_OK):
-        return [os.path.abspath(called)]
+    if os.access(argv0, os.X_OK):
+        return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.
     return [python, '-P', '-m', module]
 
 
-def in_root_s_way(path: Path) -> Path | None:
+def find_unsafe_directory(path: Path) -> Path | None:
     """Find the first directory on `path` that root without capabilities cannot rely on.
 
     It belongs to another user, who may lock root out or replace programs in it, or root has no right to search it. None
@@ -101,7 +101,7 @@ def in_root_s_way(path: Path) -> Path | None:
     return None
 
 
-def quoted(word: str) -> str:
+def quote_word(word: str) -> str:
     """Quote a word for ExecStart=, except `$`: systemd.syntax(7), systemd.service(5)."""
     word = word.replace('%', '%%')
     if re.fullmatch(r'[\w@%$+=:,./-]+', word, re.ASCII):

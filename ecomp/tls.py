@@ -47,11 +47,13 @@ SENTENCES: Mapping[TlsFailure, str] = {
     ),
     TlsFailure.OTHER: 'TLS failed',
 }
-_OWN = (TlsFailure.OWN_EXPIRED, TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED)
+_OWN_CERTIFICATE_FAILURES = (TlsFailure.OWN_EXPIRED, TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED)
 # For etcd, whose alerts tell less about our certificate.
 ETCD_SENTENCES: Mapping[TlsFailure, str] = {
     **SENTENCES,
-    **dict.fromkeys(_OWN, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
+    **dict.fromkeys(
+        _OWN_CERTIFICATE_FAILURES, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'
+    ),
     **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as we do'),
     TlsFailure.HUNG_UP: 'it hangs up on TLS: does it expect none (no ca_cert)?',
 }
@@ -75,7 +77,7 @@ _BY_REASON = {
 }
 
 
-def tls_failure(error: ssl.SSLError) -> TlsFailure:
+def classify_tls_error(error: ssl.SSLError) -> TlsFailure:
     """Classify an error of a TLS handshake, read or write."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)

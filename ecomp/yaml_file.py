@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
-from ecomp.model.text import did_you_mean, escaped
+from ecomp.model.text import escape_characters, format_suggestion
 from ecomp.yaml_plain import Node as Node
-from ecomp.yaml_plain import plain
+from ecomp.yaml_plain import parse_plain
 
 CONFIG_VARIABLE = 'ECOMP_CONFIG'
 MAX_BYTES = 64 * 1024  # a larger file is refused
 MAX_DEPTH = 8  # of nested mappings and lists; deeper ones are refused
 
 # Numbers in YAML 1.2's core schema. PyYAML, which implements YAML 1.1, reads 1e3, 0o17 and 08 as text.
-CORE_NUMBER = (
+CORE_SCHEMA_NUMBER = (
     r'(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?'
     r'|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$'
 )
@@ -34,7 +34,7 @@ T = TypeVar('T')
 Part = TypeVar('Part', Node, tuple[Node, Node])
 
 
-class Wrong(Exception):
+class InvalidValue(Exception):
     """A value is refused; the reader of its section adds the file, the line and the key.
 
     `parts` are the (line, reason) of each invalid part of the value, reported instead of `reason`.
@@ -51,22 +51,26 @@ class Section:
     `add_problem` records a mistake with its line; `prefix` is the names of the enclosing sections, each with a dot.
     """
 
-    def __init__(self, complain: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
-        self._complain = complain
+    def __init__(self, add_problem: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
+        self._add_problem = add_problem
         self._prefix = prefix
         self._nodes: dict[str, Node] = {}
         self._keys: dict[str, int] = {}
-        self._taken: dict[str, None] = {}
+        self._read_keys: dict[str, None] = {}
         self._sections: list[Section] = []
         if node is None or node.kind == 'null':
             return
         if node.kind != 'map':
-            complain(node.line, f'{prefix.rstrip(".") or "the file"}: must be keys with values, not {described(node)}')
+            add_problem(
+                node.line, f'{prefix.rstrip(".") or "the file"}: must be keys with values, not {describe_node(node)}'
+            )
         for key, value in node.pairs:
             if key.items or key.pairs:
-                complain(key.line, f'{prefix}…: a key must be a word')
+                add_problem(key.line, f'{prefix}…: a key must be a word')
             elif key.text in self._keys:
-                complain(key.line, f'{prefix}{shown(key.text)}: is there twice, first in line {self._keys[key.text]}')
+                add_problem(
+                    key.line, f'{prefix}{shorten(key.text)}: is there twice, first in line {self._keys[key.text]}'
+                )
             else:
                 self._keys[key.text] = key.line
                 self._nodes[key.text] = value
@@ -74,39 +78,39 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
-    def take(self, key: str, parse: Callable[[Node], T], default: T) -> T:
+    def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
         """Return what `parse` reads; `default` if missing, empty or invalid, which is recorded."""
-        self._taken[key] = None
+        self._read_keys[key] = None
         if key not in self:
             return default
         try:
             return parse(self._nodes[key])
-        except Wrong as wrong:
+        except InvalidValue as wrong:
             for line, reason in wrong.parts or [(self._keys[key], str(wrong))]:
-                self._complain(line, f'{self._prefix}{shown(key)}: {reason}')
+                self._add_problem(line, f'{self._prefix}{shorten(key)}: {reason}')
             return default
 
-    def section(self, key: str) -> Section:
+    def read_section(self, key: str) -> Section:
         """Return the mapping under a key, empty if the key is missing."""
-        self._taken[key] = None
-        section = Section(self._complain, self._nodes.get(key), f'{self._prefix}{key}.')
+        self._read_keys[key] = None
+        section = Section(self._add_problem, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
         return section
 
     def refuse(self, key: str, reason: str) -> None:
         """Record the reason if the key exists: no value of it is valid."""
         if key in self._keys:
-            self._taken[key] = None
-            self.complain(key, reason)
+            self._read_keys[key] = None
+            self.add_problem(key, reason)
 
-    def complain(self, key: str, reason: str) -> None:
+    def add_problem(self, key: str, reason: str) -> None:
         """Record the reason against an existing key; KeyError without the key."""
-        self._complain(self._keys[key], f'{self._prefix}{shown(key)}: {reason}')
+        self._add_problem(self._keys[key], f'{self._prefix}{shorten(key)}: {reason}')
 
     def finish(self) -> None:
         """Record every unknown key, here and in the sections below."""
-        for key in self._keys.keys() - self._taken.keys():
-            self.complain(key, 'unknown key' + did_you_mean(key, self._taken))
+        for key in self._keys.keys() - self._read_keys.keys():
+            self.add_problem(key, 'unknown key' + format_suggestion(key, self._read_keys))
         for section in self._sections:
             section.finish()
 
@@ -122,20 +126,20 @@ class YamlFile:
         self.top = Section(lambda line, text: self._problems.append((line, text)), node)
 
     @classmethod
-    def read(cls, path: Path | None, usual: str) -> YamlFile:
+    def read(cls, path: Path | None, default_name: str) -> YamlFile:
         """Read the file at `path`; None means the default file, or an empty one without it.
 
         Raises UsageError if the file cannot be read, is too large or invalid YAML, or if check_owner() refuses a
         default file.
         """
         is_named = path is not None
-        path = path if path is not None else find_usual(usual)
-        name = shown(str(path or usual), 200)
+        path = path if path is not None else find_default_file(default_name)
+        name = shorten(str(path or default_name), 200)
         try:
-            directory = Path(os.path.abspath(path or usual)).parent
+            directory = Path(os.path.abspath(path or default_name)).parent
             if path is None:
                 return cls(name, directory, None)
-            with open(path, 'rb', opener=None if is_named else _at_once) as stream:
+            with open(path, 'rb', opener=None if is_named else _open_nonblocking) as stream:
                 if not is_named:
                     check_owner(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
@@ -144,29 +148,29 @@ class YamlFile:
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
             raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
-        node = plain(content.decode('ascii', 'replace')) or _parse(content, name)
+        node = parse_plain(content.decode('ascii', 'replace')) or _parse_with_pyyaml(content, name)
         return cls(name, directory, node, directory / path.name)
 
-    def path_of(self, node: Node) -> Path:
+    def parse_path(self, node: Node) -> Path:
         """Parse a path, absolute or relative to the file's directory."""
-        text = text_of(node)
+        text = parse_text(node)
         if text.startswith('~'):
-            raise Wrong('write the directory out: whose home ~ is depends on who starts the program')
+            raise InvalidValue('write the directory out: whose home ~ is depends on who starts the program')
         return Path(os.path.normpath(self.directory / text))
 
-    def paths_of(self, node: Node) -> tuple[Path, ...]:
-        return list_of(self.path_of, 'a list like [id_ed25519.pub]')(node)
+    def parse_paths(self, node: Node) -> tuple[Path, ...]:
+        return make_list_parser(self.parse_path, 'a list like [id_ed25519.pub]')(node)
 
-    def file_of(self, node: Node) -> Path:
+    def parse_readable_file(self, node: Node) -> Path:
         """Parse the path of a readable file; raise UsageError if a directory denies access."""
-        path = self.path_of(node)
+        path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
         except PermissionError as error:
             problem = f'{self._name} names {path}, and permission is denied'
             raise UsageError(f'{problem}. Fix: run this as the owner of that file, or with sudo') from error
         if not is_readable:
-            raise Wrong(f'{shown(str(path), 200)} is not a file that can be read')
+            raise InvalidValue(f'{shorten(str(path), 200)} is not a file that can be read')
         return path
 
     def warn(self, text: str) -> None:
@@ -186,17 +190,17 @@ class YamlFile:
 # another user placed in the working directory must not be used.
 
 
-def path_of_option(word: str | None) -> Path | None:
+def parse_config_option(argument: str | None) -> Path | None:
     """Parse the argument of --config, None without it; raise UsageError for ''.
 
     That is a script's unset variable, and the default file may be that of another cluster.
     """
-    if word == '':
+    if argument == '':
         raise UsageError("--config: '' names no file")
-    return None if word is None else Path(word)
+    return None if argument is None else Path(argument)
 
 
-def find_usual(name: str) -> Path | None:
+def find_default_file(name: str) -> Path | None:
     """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
 
     If $ECOMP_CONFIG is set, only that directory is searched. Raises UsageError if the file is missing there.
@@ -210,12 +214,12 @@ def find_usual(name: str) -> Path | None:
     return next((directory / name for directory in directories if os.path.lexists(directory / name)), None)
 
 
-def told_by(name: str, path: Path | None) -> str:
+def describe_source(name: str, path: Path | None) -> str:
     """Describe which file set the addresses of etcd and placement, to end a sentence."""
     return f'told by {path}' if path is not None else f'a guess: no {name} was found, --config FILE names one'
 
 
-def check_owner(name: str, found: os.stat_result) -> None:
+def check_owner(name: str, status: os.stat_result) -> None:
     """Raise UsageError for a file that is not regular, or has a foreign owner or writer.
 
     Root, the caller and, for root, the user behind sudo are accepted.
@@ -223,31 +227,31 @@ def check_owner(name: str, found: os.stat_result) -> None:
     trusted_users = {0, os.geteuid()}
     if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
         trusted_users.add(int(sudo_user))
-    if found.st_uid not in trusted_users:
+    if status.st_uid not in trusted_users:
         raise UsageError(
-            f'{name}: belongs to user {found.st_uid}, and a configuration that nobody named is taken from root and you '
-            f'alone: chown it, or name it (--config)'
+            f'{name}: belongs to user {status.st_uid}, and a configuration that nobody named is taken from root and '
+            f'you alone: chown it, or name it (--config)'
         )
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UsageError(f'{name}: is no regular file: remove it, or name a configuration (--config)')
     # The private group of a user has the user's number and no other members.
-    write_bits = 0o002 if found.st_gid == found.st_uid else 0o022
-    if found.st_mode & write_bits:
+    write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
+    if status.st_mode & write_bits:
         raise UsageError(f'{name}: others can write to it: chmod go-w {name}')
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     # Opening another user's pipe would block before check_owner() can refuse it.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _parse(content: bytes, name: str) -> Node | None:
+def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
     """Parse the document into nodes, None if it is empty; raise UsageError if it is invalid."""
     import yaml  # imported here: most eschedule commands do without it
 
     def refuse(mark: Any, reason: str) -> UsageError:
         place = f'{mark.line + 1}:{mark.column + 1}:' if mark else ''
-        return UsageError(f'{name}:{place} {shown(reason, 200)}')
+        return UsageError(f'{name}:{place} {shorten(reason, 200)}')
 
     def convert(node: yaml.Node) -> Node:
         kind, line = node.tag.rpartition(':')[2], node.start_mark.line + 1
@@ -279,10 +283,10 @@ def _parse(content: bytes, name: str) -> Node | None:
         line = text.count('\n', 0, getattr(error, 'position', 0)) + 1
         raise UsageError(f'{name}:{line}: not YAML: a character that cannot be printed') from error
     except (ValueError, OverflowError) as error:  # PyYAML's scanner passes "\UFFFFFFFF" to chr()
-        raise UsageError(f'{name}: not YAML: {shown(str(error))}') from error
+        raise UsageError(f'{name}: not YAML: {shorten(str(error))}') from error
 
 
-def why_no_mapping(text: str) -> str | None:
+def explain_invalid_mapping(text: str) -> str | None:
     """Explain, without quoting it, why a text is not a YAML mapping; None if it is one."""
     import yaml  # as above
 
@@ -305,65 +309,70 @@ def why_no_mapping(text: str) -> str | None:
 # Parsers: each returns the value of a node, or raises InvalidValue with what is expected.
 
 
-def text_of(node: Node) -> str:
+def parse_text(node: Node) -> str:
     """Parse a text: one printable line, not empty."""
     if node.kind in ('int', 'float', 'bool', 'timestamp'):
-        raise Wrong(f'must be text; put {shown(node.text)} in quotes')
+        raise InvalidValue(f'must be text; put {shorten(node.text)} in quotes')
     if node.kind != 'str':
-        raise Wrong(f'must be text, not {described(node)}')
+        raise InvalidValue(f'must be text, not {describe_node(node)}')
     if not node.text.strip() or not node.text.isprintable():
-        raise Wrong('must be one line of printable text')
+        raise InvalidValue('must be one line of printable text')
     return node.text
 
 
-def flag(node: Node) -> bool:
+def parse_flag(node: Node) -> bool:
     """Parse a truth value, in any of the words that YAML 1.1 has for it."""
     if node.kind != 'bool':
-        raise Wrong(f'must be True or False, not {typed(node)}')
+        raise InvalidValue(f'must be True or False, not {describe_typed_node(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
-def whole_number(node: Node) -> int:
+def parse_integer(node: Node) -> int:
     """Parse a decimal integer: YAML 1.1 also reads 010 as 8 and 1:30 as 90."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
-        raise Wrong(f'must be a whole number, not {typed(node)}')
+        raise InvalidValue(f'must be a whole number, not {describe_typed_node(node)}')
     return int(node.text)
 
 
-def between(low: int, high: int) -> Callable[[Node], int]:
+def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
     """Make a parser of integers from `low` to `high`."""
+
     def parse(node: Node) -> int:
-        if not low <= (number := whole_number(node)) <= high:
-            raise Wrong(f'must be {low} to {high}, not {number}')
+        if not low <= (number := parse_integer(node)) <= high:
+            raise InvalidValue(f'must be {low} to {high}, not {number}')
         return number
 
     return parse
 
 
-def one_of(*words: str) -> Callable[[Node], str]:
+def make_choice_parser(*words: str) -> Callable[[Node], str]:
     """Make a parser of one of these words."""
+
     def parse(node: Node) -> str:
-        if (word := text_of(node)) not in words:
-            raise Wrong(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shown(word)}')
+        if (word := parse_text(node)) not in words:
+            raise InvalidValue(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shorten(word)}')
         return word
 
     return parse
 
 
-def checked(check: Callable[[str], T]) -> Callable[[Node], T]:
+def make_text_parser(check: Callable[[str], T]) -> Callable[[Node], T]:
     """Make a parser of text that `check` converts, or refuses with ValueError."""
 
     def parse(node: Node) -> T:
         try:
-            return check(text_of(node))
+            return check(parse_text(node))
         except ValueError as error:
-            raise Wrong(str(error)) from error
+            raise InvalidValue(str(error)) from error
 
     return parse
 
 
-def list_of(
-    parse: Callable[[Node], T], shape: str = 'a list', least: int = 0, once: Callable[[Node], str] | None = None
+def make_list_parser(
+    parse: Callable[[Node], T],
+    shape: str = 'a list',
+    min_items: int = 0,
+    describe_item: Callable[[Node], str] | None = None,
 ) -> Callable[[Node], tuple[T, ...]]:
     """Make a parser of a list of at least `min_items` items; messages call it `shape`.
 
@@ -371,14 +380,14 @@ def list_of(
     """
 
     def parse_all(node: Node) -> tuple[T, ...]:
-        if node.kind != 'seq' or len(node.items) < least:
-            raise Wrong(f'must be {shape}, not {described(node)}')
+        if node.kind != 'seq' or len(node.items) < min_items:
+            raise InvalidValue(f'must be {shape}, not {describe_node(node)}')
         values: list[T] = []
 
         def read(item: Node) -> None:
             values.append(parse(item))
-            if once and values[-1] in values[:-1]:
-                raise Wrong(f'{once(item)} is there twice')
+            if describe_item and values[-1] in values[:-1]:
+                raise InvalidValue(f'{describe_item(item)} is there twice')
 
         read_parts(node.items, read)
         return tuple(values)
@@ -386,24 +395,24 @@ def list_of(
     return parse_all
 
 
-def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
+def make_unique_list_parser(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
     """Make a parser of a list without repetitions."""
-    return list_of(parse, once=lambda item: shown(item.text))
+    return make_list_parser(parse, describe_item=lambda item: shorten(item.text))
 
 
-def mapping_of(
-    name_of: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, least: int = 0
+def make_mapping_parser(
+    parse_name: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, min_items: int = 0
 ) -> Callable[[Node], dict[str, T]]:
     """Make a parser of a mapping of unique names; `parse` converts name and value."""
 
     def parse_all(node: Node) -> dict[str, T]:
-        if node.kind != 'map' or len(node.pairs) < least:
-            raise Wrong(f'must be {shape}, not {described(node)}')
+        if node.kind != 'map' or len(node.pairs) < min_items:
+            raise InvalidValue(f'must be {shape}, not {describe_node(node)}')
         values: dict[str, T] = {}
 
         def read(pair: tuple[Node, Node]) -> None:
-            if (name := name_of(pair[0])) in values:
-                raise Wrong('is there twice')
+            if (name := parse_name(pair[0])) in values:
+                raise InvalidValue('is there twice')
             values[name] = parse(name, pair[1])
 
         read_parts(node.pairs, read)
@@ -419,26 +428,26 @@ def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
         item, name = (part, '') if isinstance(part, Node) else (part[0], part[0].text)
         try:
             read(part)
-        except Wrong as error:
-            wrong.append((item.line, f'{shown(name)}: {error}' if name else str(error)))
+        except InvalidValue as error:
+            wrong.append((item.line, f'{shorten(name)}: {error}' if name else str(error)))
     if wrong:
-        raise Wrong(parts=wrong)
+        raise InvalidValue(parts=wrong)
 
 
-def described(node: Node) -> str:
+def describe_node(node: Node) -> str:
     """Describe the content of a node for a message."""
     words_by_kind = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
-    return words_by_kind.get(node.kind) or shown(node.text)
+    return words_by_kind.get(node.kind) or shorten(node.text)
 
 
-def typed(node: Node) -> str:
+def describe_typed_node(node: Node) -> str:
     """Describe a node that must not be text: a quoted "2379" looks like a number."""
-    return f'the text "{shown(node.text)}"' if node.kind == 'str' else described(node)
+    return f'the text "{shorten(node.text)}"' if node.kind == 'str' else describe_node(node)
 
 
-def shown(text: str, limit: int = 60) -> str:
+def shorten(text: str, limit: int = 60) -> str:
     """Return an untrusted text as one printable line, cut off after `limit` characters."""
-    safe = escaped(text[: limit + 1])
+    safe = escape_characters(text[: limit + 1])
     return safe if len(text) <= limit else f'{safe[:limit]}…'
 
 
@@ -450,6 +459,6 @@ def dump_yaml(value: object) -> str:
         pass
 
     # Quote text that a resolver would read as another type. PyYAML's own come first, so integers stay unquoted.
-    Dumper.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(CORE_NUMBER), list('-+.0123456789'))
+    Dumper.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(CORE_SCHEMA_NUMBER), list('-+.0123456789'))
     tree = json.loads(dump(value))  # a copy without shared objects, which would become aliases
     return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=1000)).rstrip('\n').removesuffix('\n...')

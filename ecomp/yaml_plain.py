@@ -30,30 +30,30 @@ class _Line(NamedTuple):
 
 
 _LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_]*):(?: +|$))([^ #].*|)')
-_PASSED_OVER = re.compile(' *(#.*)?')
-_WORD = r"[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?"
+_BLANK_OR_COMMENT = re.compile(' *(#.*)?')
+_WORD = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?'
 # _WORD is a word in any place, this one a word outside of lists in brackets.
-_ALONE = r"[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)"
+_WORD_OUTSIDE_LIST = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)'
 _QUOTED = r"""'[ !#-&(-~]*'|"[ !#-\[\]-~]*\""""
-_SCALAR = re.compile(f'({_WORD}|{_ALONE}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
+_SCALAR = re.compile(f'({_WORD}|{_WORD_OUTSIDE_LIST}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
 _LIST = rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?'
 _ITEM = f'{_WORD}|{_QUOTED}'
 _BOOLEANS = {'true', 'True', 'false', 'False'}
 # Words that YAML reads as booleans or null, in some of their spellings.
-_OTHERS = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
+_RESERVED_WORD = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
 
 
 class _NotPlain(Exception):
     """The text needs PyYAML."""
 
 
-def plain(text: str) -> Node | None:
+def parse_plain(text: str) -> Node | None:
     """Parse a plain document as PyYAML would, an empty one to a null node; None if not plain."""
     if not text.isascii() or any(character < ' ' and character != '\n' for character in text):
         return None
     lines: list[_Line] = []
     for number, line in enumerate(text.split('\n'), 1):
-        if _PASSED_OVER.fullmatch(line):
+        if _BLANK_OR_COMMENT.fullmatch(line):
             continue
         match = _LINE.fullmatch(line)
         if match is None:
@@ -63,23 +63,23 @@ def plain(text: str) -> Node | None:
     if not lines:
         return Node('null', 1)
     try:
-        return _block(lines) if lines[0].indent == 0 else None
+        return _parse_block(lines) if lines[0].indent == 0 else None
     except _NotPlain:
         return None
 
 
-def _block(lines: list[_Line]) -> Node:
+def _parse_block(lines: list[_Line]) -> Node:
     """Parse lines indented like the first one, or deeper below one of these; raise _NotPlain."""
     first = lines[0]
     if first.is_item:
         if any((item.indent, item.is_item) != (first.indent, True) for item in lines):
             raise _NotPlain
-        return Node('seq', first.number, items=tuple(_value(item) for item in lines))
+        return Node('seq', first.number, items=tuple(_parse_value(item) for item in lines))
     pairs = []
     start = 0
     while start < len(lines):
         line = lines[start]
-        if line.indent != first.indent or line.is_item or _OTHERS.fullmatch(line.key):
+        if line.indent != first.indent or line.is_item or _RESERVED_WORD.fullmatch(line.key):
             raise _NotPlain
         end = start + 1
         # The list below a key need not be indented.
@@ -91,12 +91,12 @@ def _block(lines: list[_Line]) -> Node:
         if nested and line.rest:
             raise _NotPlain
         key = Node('str', line.number, line.key)
-        pairs.append((key, _block(nested) if nested else _value(line)))
+        pairs.append((key, _parse_block(nested) if nested else _parse_value(line)))
         start = end
     return Node('map', first.number, pairs=tuple(pairs))
 
 
-def _value(line: _Line) -> Node:
+def _parse_value(line: _Line) -> Node:
     if not line.rest:
         if line.is_item:
             raise _NotPlain
@@ -105,18 +105,20 @@ def _value(line: _Line) -> Node:
         match = re.fullmatch(_LIST, line.rest)
         if match is None:
             raise _NotPlain
-        return Node('seq', line.number, items=tuple(_scalar(item, line.number) for item in re.findall(_ITEM, match[1])))
+        return Node(
+            'seq', line.number, items=tuple(_parse_scalar(item, line.number) for item in re.findall(_ITEM, match[1]))
+        )
     match = _SCALAR.fullmatch(line.rest)
     if match is None:
         raise _NotPlain
-    return _scalar(match[1], line.number)
+    return _parse_scalar(match[1], line.number)
 
 
-def _scalar(text: str, line: int) -> Node:
+def _parse_scalar(text: str, line: int) -> Node:
     if text[0] in '\'"':
         return Node('str', line, text[1:-1])
     if text in _BOOLEANS:
         return Node('bool', line, text)
-    if _OTHERS.fullmatch(text):
+    if _RESERVED_WORD.fullmatch(text):
         raise _NotPlain
     return Node('int' if text.isdecimal() else 'str', line, text)

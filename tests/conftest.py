@@ -19,19 +19,19 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.kit.audit import audit_clean
+from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import check
-from tests.kit.kept import kept
-from tests.kit.lab_fixtures import host, hypervisors, lab, slow_images, small_host, whole
+from tests.kit.invariants import check_invariants
+from tests.kit.kept import cache_file
+from tests.kit.lab_fixtures import host, hypervisors, lab, shared_lab, slow_images, small_host
 from tests.kit.servers import TOP, Etcd, PlacementServer
 
 pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 
-__all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'whole']
+__all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'shared_lab']
 
 # Fixtures that provide a Control, besides `cluster`.
-CONTROLS = ('own_control', 'several', 'secured', 'small')
+CONTROL_FIXTURES = ('own_control', 'several', 'secured', 'small')
 
 # A deadline would assert a time, which no test does: on a busy machine an example may take any time.
 LENIENT = {'deadline': None, 'suppress_health_check': [HealthCheck.too_slow]}
@@ -40,20 +40,20 @@ settings.register_profile('all', max_examples=200, **LENIENT)
 settings.load_profile('usual')  # tests/run --all selects the other profile
 
 
-def _needed(program: str, package: str) -> None:
+def _require_program(program: str, package: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f'{program} is not installed: apt-get install {package}')
 
 
-def _needed_module(name: str, otherwise: str) -> None:
+def _require_module(name: str, skip_reason: str) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(otherwise)
+        pytest.skip(skip_reason)
 
 
 @pytest.fixture(scope='session')
 def etcd() -> Iterator[Etcd]:
     """The etcd of the session."""
-    _needed('etcd', 'etcd-server')
+    _require_program('etcd', 'etcd-server')
     with Etcd() as server:
         yield server
 
@@ -61,7 +61,7 @@ def etcd() -> Iterator[Etcd]:
 @pytest.fixture(scope='session')
 def placement() -> Iterator[PlacementServer]:
     """The placement of the session."""
-    _needed_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
+    _require_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer() as server:
         yield server
 
@@ -69,7 +69,7 @@ def placement() -> Iterator[PlacementServer]:
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
     """An etcd that the test may kill."""
-    _needed('etcd', 'etcd-server')
+    _require_program('etcd', 'etcd-server')
     with Etcd(tmp_path / 'etcd') as server:
         yield server
 
@@ -77,7 +77,7 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
 @pytest.fixture
 def own_placement(tmp_path: Path) -> Iterator[PlacementServer]:
     """An empty placement that the test may kill."""
-    _needed_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
+    _require_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer(tmp_path / 'placement') as server:
         yield server
 
@@ -85,19 +85,19 @@ def own_placement(tmp_path: Path) -> Iterator[PlacementServer]:
 @pytest.fixture
 def control(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """The session's etcd and placement, with the test's own configuration files and ecomputes."""
-    yield from _control(etcd, placement, tmp_path)
+    yield from _open_control(etcd, placement, tmp_path)
 
 
 @pytest.fixture
 def own_control(own_etcd: Etcd, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """An empty etcd and an empty placement that the test may kill."""
-    yield from _control(own_etcd, own_placement, tmp_path, mortal=True)
+    yield from _open_control(own_etcd, own_placement, tmp_path, is_mortal=True)
 
 
-def _control(
-    etcd: Etcd, placement: PlacementServer, directory: Path, mortal: bool = False
+def _open_control(
+    etcd: Etcd, placement: PlacementServer, directory: Path, is_mortal: bool = False
 ) -> Iterator[Control]:
-    control = Control(etcd, placement, directory, mortal=mortal)
+    control = Control(etcd, placement, directory, is_mortal=is_mortal)
     try:
         yield control
     finally:
@@ -119,7 +119,7 @@ def guest_image() -> Path:
         assert completed.returncode == 0, completed.stderr
         return image
 
-    return kept('guest.qcow2', sources, make)
+    return cache_file('guest.qcow2', sources, make)
 
 
 @pytest.fixture(scope='session')
@@ -142,23 +142,23 @@ def cluster(
     failed = request.session.testsfailed
     try:
         yield control
-        unaudited = control.audited or request.node.get_closest_marker('unaudited')
+        unaudited = control.is_audited or request.node.get_closest_marker('unaudited')
         if not unaudited and request.session.testsfailed == failed:
-            audit_clean(control)
+            wait_audit_clean(control)
     finally:
         control.close()
-        _empty(*backends)
+        _empty_backends(*backends)
 
 
 @pytest.fixture
 def compute(request: pytest.FixtureRequest) -> Iterator[Ecompute]:
     """A fake ecompute of the test's control; invariants are checked after a passed test."""
-    controls = [name for name in CONTROLS if name in request.fixturenames]
+    controls = [name for name in CONTROL_FIXTURES if name in request.fixturenames]
     control: Control = request.getfixturevalue(controls[0] if controls else 'cluster')
     ecompute, failed = control.ecompute(), request.session.testsfailed
     yield ecompute
     if request.session.testsfailed == failed:
-        check(control, ecompute)
+        check_invariants(control, ecompute)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def instance() -> str:
     return str(uuid.uuid4())
 
 
-def _empty(etcd: Etcd, placement: PlacementServer) -> None:
+def _empty_backends(etcd: Etcd, placement: PlacementServer) -> None:
     all_keys = base64.b64encode(b'\0').decode()
     etcd.call('kv/deleterange', {'key': all_keys, 'range_end': all_keys})
     placement.database.empty()

@@ -13,24 +13,27 @@ from ecomp.agent.host.provider import check_names
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import health, keys
-from ecomp.model.allocation import NEEDED
+from ecomp.model.allocation import REQUIRED_CLASSES
 from ecomp.model.health import Ailment, Backends
 from ecomp.placement.client import Placement
 
-PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
+PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
 
 
-def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
+def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
     """Return the state of etcd and placement, and all ailments of these and of the machine."""
-    status = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
-    return status, [*health.of_backends(status), *health.of_machine(_machine(config, not status.no_placement))]
+    status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
+    return status, [
+        *health.check_backends(status),
+        *health.check_machine(_read_machine(config, not status.placement_failure)),
+    ]
 
 
-def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
+def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
     """Yield errors that a start would find, those about names only if placement answers."""
-    classes = sorted({*NEEDED, *(config.inventory or ())})
+    classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     try:
-        provider.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
+        provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
     except UsageError as error:
         yield str(error)
     if not has_placement:
@@ -46,40 +49,40 @@ def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
         placement.close()
 
 
-def no_images(config: ComputeConfig) -> str:
+def find_missing_images(config: ComputeConfig) -> str:
     """Return the path of `images:` if that is set and not a directory, else ''."""
     return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
 
 
-def _machine(config: ComputeConfig, has_placement: bool) -> health.Machine:
+def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
     libvirt_state, no_libvirt, no_library = None, '', ''
     try:
-        from ecomp.virt.libvirt_host import look
+        from ecomp.virt.libvirt_host import probe_libvirt
     except UsageError as error:
         no_library = str(error)
     else:
         try:
-            libvirt_state = look(config.state, config.networks)
+            libvirt_state = probe_libvirt(config.state, config.networks)
         except EcompError as error:
             no_libvirt = str(error)
-    return health.Machine(
-        state=_state(config.state),
+    return health.MachineFacts(
+        state=_read_state_directory(config.state),
         libvirt=libvirt_state,
-        no_libvirt=no_libvirt,
-        no_library=no_library,
+        no_libvirt_reason=no_libvirt,
+        no_library_reason=no_library,
         has_libvirtd=shutil.which('libvirtd', path=f'{os.environ.get("PATH", os.defpath)}:/usr/sbin') is not None,
-        configured=config.uuid,
-        wanted=config.virt_type,
-        metadata=config.metadata,
-        proxies=tuple(name for name in PROXIES if os.environ.get(name)),
-        image_proxy=config.image_proxy is not None,
-        is_taken=metadata.is_taken(),
-        refused=tuple(refused(config, has_placement)),
-        no_images=no_images(config),
+        configured_uuid=config.uuid,
+        virt_type=config.virt_type,
+        metadata_mode=config.metadata,
+        proxy_variables=tuple(name for name in PROXY_VARIABLES if os.environ.get(name)),
+        has_image_proxy=config.image_proxy is not None,
+        is_metadata_port_taken=metadata.is_address_taken(),
+        refused_settings=tuple(find_refusals(config, has_placement)),
+        missing_image_directory=find_missing_images(config),
     )
 
 
-def _state(directory: Path) -> health.StateDirectory:
+def _read_state_directory(directory: Path) -> health.StateDirectory:
     owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid

@@ -19,32 +19,32 @@ from datetime import UTC, datetime
 from functools import partial
 
 from ecomp.agent.host import provider
-from ecomp.agent.host.claims import ClaimKeeper, Generations
-from ecomp.agent.host.digest import Answerer
-from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
-from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
+from ecomp.agent.host.claims import ClaimKeeper, GenerationReader
+from ecomp.agent.host.digest import AuditAnswerer
+from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
+from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber
-from ecomp.agent.images.connections import reach_of
-from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.images.connections import make_egress_policy
+from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.plan import Kind
-from ecomp.agent.instance.pool import Inline, Workers, WorkerSettings
+from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
-from ecomp.agent.planner import EVERY, LOOKING, Planner, Work
-from ecomp.agent.queue import Offers, Puller, Queues, Taker
-from ecomp.agent.turns import Complaints, Delays, Threads, Turn
+from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
+from ecomp.agent.queue import Offers, Puller, PullLoop, Taker
+from ecomp.agent.turns import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.files import boot_id
+from ecomp.files import read_boot_id
 from ecomp.model import host, keys
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress
-from ecomp.model.host import hostname_in, is_hostname, to_json
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json, timestamp
+from ecomp.model.host import hostname_to_json, is_hostname, parse_hostname
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, format_time, from_json
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
-from ecomp.store.presence import Lease, Presence, hashed
+from ecomp.store.presence import Presence, PresenceLease, hash_token
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
 from ecomp.virt import Hypervisor
@@ -52,36 +52,38 @@ from ecomp.virt import Hypervisor
 log = logging.getLogger(__name__)
 
 
-def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str]) -> None:
+def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
     """Remember instances as ended that have no request, guest or living record here.
 
     An end is written to etcd before the state directory. A kill in between, or a full disk, leaves an entry that would
     reserve the instance's address at every start. Call it only with a familiar etcd, whose errors pass.
     """
-    requested = {keys.last(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries}
-    remembered = memory.all()
-    for instance in remembered.keys() - requested - set(here):
+    requested = {
+        keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
+    }
+    remembered = memory.get_entries()
+    for instance in remembered.keys() - requested - set(guests):
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
         record_keys = keys.record(compute, instance), keys.old_record(instance)
         records, entry = store.read(record_keys).values(), remembered[instance]
         if not records and entry.record.state == BUILDING and entry.failure is None:
             continue  # killed before the first record of its build: the planner releases what is reserved for it
         if all(_has_ended(compute, record) for record in records):
-            memory.ended(instance)
+            memory.record_end(instance)
             log.info('instance %s had ended, and this compute had not written that down', instance)
 
 
-def reserve_again(hypervisor: Hypervisor, memory: Memory) -> None:
+def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
     """Restore DHCP reservations removed outside ecomp; log BuildFailed, pass other errors."""
-    reservations = hypervisor.reservations()
-    for instance, remembered in memory.all().items():
+    reservations = hypervisor.list_reservations()
+    for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
             continue  # its build or destroy changes the reservations
         for nic in remembered.record.addresses:
             if nic.expected is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.expected):
                 continue
             try:
-                ip = hypervisor.reserve(instance, nic.mac, nic.network, nic.expected)
+                ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
             except BuildFailed as error:
                 log.warning('instance %s: %s cannot be reserved again: %s', instance, nic.expected, error.reason)
             else:
@@ -97,143 +99,161 @@ def _has_ended(compute: str, entry: Entry) -> bool:
 
 
 # Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.
-MOST_WORKERS = 8
+MAX_DEFAULT_WORKERS = 8
 
 # Takes the computes that have guests on this host; raises Conflict if this compute must not start beside them.
 Admit = Callable[[Set[str]], None]
 
 
-def pretended(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
+def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Make a host without libvirt (--fake), whose jobs run in the caller's thread."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
     hypervisor.prepare()
-    hypervisor.virt_type(config.virt_type)
-    admit({guest.compute for guest in hypervisor.guests().values() if guest.compute})
-    runner = Inline(hypervisor, FakeImages())
+    hypervisor.choose_virt_type(config.virt_type)
+    admit({guest.compute for guest in hypervisor.list_guests().values() if guest.compute})
+    runner = InlineRunner(hypervisor, FakeImages())
     at_exit.callback(runner.stop)
-    return Host(hypervisor, runner, GuestData(config.state / 'metadata'))
+    return HostServices(hypervisor, runner, GuestData(config.state / 'metadata'))
 
 
-def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
+def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Open this machine as a host; change nothing before `admit` returns.
 
     Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
-    libvirt = Libvirt(config.state, config.networks, control=reach_of(config).control)
+    libvirt = Libvirt(config.state, config.networks, control_endpoints=make_egress_policy(config).control_endpoints)
     at_exit.callback(libvirt.close)
     libvirt.check()
-    libvirt.virt_type(config.virt_type)
-    admit(libvirt.computes())
+    libvirt.choose_virt_type(config.virt_type)
+    admit(libvirt.list_computes())
     libvirt.prepare()
     # After the networks were started: the server listens on an address of their bridge.
-    ensure_metadata_served = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
-    # No instance gets a larger disk than the whole, so a larger image is useless here.
-    disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.look(config.state, []).disk
-    limits = CacheLimits(_image_cache(config) * GIB, disk_bytes)
-    settings = WorkerSettings(
-        config.state, config.images, os.getpid(), limits, libvirt.filters, reach_of(config), config.hold_addresses
+    ensure_metadata_served = serve_metadata(
+        libvirt, config.state, config.directory, config.metadata == 'network', at_exit
     )
-    pool = Workers(workers(config), settings)
+    # No instance gets a larger disk than the whole, so a larger image is useless here.
+    disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.measure_machine(config.state, []).disk
+    limits = CacheLimits(_get_image_cache_gib(config) * GIB, disk_bytes)
+    settings = WorkerSettings(
+        config.state,
+        config.images,
+        os.getpid(),
+        limits,
+        libvirt.has_filters,
+        make_egress_policy(config),
+        config.hold_addresses,
+    )
+    pool = Workers(count_workers(config), settings)
     at_exit.callback(pool.stop)
     scrubber = Scrubber(config.state / 'images')
     at_exit.callback(scrubber.stop)
     scrubber.start()
     data = GuestData(config.state / 'metadata')
-    return Host(libvirt, pool, data, ensure_metadata_served, lambda: libvirt.bridge_name() is not None)
+    return HostServices(libvirt, pool, data, ensure_metadata_served, lambda: libvirt.find_bridge() is not None)
 
 
-def inventory_of(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> Inventory:
+def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
     """Return the inventory to register; UsageError for a ratio of a class that it lacks."""
     measured = {}
     if not fake:
-        measured = provider.inventory(provider.look(config.state, list(hypervisor.guests())), _image_cache(config))
+        measured = provider.make_inventory(
+            provider.measure_machine(config.state, list(hypervisor.list_guests())), _get_image_cache_gib(config)
+        )
     # Classes that `inventory:` does not name have the measured amounts.
-    return provider.with_ratios({**measured, **provider.given(config.inventory or {})}, config.allocation_ratios)
+    return provider.add_ratios(
+        {**measured, **provider.make_fixed_inventory(config.inventory or {})}, config.allocation_ratios
+    )
 
 
-def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
+def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
     """Return the traits of the guests' processor; empty if the hypervisor reports no features."""
-    features = hypervisor.cpu_features(virt_type)
+    features = hypervisor.read_cpu_features(virt_type)
     if not features:
         return frozenset()
-    from ecomp.model.traits import cpu_traits
+    from ecomp.model.traits import list_cpu_traits
 
-    return cpu_traits(features)
-
-
-def workers(config: ComputeConfig) -> int:
-    return config.workers or min(os.cpu_count() or 1, MOST_WORKERS)
+    return list_cpu_traits(features)
 
 
-def _image_cache(config: ComputeConfig) -> int:
-    return config.image_cache or provider.default_cache(config.state)
+def count_workers(config: ComputeConfig) -> int:
+    """Return `workers` of the configuration, or the CPUs, at most MAX_DEFAULT_WORKERS."""
+    return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
+
+
+def _get_image_cache_gib(config: ComputeConfig) -> int:
+    return config.image_cache or provider.choose_cache_gib(config.state)
 
 
 PLANNING = 'planning'
-HERE = 'looks in turn with plans'
-FAR = 'looks beside plans'
+LOCAL_CHECKS = 'looks in turn with plans'
+REMOTE_CHECKS = 'looks beside plans'
 FOLLOWING = 'following etcd'
 # Minutes between checks of the key with this host's name.
-NAMED = 10
+HOSTNAME_CHECK_MINUTES = 10
 
 
 @dataclass(eq=False)
-class Daemon:
+class PlanningLoop:
     """The planning loop: begin(), run() until stop() is called, then drain().
 
     `remote_checks` are the periodic checks that run beside plans, by activity, mostly queries to placement. The first
     periodic checks run after `first_check_seconds`. `on_planned` is called after each plan, in the planning thread.
     """
 
-    host: Host
+    host: HostServices
     planner: Planner
-    far: Mapping[str, Callable[[], None]]
+    remote_checks: Mapping[str, Callable[[], None]]
     threads: Threads
-    first: float
+    first_check_seconds: float
     on_planned: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._complaints = self.planner.complaints
-        self._here = {'reading records again': self.planner.recheck, 'plugging guests in': self.host.hypervisor.plug_in}
-        self._here['looking after the metadata server'] = self.host.look_after
+        self._failures = self.planner.failures
+        self._local_checks = {
+            'reading records again': self.planner.recheck,
+            'plugging guests in': self.host.hypervisor.replug_interfaces,
+        }
+        self._local_checks['looking after the metadata server'] = self.host.ensure_metadata_server
         # The back-off of planning and of the two groups of checks.
-        self._delays = Delays()
-        self._turn = Turn(self.threads, self.threads.plans, self._look)
-        self._far_turn = Turn(self.threads, self.threads.minutes, partial(self._look_at, FAR, self.far))
-        self._next_minute = time.monotonic() + self.first
+        self._deferrals = Deferrals()
+        self._plan_job = ScheduledJob(self.threads, self.threads.plans, self._run_plan)
+        self._remote_job = ScheduledJob(
+            self.threads, self.threads.minutes, partial(self._run_checks, REMOTE_CHECKS, self.remote_checks)
+        )
+        self._next_check = time.monotonic() + self.first_check_seconds
         # Replaced, never changed; the planner is woken after that. None: not read yet.
         self._state: Mapping[str, Entry] | None = None
         # Set once, and without a lock, because a signal handler sets it.
-        self._stopping = False
+        self._is_stopping = False
         self.read_only = False
 
     def begin(self) -> None:
         """Start planning; the run() of one loop tends the workers of the whole process."""
-        self.host.hypervisor.on_change(self.planner.nudge, self.look_soon)
-        self.planner.on_nudge = self._turn.at
-        self._turn.at()  # for wake-ups before this
+        self.host.hypervisor.watch_changes(self.planner.wake_up, self.check_soon)
+        self.planner.on_wake_up = self._plan_job.schedule
+        self._plan_job.schedule()  # for wake-ups before this
 
-    def run(self, alive: Callable[[], float]) -> None:
+    def run(self, notify_alive: Callable[[], float]) -> None:
         """Tend the workers until stop(); notify_alive() returns the seconds until its next call."""
-        while not self._stopping:
-            self.host.runner.tend(min(EVERY, alive()))
+        while not self._is_stopping:
+            self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
     def drain(self) -> None:
         """Start nothing more, stop builds, and wait for the tasks in flight."""
-        self._stopping = True
-        self._turn.end()
-        self._far_turn.end()
+        self._is_stopping = True
+        self._plan_job.cancel()
+        self._remote_job.cancel()
         self.planner.stop_builds()
-        while self._turn.is_busy or self.planner.in_work():
+        while self._plan_job.is_busy or self.planner.get_in_flight():
             self.host.runner.tend(0.2)
 
     def stop(self) -> None:
         """End run() soon. Safe in a signal handler."""
-        self._stopping = True
+        self._is_stopping = True
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
@@ -250,55 +270,55 @@ class Daemon:
         self.read_only = False
         self.planner.allow_builds()
         log.warning('the presence key is held by this ecompute again: it builds and destroys again')
-        self.planner.nudge('it may write again')
+        self.planner.wake_up('it may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
         """Replace this compute's requests, and plan. The follower's callback."""
         self._state = state
-        self.planner.nudge('its requests were read')
+        self.planner.wake_up('its requests were read')
 
-    def look_soon(self, reason: str) -> None:
+    def check_soon(self, reason: str) -> None:
         """Plan and make the periodic checks now. From any thread."""
-        self._next_minute = 0.0
-        self.planner.nudge(reason)
+        self._next_check = 0.0
+        self.planner.wake_up(reason)
 
     def is_ending(self) -> bool:
         """Return whether no more tasks are started: for good, or until become_writable()."""
-        return self._stopping or self.read_only
+        return self._is_stopping or self.read_only
 
-    def _look(self) -> float:
+    def _run_plan(self) -> float:
         """Plan, unless ending; return when (monotonic) to plan again; log errors."""
         if self.is_ending():
             return math.inf
-        next_time = self._complaints.attempt(PLANNING, self._plan)
+        next_time = self._failures.attempt(PLANNING, self._plan)
         if next_time is None:
-            next_time = self._delays.put_off(PLANNING)
-            self._next_minute = min(self._next_minute, next_time)
+            next_time = self._deferrals.defer(PLANNING)
+            self._next_check = min(self._next_check, next_time)
         else:
-            self._delays.forget(PLANNING)
+            self._deferrals.cancel(PLANNING)
         return next_time
 
     def _plan(self) -> float:
         now, state = time.monotonic(), self._state
         if state is None:
-            return now + EVERY  # the first list wakes the planner
-        is_minute = now >= self._next_minute
+            return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
+        is_minute = now >= self._next_check
         if is_minute:
-            self._next_minute = now + EVERY * random.uniform(0.9, 1.1)
+            self._next_check = now + PLAN_INTERVAL_SECONDS * random.uniform(0.9, 1.1)
         for work in self.planner.step(state):
-            self._begin(work)
+            self._start_task(work)
         self.on_planned()
-        self._complaints.settle(PLANNING)  # before the checks below, which may fail
-        if is_minute or self._delays.when(HERE) <= time.monotonic():
-            self._look_at(HERE, self._here)
+        self._failures.report_success(PLANNING)  # before the checks below, which may fail
+        if is_minute or self._deferrals.get_due_time(LOCAL_CHECKS) <= time.monotonic():
+            self._run_checks(LOCAL_CHECKS, self._local_checks)
         # Checks that still wait for placement are not started twice.
-        if is_minute and not self._far_turn.is_busy:
-            self._far_turn.at()
+        if is_minute and not self._remote_job.is_busy:
+            self._remote_job.schedule()
         # A pause, so that something overdue does not make this loop spin.
-        due_times = self._next_minute, self._delays.when(HERE), *self.planner.due()
+        due_times = self._next_check, self._deferrals.get_due_time(LOCAL_CHECKS), *self.planner.list_due_times()
         return max(min(due_times), time.monotonic() + 0.01)
 
-    def _begin(self, work: Work) -> None:
+    def _start_task(self, work: Work) -> None:
         self.planner.begin(work)
         pool = self.threads.builds if work.task.kind is Kind.BUILD else self.threads.tasks
         try:
@@ -306,21 +326,21 @@ class Daemon:
         except RuntimeError as error:
             self.planner.hand_back(work, f'no thread can be started for it: {error}')
 
-    def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
+    def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
         """Run all checks; return when (monotonic) to retry failed ones, or inf."""
-        results = [self._works(doing, look) for doing, look in looks.items()]
+        results = [self._run_check(doing, look) for doing, look in checks.items()]
         if not all(results):
-            return self._delays.put_off(name)
-        self._delays.forget(name)
+            return self._deferrals.defer(name)
+        self._deferrals.cancel(name)
         return math.inf
 
-    def _works(self, doing: str, look: Callable[[], None]) -> bool:
+    def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
         def work() -> bool:
-            look()
+            check()
             return True
 
         # A check in flight at the end fails because its connections are closed.
-        return self.is_ending() or self._complaints.attempt(doing, work, self.is_ending) is not None
+        return self.is_ending() or self._failures.attempt(activity, work, self.is_ending) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,17 +358,17 @@ class Environment:
     """
 
     fake: bool
-    accept: bool
-    familiar: bool
-    accepted: int
-    first_seen: int
+    accepts_new_etcd: bool
+    is_familiar_etcd: bool
+    accepted_revision: int
+    first_seen_revision: int
     guard: Guard
     placement: Placement
-    spread: float
+    spread_seconds: float
     threads: Threads
-    lease: Lease
+    lease: PresenceLease
     offers: Offers
-    generations: Generations
+    generations: GenerationReader
     audits: Store
     checks_names: bool
 
@@ -360,25 +380,25 @@ class Compute:
     """
 
     def __init__(
-        self, config: ComputeConfig, state: Identity, store: Store, environment: Environment, at_exit: ExitStack
+        self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
-        self.uuid = state.compute_uuid(config.uuid)
+        self.uuid = identity.choose_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
         self._config = config
-        self._state = state
-        self._token = state.token()
+        self._identity = identity
+        self._token = identity.choose_token()
         self._store = store
         self._environment = environment
         self._control = ControlPlane(self.uuid, store, environment.placement, now)
-        self._complaints = Complaints()
+        self._failures = FailureLog()
         self._at_exit = at_exit
-        self._asked: Entries = {}
+        self._requests: Entries = {}
         self._generation: int | None = None
-        self._named_until = 0.0
+        self._hostname_valid_until = 0.0
         self._hostname = socket.gethostname()
         self.has_noted_acceptance = False
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
-        facts |= {'boot': boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
+        facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
         self._presence = Presence(store, key, facts, self._become_read_only, environment.lease, self._become_writable)
 
@@ -388,71 +408,75 @@ class Compute:
         Raises Conflict if another ecompute is this compute, or if a compute that is not alive has guests here;
         UsageError for a wrong configuration. Errors of etcd, placement and the hypervisor pass.
         """
-        config, fake, familiar = self._config, self._environment.fake, self._environment.familiar
+        config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
             self._presence.check()
-        self.host = (pretended if fake else real)(config, self._at_exit, self._admit)
+        self.host = (make_fake_host if fake else make_libvirt_host)(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
-        virt_type = hypervisor.virt_type(config.virt_type)
-        self._inventory = inventory_of(config, fake, hypervisor)
-        self._guests = 'pretended' if fake else virt_type
-        self._presence.say(kind='fake' if fake else virt_type, queues=config.queues)
+        virt_type = hypervisor.choose_virt_type(config.virt_type)
+        self._inventory = make_host_inventory(config, fake, hypervisor)
+        self._guest_type = 'pretended' if fake else virt_type
+        self._presence.add_fields(kind='fake' if fake else virt_type, queues=config.queues)
         self._provider = Registration(
             placement,
             self.uuid,
             self._inventory,
-            found=traits_of(hypervisor, virt_type),
-            configured=config.traits,
+            detected_traits=detect_traits(hypervisor, virt_type),
+            configured_traits=config.traits,
             aggregates=config.aggregates,
-            state=config.state,
+            state_directory=config.state,
         )
         if familiar:
             if self._environment.checks_names:
                 check_names(placement, config.traits, config.inventory or ())
             # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
-            self._state.keep()
+            self._identity.save()
         self._memory = memory = Memory(config.state, self.uuid, now)
         if familiar:
             # First, because republished instances claim on the provider.
             self._provider.register()
-            self.has_noted_acceptance = self._note_acceptance()
-            if self._environment.accept:
-                republish(self.uuid, self._store, placement, memory, set(hypervisor.guests()), now())
+            self.has_noted_acceptance = self._write_acceptance()
+            if self._environment.accepts_new_etcd:
+                republish(self.uuid, self._store, placement, memory, set(hypervisor.list_guests()), now())
                 failpoint('republished')
             # After that: etcd's records correct the memory, and the memory corrects DHCP.
-            note_ends(self.uuid, self._store, memory, set(hypervisor.guests()))
-            reserve_again(hypervisor, memory)
-        read_seed = nocloud(config, self.host.serves_metadata)
-        shape = Shape(virt_type, config.resize, config.networks, self._hostname, read_seed)
+            record_missed_ends(self.uuid, self._store, memory, set(hypervisor.list_guests()))
+            restore_reservations(hypervisor, memory)
+        read_seed = make_seed_reader(config, self.host.can_serve_metadata)
+        shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, read_seed)
         instances = Instances(self._control, self.host, shape, memory)
-        self._planner = Planner(instances, self._complaints)
+        self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
-        self._claims.settled.note(self._provider.new_at)
-        remote_checks = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
-        remote_checks |= {'looking at the provider': self._keep_registered}
-        delay = random.uniform(0.0, self._environment.spread)
+        self._claims.last_good_check.record(self._provider.created_generation)
+        remote_checks = {'writing down its host name': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
+        remote_checks |= {'looking at the provider': self._check_registration}
+        delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
-        self.daemon = Daemon(self.host, self._planner, remote_checks, threads, first=delay, on_planned=self._say_room)
+        self.daemon = PlanningLoop(
+            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_room
+        )
         self.queues = None
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
-            inventory, first_seen = registered(self._inventory), self._environment.first_seen
-            puller = Puller(taker, self._environment.offers, self._may_take, inventory, first_seen, hypervisor.guests)
-            self.queues = Queues(puller, self._complaints, threads)
-        token, audits = hashed(self._token), self._environment.audits
-        self.answerer = Answerer(
+            inventory, first_seen = parse_inventory(self._inventory), self._environment.first_seen_revision
+            puller = Puller(
+                taker, self._environment.offers, self._may_take, inventory, first_seen, hypervisor.list_guests
+            )
+            self.queues = PullLoop(puller, self._failures, threads)
+        token, audits = hash_token(self._token), self._environment.audits
+        self.answerer = AuditAnswerer(
             self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads
         )
 
     def start(self) -> None:
         """Begin to take requests; Conflict if another ecompute is this compute; etcd's errors pass."""
-        familiar, at_exit = self._environment.familiar, self._at_exit
+        familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
         if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
-            at_exit.callback(self.host.guest_data.on_ready(self._planner.nudge))
+            at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
-        self._environment.guard.when_strange(self._become_read_only)
+        self._environment.guard.add_refusal_listener(self._become_read_only)
         # Before the presence key, which makes audits expect an answer; also if the compute is read-only.
         self.answerer.start()
         at_exit.callback(self.answerer.stop)
@@ -463,7 +487,7 @@ class Compute:
             at_exit.callback(self._presence.stop)
             # Users may name an alive compute by its host name. If the write fails, the periodic check logs why.
             with suppress(EcompError):
-                self._keep_hostname()
+                self._check_hostname()
         # The end runs these in reverse: stop planning, take no more requests, close the provider, wait for the tasks in
         # flight; only then remove the presence key.
         at_exit.callback(self.daemon.drain)
@@ -480,11 +504,11 @@ class Compute:
 
     def __str__(self) -> str:
         amounts = (f'{name} {parts["total"]} ({parts["reserved"]} reserved)' for name, parts in self._inventory.items())
-        return f'{self._guests} guests with {", ".join(amounts)}'
+        return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def on_requests(self, state: Entries) -> None:
         """Pass all requests of this compute to its parts."""
-        self._asked = state
+        self._requests = state
         self.daemon.on_state(state)
         if self.queues is not None:
             self.queues.on_hosts(state)
@@ -493,25 +517,25 @@ class Compute:
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
-        self._complaints.complain(FOLLOWING, error)
+        self._failures.report_failure(FOLLOWING, error)
 
     def on_back(self) -> None:
         """Retry what failed, because etcd can be followed again."""
-        self._presence.look()
-        self._complaints.settle(FOLLOWING)
+        self._presence.schedule_check()
+        self._failures.report_success(FOLLOWING)
         if self.queues is not None:
-            self.queues.nudge('etcd is back')
+            self.queues.wake_up('etcd is back')
 
-    def _note_acceptance(self) -> bool:
+    def _write_acceptance(self) -> bool:
         """Write the revision of the acceptance; return False if a role of ecomp 1.1 denies that.
 
         If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
         """
         try:
-            if self._environment.accepted:
-                self._store.commit([], [Put(keys.accepted(self.uuid), str(self._environment.accepted))])
+            if self._environment.accepted_revision:
+                self._store.commit([], [Put(keys.acceptance(self.uuid), str(self._environment.accepted_revision))])
         except Denied as error:
-            if self._environment.accept:
+            if self._environment.accepts_new_etcd:
                 raise
             log.error('%s', error)
             return False
@@ -523,51 +547,53 @@ class Compute:
     def _become_writable(self) -> None:
         self.daemon.become_writable()
         if self.queues is not None:
-            self.queues.nudge('it may write again')
+            self.queues.wake_up('it may write again')
 
-    def _admit(self, here: Set[str]) -> None:
+    def _admit(self, guest_computes: Set[str]) -> None:
         """Raise Conflict if guests of a compute that is not alive are here (rule 9)."""
-        for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
+        for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
                     f'guests of compute {other} are on this host, and this is compute {self.uuid}: '
                     f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
                 )
 
-    def _look_at_claims(self) -> None:
+    def _check_claims(self) -> None:
         self._generation = None
-        self._generation = self._environment.generations.of(self.uuid)
-        requests = {keys.last(key) for key in self._asked}
-        self._claims.look(self.host.hypervisor.guests(), time.monotonic(), self._generation, requests)
+        self._generation = self._environment.generations.read_generation(self.uuid)
+        requests = {keys.get_last_part(key) for key in self._requests}
+        self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
 
-    def _keep_registered(self) -> None:
+    def _check_registration(self) -> None:
         # With the generation that the check of claims has read.
-        self._provider.keep(lambda: not self._may_take(), self._generation)
+        self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
 
-    def _keep_hostname(self) -> None:
+    def _check_hostname(self) -> None:
         """Keep the key with this host's name, by which users may name the compute while it is down."""
-        if time.monotonic() < self._named_until:
+        if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
         entry = self._store.get(key)
-        if is_hostname(self._hostname) and (entry is None or hostname_in(entry.value) != self._hostname):
+        if is_hostname(self._hostname) and (entry is None or parse_hostname(entry.value) != self._hostname):
             condition = Unchanged(key, entry.revision if entry else 0)
             # If another process was faster, the next check reads its value.
-            self._store.commit([condition], [Put(key, to_json(self._hostname))])
-        self._named_until = time.monotonic() + NAMED * EVERY
+            self._store.commit([condition], [Put(key, hostname_to_json(self._hostname))])
+        self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
-    def _say_room(self) -> None:
+    def _publish_room(self) -> None:
         """Publish the room hint with the presence; None if room is unknown or nothing is taken."""
-        held = self._planner.given
+        held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
-        self._presence.say(room=host.room_hint(self._inventory, [held]) if is_known and held is not None else None)
+        self._presence.add_fields(
+            room=host.make_room_hint(self._inventory, [held]) if is_known and held is not None else None
+        )
 
     def _may_take(self) -> bool:
         return not self.daemon.is_ending()
 
     def _may_remove(self, instance: str) -> bool:
-        self._store.recognise()  # raises StrangeEtcd
-        return not self.daemon.read_only and instance not in self._memory.all()
+        self._store.check_identity()  # raises StrangeEtcd
+        return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _close_provider(self) -> None:
         if self.daemon.read_only:
@@ -582,4 +608,4 @@ class Compute:
 
 def now() -> str:
     """Return the current time, ISO 8601."""
-    return timestamp(datetime.now(UTC))
+    return format_time(datetime.now(UTC))

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
-from ecomp.agent.host.claims import APART, due
+from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings
 from ecomp.agent.instance.instances import Instances, Shutdowns
-from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
+from ecomp.agent.instance.plan import Kind, Observations, Task, Wish, is_address_pending, is_unready, plan
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.turns import Complaints, Delays
+from ecomp.agent.turns import Deferrals, FailureLog
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, summed
+from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.guest import Address, Guest
-from ecomp.model.order import Invalid, Request, parse_request, shares
+from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
 from ecomp.store.client import Entry
 
@@ -46,143 +46,150 @@ class Work(NamedTuple):
         return self.wish
 
     @property
-    def refused(self) -> Invalid:
+    def refusal(self) -> InvalidRequest:
         """The wish of a task that refuses an invalid request."""
-        assert isinstance(self.wish, Invalid)
+        assert isinstance(self.wish, InvalidRequest)
         return self.wish
 
 
 # The methods raise what those of Instances do.
-CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = {
+TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
-    Kind.REFUSE: lambda instances, work: instances.refuse(work.refused, work.revision, work.guest),
-    Kind.CLEAR: lambda instances, work: instances.clear(work.instance, work.revision, work.task.reason),
-    Kind.VANISHED: lambda instances, work: instances.vanished(work.instance, work.revision),
-    Kind.ADDRESS: lambda instances, work: instances.address(work.instance, work.revision, work.addresses),
-    Kind.READY: lambda instances, work: instances.ready(work.instance, work.revision),
-    Kind.POWER: lambda instances, work: instances.note_power(work.instance, work.revision, work.guest),
+    Kind.REFUSE: lambda instances, work: instances.refuse(work.refusal, work.revision, work.guest),
+    Kind.CLEAR: lambda instances, work: instances.drop_request(work.instance, work.revision, work.task.reason),
+    Kind.VANISHED: lambda instances, work: instances.end_vanished(work.instance, work.revision),
+    Kind.ADDRESS: lambda instances, work: instances.record_addresses(work.instance, work.revision, work.addresses),
+    Kind.READY: lambda instances, work: instances.record_ready(work.instance, work.revision),
+    Kind.POWER: lambda instances, work: instances.record_power(work.instance, work.revision, work.guest),
     Kind.RESUME: lambda instances, work: instances.resume(work.instance, work.revision),
     Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
-    Kind.DONE: lambda instances, work: instances.power_done(work.request, work.revision, work.guest),
+    Kind.DONE: lambda instances, work: instances.record_power_done(work.request, work.revision, work.guest),
 }
 
 log = logging.getLogger(__name__)
 
 # Requests of one compute; more are refused, so that no scheduler can fill its memory.
-MOST = 10_000
+MAX_REQUESTS = 10_000
 # Time a recheck may spend on builds whose request was deleted; the next one continues.
-ENDING = 1.0
+MAX_CLEANUP_SECONDS = 1.0
 # A guest is asked again to turn itself off at an interval, and is switched off after the grace period.
-GRACE = 60.0
-ASK_AGAIN = 10.0
+SHUTDOWN_GRACE_SECONDS = 60.0
+SHUTDOWN_REPEAT_SECONDS = 10.0
 # Time between two plans if nothing wakes the planner.
-EVERY = 60.0
+PLAN_INTERVAL_SECONDS = 60.0
 # Addresses are polled at this interval at first, because a bridge announces no leases. Some guests never have one, so
 # the interval grows to 1/POLL_DIVISOR of the time waited, but not above PLAN_INTERVAL_SECONDS.
-POLL = 2.0
-POLLS = 30
+FIRST_POLL_SECONDS = 2.0
+POLL_DIVISOR = 30
 # Names of activities whose failures are logged.
-LOOKING = 'looking at claims'
-NOTING = 'noting what runs again since the reboot'
-READING = 'reading %s'
-ASKING = 'asking for the addresses of %s'
+CHECKING_CLAIMS = 'looking at claims'
+SAVING_UNHANDLED = 'noting what runs again since the reboot'
+READING_RECORD = 'reading %s'
+READING_ADDRESSES = 'asking for the addresses of %s'
 
 
 class Planner:
     """The requests of one compute, and the tasks that are in flight or deferred.
 
-    step(), due() and recheck() must not run concurrently; all else is thread-safe. The caller of step() calls begin()
-    for each work before a thread carries it out. A wake-up asks for another step.
+    step(), list_due_times() and recheck() must not run concurrently; all else is thread-safe. The caller of step()
+    calls begin() for each work before a thread carries it out. A wake-up asks for another step.
     """
 
-    def __init__(self, instances: Instances, complaints: Complaints) -> None:
+    def __init__(self, instances: Instances, failures: FailureLog) -> None:
         self._instances = instances
         # Called at each wake-up, in its thread.
-        self.on_nudge: Callable[[], None] = lambda: None
-        self.delays = Delays()
-        self.complaints = complaints
-        complaints.on_return = self.works_again
+        self.on_wake_up: Callable[[], None] = lambda: None
+        self.deferrals = Deferrals()
+        self.failures = failures
+        failures.on_recovery = self.retry_now
         self._changed = threading.Lock()
-        self._in_work: dict[str, Work] = {}
+        self._in_flight: dict[str, Work] = {}
         # The instances without an address at the last step, and since when (monotonic) this set is unchanged.
         self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
         # The finished work with its time, from the worker threads to the next step. Fields below are the planner's.
-        self._done: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._wishes: dict[str, tuple[int, Wish]] = {}
         # The resources that the requests hold on this compute; None before they were read.
-        self.given: Resources | None = None
-        self._strangers: set[str] = set()
-        self._refused: dict[str, int] = {}
-        self._missing: dict[str, float] = {}
-        self._before_reboot = self._instances.memory.before_reboot()
-        self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
-        self._planned = 0.0
-        self._ends_builds = False
+        self.held_resources: Resources | None = None
+        self._unmanaged: set[str] = set()
+        self._refused_revisions: dict[str, int] = {}
+        self._missing_since: dict[str, float] = {}
+        self._before_reboot = self._instances.memory.load_unhandled()
+        self._shutdowns = Shutdowns(SHUTDOWN_GRACE_SECONDS, SHUTDOWN_REPEAT_SECONDS)
+        self._planned_at = 0.0
+        self._has_stopped_builds = False
 
-    def nudge(self, reason: str) -> None:
+    def wake_up(self, reason: str) -> None:
         """Ask for a step, because something may have changed. From any thread."""
         log.debug('nudged: %s', reason)
-        self.on_nudge()
+        self.on_wake_up()
 
     def begin(self, work: Work) -> None:
         """Note that the work is in flight, until carry_out() or hand_back() finishes it."""
         with self._changed:
-            self._in_work[work.instance] = work
+            self._in_flight[work.instance] = work
 
-    def in_work(self) -> dict[str, Work]:
+    def get_in_flight(self) -> dict[str, Work]:
         with self._changed:
-            return dict(self._in_work)
+            return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """Return the work that is due and not in flight. `state` has all requests of this compute.
 
         Errors of the hypervisor pass, and Unreachable from reading records; the next step returns the same work.
         """
-        self._planned = time.monotonic()
+        self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
-        busy = self.in_work().keys()
-        self._note_done()
-        return self._plan(state, self._instances.guests(), busy)
+        busy = self.get_in_flight().keys()
+        self._process_finished()
+        return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
         """Defer work that was begun, because no thread is available. A later step returns it again."""
-        self._end(work)
-        self.complaints.complain(work.instance, EcompError(reason))
-        self.delays.put_off(work.instance)
+        self._finish(work)
+        self.failures.report_failure(work.instance, EcompError(reason))
+        self.deferrals.defer(work.instance)
 
-    def due(self) -> list[float]:
+    def list_due_times(self) -> list[float]:
         """Return the times (monotonic) at which a step has something to do without a wake-up."""
         now, (instances, since) = time.monotonic(), self.without_addresses
-        missing = [first + APART for first in self._missing.values()]
-        polls = [now + poll_after(now - since)] if instances else []
-        return [self.delays.next(self.in_work()), *missing, *polls, *self._shutdowns.next(after=self._planned)]
+        missing = [first + CONFIRMATION_SECONDS for first in self._missing_since.values()]
+        polls = [now + choose_poll_interval(now - since)] if instances else []
+        return [
+            self.deferrals.find_next_due(self.get_in_flight()),
+            *missing,
+            *polls,
+            *self._shutdowns.find_times(after=self._planned_at),
+        ]
 
     def stop_builds(self) -> None:
         """Start no builds until allow_builds(); those in flight stop and undo themselves."""
-        self._ends_builds = True
+        self._has_stopped_builds = True
         self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
         """Start builds again after stop_builds()."""
-        self._ends_builds = False
-        self._instances.runner.allow()
-        self.works_again()
+        self._has_stopped_builds = False
+        self._instances.runner.allow_builds()
+        self.retry_now()
 
     def recheck(self) -> None:
         """Reread records that others changed, and end builds without a request; etcd's errors pass."""
-        busy = self.in_work()
+        busy = self.get_in_flight()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
         changed = self._instances.records.recheck(wishes)
         if changed:
-            self.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
-        if self.given is None:
+            self.wake_up(f'the records of {", ".join(changed)} were changed by somebody else')
+        if self.held_resources is None:
             return  # the requests were not read yet
         # No plan contains a deferred or stopped build whose request was deleted manually.
-        unfinished = (key for key, entry in self._instances.memory.all().items() if entry.record.state == BUILDING)
-        deadline = time.monotonic() + ENDING
+        unfinished = (
+            key for key, entry in self._instances.memory.get_entries().items() if entry.record.state == BUILDING
+        )
+        deadline = time.monotonic() + MAX_CLEANUP_SECONDS
         for instance in [other for other in unfinished if other not in busy and other not in self._wishes]:
             self._end_without_request(instance)
             if time.monotonic() > deadline:
@@ -193,106 +200,110 @@ class Planner:
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
-            if self._ends_builds and task.kind is Kind.BUILD:
+            if self._has_stopped_builds and task.kind is Kind.BUILD:
                 return  # stopped while it waited for a thread
-            CARRIED_OUT[task.kind](self._instances, work)
-            self._done.put((work, time.monotonic()))
-            self.delays.forget(instance)
-            self.complaints.settle(instance)
+            TASK_METHODS[task.kind](self._instances, work)
+            self._finished.put((work, time.monotonic()))
+            self.deferrals.cancel(instance)
+            self.failures.report_success(instance)
         except Superseded:
             self._instances.records.forget(instance)
-            self.complaints.hand_over(instance, LOOKING)
+            self.failures.transfer(instance, CHECKING_CLAIMS)
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
         except (EcompError, OSError) as error:
-            self.complaints.complain(instance, _told(error), started_at)
-            self.delays.put_off(instance)
+            self.failures.report_failure(instance, _to_ecomp_error(error), started_at)
+            self.deferrals.defer(instance)
         except Exception:
             log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
-            self.delays.put_off(instance)
+            self.deferrals.defer(instance)
         finally:
-            self._end(work)
-            self.nudge(f'{task.kind.value} of {instance} ended')
+            self._finish(work)
+            self.wake_up(f'{task.kind.value} of {instance} ended')
 
-    def works_again(self) -> None:
+    def retry_now(self) -> None:
         """Retry deferred tasks now. From any thread."""
-        self.delays.clear()
-        self.nudge('what failed works again')
+        self.deferrals.clear()
+        self.wake_up('what failed works again')
 
-    def _end(self, work: Work) -> None:
+    def _finish(self, work: Work) -> None:
         with self._changed:
-            del self._in_work[work.instance]
+            del self._in_flight[work.instance]
 
-    def _note_done(self) -> None:
-        while not self._done.empty():
-            work, finished_at = self._done.get()
+    def _process_finished(self) -> None:
+        while not self._finished.empty():
+            work, finished_at = self._finished.get()
             if work.task.kind is Kind.REFUSE:
-                self._refused[work.instance] = work.revision
+                self._refused_revisions[work.instance] = work.revision
             elif work.task.kind is Kind.RESUME:
                 self._before_reboot -= {work.instance}
             elif work.task.kind is Kind.SHUTDOWN:
-                self._shutdowns.note_asked(work.instance, finished_at)
+                self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
         self._read_wishes(state)
-        records, unreadable = self._records(busy)
-        without_address = [record.instance for record in records.values() if pending(record)]
-        addresses = {instance: self._addresses(instance) for instance in without_address}
+        records, unreadable = self._read_records(busy)
+        without_address = [record.instance for record in records.values() if is_address_pending(record)]
+        addresses = {instance: self._read_addresses(instance) for instance in without_address}
         # Nothing is done about an instance whose record is unknown.
         wishes = {instance: wish for instance, (_, wish) in self._wishes.items() if instance not in unreadable}
         guests_with_record = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
         now = time.monotonic()
         active = {name for name, record in records.items() if record.state in (ACTIVE, STOPPED)}
-        self._missing, vanished = due(self._missing, active - guests.keys(), now)
-        self._shutdowns.keep({name for name, domain in guests.items() if domain.running and name in self._wishes})
-        self._note_dealt_with(records, guests, busy)
-        unmanaged_before, self._strangers = self._strangers, guests.keys() - self._wishes.keys()
-        for stranger in sorted(self._strangers - unmanaged_before):
+        self._missing_since, vanished = confirm_sightings(self._missing_since, active - guests.keys(), now)
+        self._shutdowns.forget_all_but(
+            {name for name, domain in guests.items() if domain.running and name in self._wishes}
+        )
+        self._save_unhandled(records, guests, busy)
+        unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._wishes.keys()
+        for stranger in sorted(self._unmanaged - unmanaged_before):
             log.warning('instance %s is here but nobody asks for it: kept, and unmanaged', stranger)
-        sightings = Sightings(
+        sightings = Observations(
             guests=guests_with_record,
             addresses=addresses,
-            patience=self._shutdowns.patience(now),
+            shutdown_actions=self._shutdowns.find_actions(now),
             vanished=vanished,
             before_reboot=self._before_reboot,
-            ready=self._instances.guest_data.ready() if any(map(unready, records.values())) else set(),
+            ready=self._instances.guest_data.find_ready() if any(map(is_unready, records.values())) else set(),
             now=self._instances.now(),
         )
         tasks = plan(wishes, records, sightings)
-        for instance in self.delays.forget_all_but({planned.instance for planned in tasks} | self.in_work().keys()):
-            self.complaints.hand_over(instance, LOOKING)
-        deferred = self.delays.put_off_now(now)
+        for instance in self.deferrals.cancel_all_but(
+            {planned.instance for planned in tasks} | self.get_in_flight().keys()
+        ):
+            self.failures.transfer(instance, CHECKING_CLAIMS)
+        deferred = self.deferrals.get_deferred(now)
         if self.without_addresses[0] != frozenset(without_address):
             self.without_addresses = frozenset(without_address), now
         work = []
         for task in tasks:
             if task.instance in busy:
-                in_flight = self.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
+                in_flight = self.get_in_flight().get(task.instance) if task.kind is Kind.DESTROY else None
                 if in_flight is not None and in_flight.task.kind is Kind.BUILD:
                     self._instances.runner.cancel(task.instance)
                 continue
             if task.instance in deferred:
                 continue
             revision, wish = self._wishes[task.instance]
-            refusal = self._refused.get(task.instance)
+            refusal = self._refused_revisions.get(task.instance)
             if task.kind is Kind.REFUSE and (refusal == revision or (refusal and not keys.is_uuid(task.instance))):
                 continue  # logged once, even if it is written again; ecompute must not delete such a key
-            if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.guests():
+            if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests():
                 continue  # it has just come back
             work.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
         return work
 
-    def _note_dealt_with(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
+    def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
         """Save which instances were handled since the reboot: if they go off now, that is intended."""
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._wishes) - (handled - busy)
         try:
-            self._instances.memory.dealt_with_all_but(self._before_reboot)
+            self._instances.memory.save_unhandled(self._before_reboot)
         except OSError as error:
-            self.complaints.complain(NOTING, _told(error))
+            self.failures.report_failure(SAVING_UNHANDLED, _to_ecomp_error(error))
         else:
-            self.complaints.settle(NOTING)
+            self.failures.report_success(SAVING_UNHANDLED)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
         before = self._wishes
@@ -305,27 +316,31 @@ class Planner:
                 self._wishes[name] = previous
                 continue
             if previous is not None:
-                self.delays.forget(name)  # the failure of an older request does not defer a new one
+                self.deferrals.cancel(name)  # the failure of an older request does not defer a new one
             parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped)
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
-            if previous is None and len(self._wishes) >= MOST and not is_destroy:
-                parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))
+            if previous is None and len(self._wishes) >= MAX_REQUESTS and not is_destroy:
+                parsed = InvalidRequest(
+                    name, f'this compute has {MAX_REQUESTS} instances, and takes no more', get_holdings(parsed)
+                )
             self._wishes[name] = entry.revision, parsed
         wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]
-        self.given = summed(request.allocations.get(self._instances.compute, request.left) for request in wishes)
+        self.held_resources = sum_resources(
+            request.allocations.get(self._instances.compute, request.former_resources) for request in wishes
+        )
         for name in before.keys() - self._wishes.keys():
-            self._refused.pop(name, None)
-            for activity in (READING % name, ASKING % name):
-                self.complaints.hand_over(activity, LOOKING)
+            self._refused_revisions.pop(name, None)
+            for activity in (READING_RECORD % name, READING_ADDRESSES % name):
+                self.failures.transfer(activity, CHECKING_CLAIMS)
 
-    def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
+    def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
         """Return the records, and the instances whose record cannot be read; Unreachable passes."""
         records, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
             # The worker thread of an instance in flight changes its record.
             if instance in busy or not keys.is_uuid(instance):
                 continue
-            activity = READING % instance
+            activity = READING_RECORD % instance
             try:
                 record = self._instances.records.get(instance)
             except Unreachable:
@@ -333,43 +348,43 @@ class Planner:
             except EcompError as error:
                 # A destroy needs only its request, and logs an unreadable record itself.
                 if not (isinstance(error, Unreadable) and isinstance(wish, Request) and wish.is_tombstone):
-                    self.complaints.complain(activity, error)
+                    self.failures.report_failure(activity, error)
                     unreadable.add(instance)
                 continue
-            self.complaints.settle(activity)
+            self.failures.report_success(activity)
             if record is not None:
                 records[instance] = record
         return records, unreadable
 
-    def _addresses(self, instance: str) -> Mapping[str, Address]:
+    def _read_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return a guest's addresses by MAC; log errors other than Unreachable, and return {}."""
-        activity = ASKING % instance
+        activity = READING_ADDRESSES % instance
         try:
-            addresses = self._instances.hypervisor.addresses(instance)
+            addresses = self._instances.hypervisor.find_addresses(instance)
         except Unreachable:
             raise
         except EcompError as error:
-            self.complaints.complain(activity, error)
+            self.failures.report_failure(activity, error)
             return {}
-        self.complaints.settle(activity)
+        self.failures.report_success(activity)
         return addresses
 
     def _end_without_request(self, instance: str) -> None:
         """End a stopped build whose request was deleted; keep a finished guest; log errors."""
         try:
-            self._instances.end_without_request(instance, self._instances.hypervisor.guests().get(instance))
+            self._instances.end_without_request(instance, self._instances.hypervisor.list_guests().get(instance))
         except Superseded:
             self._instances.records.forget(instance)
         except (EcompError, OSError) as error:
-            self.complaints.complain(instance, _told(error))
+            self.failures.report_failure(instance, _to_ecomp_error(error))
 
 
-def poll_after(waited: float) -> float:
+def choose_poll_interval(waited_seconds: float) -> float:
     """Return the seconds until the next poll, for guests without address for `waited_seconds`."""
-    return min(max(POLL, waited / POLLS), EVERY)
+    return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)
 
 
-def _told(error: EcompError | OSError) -> EcompError:
+def _to_ecomp_error(error: EcompError | OSError) -> EcompError:
     if isinstance(error, EcompError):
         return error
     return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # mostly of the state directory

@@ -11,25 +11,25 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ecomp.agent.compute import Compute, Environment, now, workers
-from ecomp.agent.host.claims import Generations
+from ecomp.agent.compute import Compute, Environment, count_workers, now
+from ecomp.agent.host.claims import GenerationReader
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
-from ecomp.agent.instance.build import MOST_ENDS
-from ecomp.agent.planner import EVERY
+from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
+from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
 from ecomp.agent.queue import Offers
-from ecomp.agent.turns import Threads, Turn
+from ecomp.agent.turns import ScheduledJob, Threads
 from ecomp.compute_conf import ComputeConfig
-from ecomp.conf import in_clear, open_secrets
+from ecomp.conf import list_cleartext_hosts, list_exposed_secrets
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
-from ecomp.model.cluster import KnownCluster, holes
-from ecomp.model.host import changed_hosts
-from ecomp.model.order import SIZE_LIMIT
-from ecomp.placement.by_http import POOL
+from ecomp.model.cluster import KnownCluster, describe_vulnerabilities
+from ecomp.model.host import collect_changed_requests
+from ecomp.model.order import MAX_REQUEST_BYTES
+from ecomp.placement.by_http import MAX_IDLE_CONNECTIONS
 from ecomp.placement.client import Placement
 from ecomp.store.client import Guard, Store
-from ecomp.store.presence import SECONDS, Lease
+from ecomp.store.presence import LEASE_SECONDS, PresenceLease
 from ecomp.store.watch import Follower, Subscription
 from ecomp.store.watch import State as Entries
 from ecomp.systemd import Service
@@ -37,14 +37,14 @@ from ecomp.systemd import Service
 log = logging.getLogger(__name__)
 ready = logging.getLogger('ecomp.ready')
 
-Each = TypeVar('Each')
+Item = TypeVar('Item')
 
 # Computes that start or stop concurrently: the number of connections that the placement client keeps.
-AT_ONCE = POOL
+MAX_CONCURRENT_COMPUTES = MAX_IDLE_CONNECTIONS
 # The first queries to placement are spread over this time for each compute, but not over more than a minute.
-SPREAD = 0.1
+SPREAD_SECONDS_PER_COMPUTE = 0.1
 # (limit, need of one compute, need of each further one, unit, where to raise it)
-NEEDED = (
+REQUIRED_LIMITS = (
     # Each further compute needs descriptors for its locks and its waker's pipe.
     (resource.RLIMIT_NOFILE, 256, 8, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
     # Each thread reserves 72 MiB for stack and heap; each further compute needs memory for its state.
@@ -63,20 +63,22 @@ class Process:
     config: ComputeConfig
     fake: bool
     count: int | None
-    accept: bool
+    accepts_new_etcd: bool
     service: Service
     at_exit: ExitStack
 
     def __post_init__(self) -> None:
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
-        self._alive: Entries = {}
-        self._asked: Entries | None = None
-        self._asked_of: dict[str, Entries] = {}
-        self._threads = Threads(self.count or 1, 2 * workers(self.config) + (2 if self.fake else MOST_ENDS))
-        self._widening = Turn(self._threads, self._threads.plans, lambda: self._offers.widen())
-        self._offers = Offers(self._widening.at)
+        self._presence_state: Entries = {}
+        self._requests: Entries | None = None
+        self._requests_by_compute: dict[str, Entries] = {}
+        self._threads = Threads(
+            self.count or 1, 2 * count_workers(self.config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
+        )
+        self._widen_job = ScheduledJob(self._threads, self._threads.plans, lambda: self._offers.wake_more())
+        self._offers = Offers(self._widen_job.schedule)
 
     def register(self) -> None:
         """Lock the state directory, recognise etcd, and register each compute.
@@ -89,41 +91,41 @@ class Process:
         self._state = Identity(config.state)
         at_exit.callback(self._state.close)
         etcd_file = KnownEtcd(config.state)
-        remembered = KnownCluster() if self.accept else etcd_file.load()
-        self._guard = Guard(remembered, etcd_file.note)
+        remembered = KnownCluster() if self.accepts_new_etcd else etcd_file.load()
+        self._guard = Guard(remembered, etcd_file.schedule_write)
         self._store = Store(config.etcd, self._guard)
         at_exit.callback(self._store.close)
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
-        self._offers.began_at = revision = self._guard.known.revision
-        self._offers.term = lambda: self._guard.known.term
-        accepted = revision if self.accept else etcd_file.accepted()
+        self._offers.start_revision = revision = self._guard.known_cluster.revision
+        self._offers.term = lambda: self._guard.known_cluster.term
+        accepted = revision if self.accepts_new_etcd else etcd_file.read_accepted()
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
-        first_seen = max(accepted, etcd_file.first_seen()) if remembered.identity else revision
-        spread = min(SPREAD * (self.count or 0), EVERY)
-        lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
+        first_seen = max(accepted, etcd_file.read_first_seen()) if remembered.identity else revision
+        spread = min(SPREAD_SECONDS_PER_COMPUTE * (self.count or 0), PLAN_INTERVAL_SECONDS)
+        lease, audits = PresenceLease(self._store, LEASE_SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
         self._environment = Environment(
             fake=self.fake,
-            accept=self.accept,
-            accepted=accepted,
-            first_seen=first_seen,
-            familiar=familiar,
+            accepts_new_etcd=self.accepts_new_etcd,
+            accepted_revision=accepted,
+            first_seen_revision=first_seen,
+            is_familiar_etcd=familiar,
             guard=self._guard,
             placement=placement,
-            spread=spread,
+            spread_seconds=spread,
             threads=self._threads,
             lease=lease,
             offers=self._offers,
-            generations=Generations(placement, several=self.count is not None),
+            generations=GenerationReader(placement, reads_all=self.count is not None),
             audits=audits,
             checks_names=self.count is None,
         )
         if self.count is not None and familiar:
             check_names(placement, config.traits, config.inventory or ())  # once for all of them
         if not self.fake:
-            _warn_of_holes(config, self._store)
+            _warn_of_insecure_setup(config, self._store)
         if self.count is not None:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
                 logging.getLogger(name).setLevel(logging.WARNING)  # a thousand computes would log the same
@@ -132,16 +134,16 @@ class Process:
         at_exit.callback(etcd_file.stop)
         at_exit.callback(self._stop_followers)
         at_exit.callback(self._stop_computes)
-        _each(self._register_one, range(1, (self.count or 1) + 1))
+        _run_each(self._register_one, range(1, (self.count or 1) + 1))
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
         if familiar:
-            etcd_file.note_first_seen(first_seen, all(compute.has_noted_acceptance for compute in self._computes))
+            etcd_file.save_first_seen(first_seen, all(compute.has_noted_acceptance for compute in self._computes))
             etcd_file.start()
 
     def run(self) -> None:
         """Start each compute, whose errors pass, and run in the main thread until end_soon()."""
         self._computes[0].host.runner.waker.wake_on_signals()
-        _each(Compute.start, self._computes)
+        _run_each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
         if self.count is None:
             requests = [(keys.request_prefix(compute.uuid), compute.on_requests) for compute in self._computes]
@@ -157,28 +159,28 @@ class Process:
         # logs that etcd is unreachable.
         audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
         self._followers.append(Follower(self.config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
-        if self._environment.familiar:
+        if self._environment.is_familiar_etcd:
             follower = Follower(
                 self.config.etcd,
                 requests,
                 guard=self._guard,
                 on_lost=self._on_lost,
                 on_back=self._on_back,
-                largest=SIZE_LIMIT,
+                max_value_bytes=MAX_REQUEST_BYTES,
             )
             self._followers.append(follower)
         for follower in self._followers:
             follower.start()
-        for compute in self._computes if self._environment.familiar else ():
+        for compute in self._computes if self._environment.is_familiar_etcd else ():
             ready.info('ready: %s', compute if self.count is None else f'compute {compute.uuid}, {compute}')
         if self.count is not None:
-            log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._began)
-        self.service.ready(self._status())
-        self._computes[0].daemon.run(self.service.alive)
-        self.service.stopping('what is in work comes to an end; the guests go on')
+            log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._started_at)
+        self.service.notify_ready(self._status())
+        self._computes[0].daemon.run(self.service.notify_alive)
+        self.service.notify_stopping('what is in work comes to an end; the guests go on')
 
     def _status(self) -> str:
-        if not self._environment.familiar:
+        if not self._environment.is_familiar_etcd:
             return 'only watches: this is not the etcd that it knew (see the log)'
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
 
@@ -195,20 +197,20 @@ class Process:
                 state = Identity(config.state)
                 stack.callback(state.close)
                 # A store of its own, because its own presence fences its writes (rule 9).
-                store = store.beside()
+                store = store.copy_without_fence()
             compute = Compute(config, state, store, self._environment, stack.pop_all())
         self._computes.append(compute)
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
         """Pass changed requests to their computes: a list for each of many would take a second."""
-        before, self._asked = self._asked, state
-        changed = changed_hosts(before or {}, state, self._asked_of)
+        before, self._requests = self._requests, state
+        changed = collect_changed_requests(before or {}, state, self._requests_by_compute)
         for compute, requests in changed.items():
             if requests:
-                self._asked_of[compute] = requests
+                self._requests_by_compute[compute] = requests
             else:
-                self._asked_of.pop(compute, None)  # or writers of ever new names would fill the memory
+                self._requests_by_compute.pop(compute, None)  # or writers of ever new names would fill the memory
         for candidate in self._computes:
             if before is None or candidate.uuid in changed:
                 candidate.on_requests(changed.get(candidate.uuid, {}))
@@ -216,7 +218,7 @@ class Process:
     def _on_computes(self, state: Entries) -> None:
         if self.config.queues:
             self._offers.on_computes(state)
-        before, self._alive = self._alive, state
+        before, self._presence_state = self._presence_state, state
         for compute in self._computes:
             key = keys.compute(compute.uuid)
             if state.get(key) is not before.get(key) or key not in state:
@@ -240,7 +242,7 @@ class Process:
 
     def _stop_computes(self) -> None:
         started_at = time.monotonic()
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='end') as threads:
+        with ThreadPoolExecutor(MAX_CONCURRENT_COMPUTES, thread_name_prefix='end') as threads:
             futures = [threads.submit(compute.stop) for compute in self._computes[1:]]
             for compute in self._computes[:1]:
                 compute.stop()  # in the main thread, whose waker gets the signals
@@ -250,25 +252,25 @@ class Process:
             log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - started_at)
 
 
-def _check_limits(computes: int) -> None:
+def _check_limits(compute_count: int) -> None:
     """Raise UsageError for a limit under which a library would abort or a thread not start."""
-    for limit, base, further, unit, where in NEEDED:
-        minimum = base + further * (computes - 1)
+    for limit, base, further, unit, where in REQUIRED_LIMITS:
+        minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < minimum:
             raise UsageError(f'limited to {soft} {unit}, and {minimum} are needed: raise the limit ({where})')
 
 
-def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
+def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
     """Call `work` for all items concurrently; for one in this thread, the parent of workers.
 
     After an error or a signal no further call is started, and the error is raised after the calls in flight.
     """
-    if len(of) == 1:
-        work(of[0])
+    if len(items) == 1:
+        work(items[0])
         return
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='start') as threads:
-        futures = [threads.submit(work, item) for item in of]
+    with ThreadPoolExecutor(MAX_CONCURRENT_COMPUTES, thread_name_prefix='start') as threads:
+        futures = [threads.submit(work, item) for item in items]
         try:
             for future in futures:
                 future.result()
@@ -277,11 +279,11 @@ def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
             raise
 
 
-def _warn_of_holes(config: ComputeConfig, store: Store) -> None:
-    for host in in_clear(config.etcd, config.placement):
+def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
+    for host in list_cleartext_hosts(config.etcd, config.placement):
         log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
-    for path in open_secrets(config.etcd, config.placement):
+    for path in list_exposed_secrets(config.etcd, config.placement):
         log.warning('%s can be read or changed by every user of this machine. Fix: chmod o= %s', path, path)
     with suppress(EcompError):  # the next use of etcd reports the error
-        if warning := holes(store.version()):
+        if warning := describe_vulnerabilities(store.read_version()):
             log.warning('%s', warning)

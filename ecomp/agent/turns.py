@@ -25,79 +25,81 @@ from ecomp.model.backoff import Backoff
 log = logging.getLogger(__name__)
 
 # Delay before a job is retried that found no thread or raised an unexpected error.
-AGAIN = 1.0
+RETRY_SECONDS = 1.0
 # Bounds of the back-off after failures.
-FIRST_DELAY = 0.5
-LAST_DELAY = 15.0
+FIRST_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 15.0
 
 Result = TypeVar('Result')
 
 
-class _Delay(NamedTuple):
-    until: float
+class _Deferral(NamedTuple):
+    due: float
     backoff: Backoff | None
 
 
-class Delays:
+class Deferrals:
     """The times, on the monotonic clock, until which names are deferred. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
-        self._later: dict[str, _Delay] = {}
+        self._deferrals: dict[str, _Deferral] = {}
 
-    def put_off(self, name: str, seconds: float | None = None) -> float:
+    def defer(self, name: str, seconds: float | None = None) -> float:
         """Defer `name`, after a failure (no `seconds`) longer each time; return when it is due."""
         with self._changed:
             backoff = None
             if seconds is None:
-                delay = self._later.get(name)
-                backoff = (delay.backoff if delay else None) or Backoff(FIRST_DELAY, LAST_DELAY)
+                delay = self._deferrals.get(name)
+                backoff = (delay.backoff if delay else None) or Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
                 seconds = backoff.next() * random.uniform(0.5, 1.0)
-            self._later[name] = _Delay(time.monotonic() + seconds, backoff)
-            return self._later[name].until
+            self._deferrals[name] = _Deferral(time.monotonic() + seconds, backoff)
+            return self._deferrals[name].due
 
-    def put_off_now(self, now: float) -> dict[str, float]:
+    def get_deferred(self, now: float) -> dict[str, float]:
         """Return {name: due time} of deferred names; forget due ones that did not fail."""
         with self._changed:
-            self._later = {name: delay for name, delay in self._later.items() if delay.backoff or delay.until > now}
-            return {name: delay.until for name, delay in self._later.items() if delay.until > now}
+            self._deferrals = {
+                name: delay for name, delay in self._deferrals.items() if delay.backoff or delay.due > now
+            }
+            return {name: delay.due for name, delay in self._deferrals.items() if delay.due > now}
 
-    def when(self, name: str) -> float:
+    def get_due_time(self, name: str) -> float:
         """Return the time until which `name` is, or was, deferred; inf if it has no deferral."""
         with self._changed:
-            delay = self._later.get(name)
-            return delay.until if delay is not None else math.inf
+            delay = self._deferrals.get(name)
+            return delay.due if delay is not None else math.inf
 
-    def next(self, besides: Collection[str]) -> float:
+    def find_next_due(self, excluded: Collection[str]) -> float:
         """Return the earliest due time of names that are not excluded; inf if there are none."""
         with self._changed:
-            due_times = (delay.until for name, delay in self._later.items() if name not in besides)
+            due_times = (delay.due for name, delay in self._deferrals.items() if name not in excluded)
             return min(due_times, default=math.inf)
 
-    def forget(self, name: str) -> bool:
+    def cancel(self, name: str) -> bool:
         """Cancel the deferral and the back-off of `name`; return whether it had one."""
         with self._changed:
-            return self._later.pop(name, None) is not None
+            return self._deferrals.pop(name, None) is not None
 
-    def forget_all_but(self, names: Collection[str]) -> list[str]:
+    def cancel_all_but(self, names: Collection[str]) -> list[str]:
         """Cancel the deferral of every other name; return the names that had one."""
         with self._changed:
-            removed = [name for name in self._later if name not in names]
+            removed = [name for name in self._deferrals if name not in names]
             for name in removed:
-                del self._later[name]
+                del self._deferrals[name]
             return removed
 
     def clear(self) -> None:
         with self._changed:
-            self._later.clear()
+            self._deferrals.clear()
 
 
-class _Loss(NamedTuple):
-    about: str
-    backend: bool
+class _Failure(NamedTuple):
+    subject: str
+    is_backend: bool
 
 
-class Complaints:
+class FailureLog:
     """The failures that last, by the activity that failed. Thread-safe.
 
     A failure is logged once and its end once, even if several activities meet it. All failures to reach one backend are
@@ -106,12 +108,12 @@ class Complaints:
 
     def __init__(self) -> None:
         # Called after the end of a failure: activities that wait for the same backend can be retried now.
-        self.on_return: Callable[[], None] = lambda: None
+        self.on_recovery: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._open: dict[str, _Loss] = {}
-        self._returned: dict[_Loss, float] = {}
+        self._failing: dict[str, _Failure] = {}
+        self._recovered_at: dict[_Failure, float] = {}
 
-    def complain(self, doing: str, error: EcompError, began: float = math.inf) -> None:
+    def report_failure(self, activity: str, error: EcompError, started_at: float = math.inf) -> None:
         """Log that an activity failed and is retried, unless the failure is known.
 
         An attempt started (monotonic) before its backend recovered proves no new failure: a worker that was frozen
@@ -120,31 +122,31 @@ class Complaints:
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
         backend = error.backend if isinstance(error, Unreachable) else ''
-        loss = _Loss(backend or str(error), bool(backend))
+        loss = _Failure(backend or str(error), bool(backend))
         with self._lock:
-            if loss.backend and began < self._returned.get(loss, -math.inf):
+            if loss.is_backend and started_at < self._recovered_at.get(loss, -math.inf):
                 return
-            is_known = loss in self._open.values()
-            self._open[doing] = loss
+            is_known = loss in self._failing.values()
+            self._failing[activity] = loss
         if not is_known:
             log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
 
-    def settle(self, doing: str) -> bool:
+    def report_success(self, activity: str) -> bool:
         """Log the end of the failure of an activity; return False if it had not failed."""
         with self._lock:
-            loss = self._open.pop(doing, None)
+            loss = self._failing.pop(activity, None)
             if loss is None:
                 return False
             # The failure ended for all activities; one that still fails reports it again.
-            self._open = {other: other_loss for other, other_loss in self._open.items() if other_loss != loss}
-            if loss.backend:
-                self._returned[loss] = time.monotonic()
-        log.info('%s is back' if loss.backend else 'what failed before works again: %s', loss.about)
-        self.on_return()
+            self._failing = {other: other_loss for other, other_loss in self._failing.items() if other_loss != loss}
+            if loss.is_backend:
+                self._recovered_at[loss] = time.monotonic()
+        log.info('%s is back' if loss.is_backend else 'what failed before works again: %s', loss.subject)
+        self.on_recovery()
         return True
 
     def attempt(
-        self, doing: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
+        self, activity: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
         """Return the result of `work`; None after any Exception, which is logged unless moot."""
         began = time.monotonic()
@@ -152,21 +154,21 @@ class Complaints:
             result = work()
         except EcompError as error:
             if not is_moot():
-                self.complain(doing, error, began)
+                self.report_failure(activity, error, began)
         except Exception:
             if not is_moot():
-                log.exception('unexpected error while %s; trying again', doing)
+                log.exception('unexpected error while %s; trying again', activity)
         else:
-            self.settle(doing)
+            self.report_success(activity)
             return result
         return None
 
-    def hand_over(self, doing: str, to: str) -> None:
+    def transfer(self, activity: str, other_activity: str) -> None:
         """Forget an activity that is not retried; `other_activity` notices its backend's return."""
         with self._lock:
-            loss = self._open.pop(doing, None)
-            if loss is not None and loss.backend:
-                self._open.setdefault(to, loss)
+            loss = self._failing.pop(activity, None)
+            if loss is not None and loss.is_backend:
+                self._failing.setdefault(other_activity, loss)
 
 
 class Waker:
@@ -208,19 +210,19 @@ class Waker:
             os.close(self._writer)
 
 
-class TurnThreads:
+class DaemonThreadPool:
     """A pool of daemon threads: unlike a ThreadPoolExecutor's, they do not delay the exit."""
 
-    def __init__(self, name: str, most: int) -> None:
-        self._name, self._most = name, most
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._name, self._max_threads = name, max_threads
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads, self._idle, self._waiting = 0, 0, 0
+        self._threads, self._idle, self._queued = 0, 0, 0
 
     def submit(self, work: Callable[[], object]) -> None:
         """Have a thread call `work`; RuntimeError if the pool has none and cannot start one."""
         with self._lock:
-            if self._idle <= self._waiting and self._threads < self._most:
+            if self._idle <= self._queued and self._threads < self._max_threads:
                 thread = threading.Thread(target=self._run, name=f'{self._name}_{self._threads}', daemon=True)
                 try:
                     thread.start()
@@ -229,7 +231,7 @@ class TurnThreads:
                         raise
                 else:
                     self._threads, self._idle = self._threads + 1, self._idle + 1
-            self._waiting += 1
+            self._queued += 1
             self._work.put(work)
 
     def close(self) -> None:
@@ -241,7 +243,7 @@ class TurnThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             with self._lock:
-                self._idle, self._waiting = self._idle - 1, self._waiting - 1
+                self._idle, self._queued = self._idle - 1, self._queued - 1
             try:
                 work()
             except Exception:
@@ -251,102 +253,104 @@ class TurnThreads:
                 self._idle += 1
 
 
-class Turn:
+class ScheduledJob:
     """Calls `work` in a thread of `pool`; it returns when it is due again, or inf."""
 
-    def __init__(self, threads: Threads, pool: TurnThreads, work: Callable[[], float]) -> None:
+    def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
         self._threads, self._pool, self._work = threads, pool, work
-        self._when = math.inf
-        self._ended = False
+        self._due = math.inf
+        self._is_cancelled = False
         # Whether `work` is running or submitted.
         self.is_busy = False
         # The time of the next timer that is set for this job. Only Threads changes it.
-        self.woken_at = math.inf
+        self.timer_due = math.inf
 
-    def at(self, moment: float = 0.0) -> None:
+    def schedule(self, moment: float = 0.0) -> None:
         """Run the job at this moment (monotonic) or before, again if it runs. From any thread."""
         with self._threads.changed:
-            if moment < self._when and not self._ended:
-                self._when = moment
+            if moment < self._due and not self._is_cancelled:
+                self._due = moment
                 if not self.is_busy:
-                    self._plan()
+                    self._start_or_wait()
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """Start the job no more. A run in flight continues: see is_busy and wait()."""
         with self._threads.changed:
-            self._ended, self._when = True, math.inf
+            self._is_cancelled, self._due = True, math.inf
 
     def wait(self) -> None:
         """Wait for the run in flight. Must not be called by the job itself."""
         with self._threads.changed:
             self._threads.changed.wait_for(lambda: not self.is_busy)
 
-    def woken(self, when: float) -> None:
+    def on_timer(self, when: float) -> None:
         """Start the job if it is due. The timer thread calls this, holding `Threads.changed`."""
-        if when == self.woken_at:
-            self.woken_at = math.inf
+        if when == self.timer_due:
+            self.timer_due = math.inf
         if not self.is_busy:
-            self._plan()
+            self._start_or_wait()
 
-    def _plan(self) -> None:
+    def _start_or_wait(self) -> None:
         now = time.monotonic()
-        if self._when <= now:
-            self._when, self.is_busy = math.inf, True
+        if self._due <= now:
+            self._due, self.is_busy = math.inf, True
             try:
-                self._pool.submit(self._do)
+                self._pool.submit(self._run)
                 return
             except RuntimeError as error:
                 log.warning('no thread can be started: %s; trying again', error)
-                self.is_busy, self._when = False, now + AGAIN
-        self._threads.wake(self, self._when)
+                self.is_busy, self._due = False, now + RETRY_SECONDS
+        self._threads.set_timer(self, self._due)
 
-    def _do(self) -> None:
-        next_due = time.monotonic() + AGAIN
+    def _run(self) -> None:
+        next_due = time.monotonic() + RETRY_SECONDS
         try:
-            if not self._ended:
+            if not self._is_cancelled:
                 next_due = self._work()
         finally:
             with self._threads.changed:
                 self.is_busy = False
-                if self._ended:
+                if self._is_cancelled:
                     self._threads.changed.notify_all()
                 else:
-                    self._when = min(self._when, next_due)
-                    self._plan()
+                    self._due = min(self._due, next_due)
+                    self._start_or_wait()
 
 
 class Threads:
     """The thread pools of a process, and the timer thread that starts due jobs."""
 
     # Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
-    BUILDS = 32
+    MIN_BUILD_THREADS = 32
     # Size of the pools that many computes use concurrently: their threads wait for the same etcd and placement.
-    SHARED = 16
+    SHARED_POOL_THREADS = 16
 
-    def __init__(self, computes: int, tasks: int) -> None:
+    def __init__(self, compute_count: int, max_tasks: int) -> None:
         """Make the pools; those for builds and for tasks have at least `max_tasks` threads."""
-        few_threads, shared_threads = min(computes, 4), min(computes, self.SHARED)
-        self.plans = TurnThreads('planner', few_threads)
-        self.builds = TurnThreads('build', max(tasks, self.BUILDS))
-        self.tasks = TurnThreads('task', tasks if computes == 1 else max(tasks, self.SHARED))
-        self.minutes = TurnThreads('minute', few_threads)
-        self.audits = TurnThreads('audits', few_threads)
-        self.queues = TurnThreads('queues', shared_threads)
+        few_threads, shared_threads = min(compute_count, 4), min(compute_count, self.SHARED_POOL_THREADS)
+        self.plans = DaemonThreadPool('planner', few_threads)
+        self.builds = DaemonThreadPool('build', max(max_tasks, self.MIN_BUILD_THREADS))
+        self.tasks = DaemonThreadPool(
+            'task', max_tasks if compute_count == 1 else max(max_tasks, self.SHARED_POOL_THREADS)
+        )
+        self.minutes = DaemonThreadPool('minute', few_threads)
+        self.audits = DaemonThreadPool('audits', few_threads)
+        self.queues = DaemonThreadPool('queues', shared_threads)
         self.changed = threading.Condition()
         self._closed = False
-        self._heap: list[tuple[float, int, Turn]] = []
-        self._number = itertools.count()
+        self._timers: list[tuple[float, int, ScheduledJob]] = []
+        self._sequence = itertools.count()
         self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
-    def wake(self, turn: Turn, when: float) -> None:
+    def set_timer(self, job: ScheduledJob, when: float) -> None:
         """Set the job's timer to `when`, unless it is earlier; the caller holds `changed`."""
-        if when >= turn.woken_at or self._closed:
+        if when >= job.timer_due or self._closed:
             return
-        turn.woken_at = when
+        job.timer_due = when
         if not self._timer.is_alive():
             self._timer.start()
-        heapq.heappush(self._heap, (when, next(self._number), turn))
-        if self._heap[0][2] is turn:
+        heapq.heappush(self._timers, (when, next(self._sequence), job))
+        if self._timers[0][2] is job:
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -361,8 +365,8 @@ class Threads:
         with self.changed:
             while not self._closed:
                 now = time.monotonic()
-                while self._heap and self._heap[0][0] <= now:
-                    when, _, turn = heapq.heappop(self._heap)
-                    turn.woken(when)
-                seconds = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
+                while self._timers and self._timers[0][0] <= now:
+                    when, _, turn = heapq.heappop(self._timers)
+                    turn.on_timer(when)
+                seconds = self._timers[0][0] - now if self._timers else threading.TIMEOUT_MAX
                 self.changed.wait(min(seconds, threading.TIMEOUT_MAX))

@@ -13,41 +13,50 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ecomp.cli.command import Context
-from ecomp.cli.create import read_ssh_keys, who
-from ecomp.cli.enter import last_lines, why_not_entered
-from ecomp.cli.options import refuse_as_usage
-from ecomp.cli.terminal import Live, now
+from ecomp.cli.create import describe_owner, read_ssh_keys
+from ecomp.cli.enter import check_login, read_last_lines
+from ecomp.cli.options import convert_to_usage_error
+from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import EcompError, NoCapacity, NotFound, OverQuota, StillGoing, UnknownOutcome
-from ecomp.model.canary import BOOTED, ENTERED, READY, SMALL, Canary, check_names_no_host, how_far, line
+from ecomp.model.canary import (
+    BOOTED,
+    DEFAULT_QUERY,
+    ENTERED,
+    READY,
+    Canary,
+    check_names_no_host,
+    find_stages,
+    format_line,
+)
 from ecomp.model.choose import Offer
 from ecomp.model.host import UP, Host
 from ecomp.model.image import check_image
 from ecomp.model.order import SetOrder
-from ecomp.model.query import check_query, on_one
-from ecomp.model.record import SCHEDULED, WAITS_FOR, waits_for
-from ecomp.placement.allocations import candidates
+from ecomp.model.query import check_query, restrict_to_compute
+from ecomp.model.record import SCHEDULED, WAIT_REASONS, describe_wait
+from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import destroy, remove
+from ecomp.scheduler.changing.change import destroy, remove_if_finished
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.looking.hosts import no_such
-from ecomp.scheduler.operating.sharing import with_flavor
+from ecomp.scheduler.looking.hosts import make_no_such_compute
+from ecomp.scheduler.operating.sharing import apply_flavor
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.explain import lacking
+from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.placing.place import check_complete
 
 # Canaries in flight at a time. Each further host waits until an earlier canary is destroyed.
-AT_ONCE = 64
-TICK = 1.0
+MAX_CONCURRENT_CANARIES = 64
+STATUS_UPDATE_SECONDS = 1.0
 # Seconds after an interrupt in which another one is ignored: timeout(1) sends two. By then the destroy of every canary
 # is requested.
-GRACE = 3.0
+INTERRUPT_GRACE_SECONDS = 3.0
 INTERRUPTED = 'interrupted'
 # A canary's user-data: the default one might report the guest to the outside world.
-NO_DATA = b'#cloud-config\n{}\n'
+EMPTY_USER_DATA = b'#cloud-config\n{}\n'
 
 
-class Plan(NamedTuple):
+class CanaryPlan(NamedTuple):
     """The query, image, ssh keys and stage that all canaries of a command share.
 
     `keys` None means those of mdserver.conf. `not_entered_reason` says why no canary is logged in to, '' if each is.
@@ -57,26 +66,26 @@ class Plan(NamedTuple):
     image: str
     keys: tuple[str, ...] | None
     stage: str
-    not_asked: str
+    not_entered_reason: str
 
 
-def plan(do: Context) -> Plan:
+def parse_plan(ctx: Context) -> CanaryPlan:
     """Read the plan without asking a server; UsageError if an argument or key file is invalid."""
-    query, *image = do.words
-    plan = Plan(
-        query or ('' if do.options.flavor else SMALL),
-        image[0] if image else do.config.image,
-        read_ssh_keys(files) if (files := do.options.ssh_key or do.config.ssh_keys) else None,
-        do.options.stage or READY,
-        '' if do.options.stage in (None, READY) else f'--for {do.options.stage} was asked for',
+    query, *image = ctx.words
+    plan = CanaryPlan(
+        query or ('' if ctx.options.flavor else DEFAULT_QUERY),
+        image[0] if image else ctx.config.image,
+        read_ssh_keys(files) if (files := ctx.options.ssh_key or ctx.config.ssh_keys) else None,
+        ctx.options.stage or READY,
+        '' if ctx.options.stage in (None, READY) else f'--for {ctx.options.stage} was asked for',
     )
-    with refuse_as_usage():
+    with convert_to_usage_error():
         check_image(plan.image)
-        check_query(plan.query, needs_resources=do.options.flavor is None)
+        check_query(plan.query, needs_resources=ctx.options.flavor is None)
         check_names_no_host(plan.query)
-    if not plan.keys and not do.options.identity:
+    if not plan.keys and not ctx.options.identity:
         reason = 'there is no ssh key: name one with --ssh-key'
-        plan = plan._replace(stage=do.options.stage or BOOTED, not_asked=reason)
+        plan = plan._replace(stage=ctx.options.stage or BOOTED, not_entered_reason=reason)
     return plan
 
 
@@ -84,203 +93,220 @@ class Interrupted(EcompError):
     """The user has interrupted the command; raised by the callback of each wait."""
 
 
-def fly(do: Context, plan: Plan, canary: Canary, go_on: Callable[[], None]) -> Canary:
+def run_canary(ctx: Context, plan: CanaryPlan, canary: Canary, check_interrupted: Callable[[], None]) -> Canary:
     """Place, boot, enter and destroy a canary that has a uuid and a name; return the result.
 
     Every Exception becomes part of the result. `check_interrupted` is called about once a second, and may raise
     Interrupted.
     """
-    instance, query, is_outcome_unknown = canary.instance or '', on_one(plan.query, canary.compute), False
+    instance, query, is_outcome_unknown = canary.instance or '', restrict_to_compute(plan.query, canary.compute), False
     try:
-        go_on()
-        _place(do, plan, canary, query)
-        canary = _boot(do, plan, canary, instance, go_on)
+        check_interrupted()
+        _place_canary(ctx, plan, canary, query)
+        canary = _boot_and_enter(ctx, plan, canary, instance, check_interrupted)
     except NoCapacity as error:
-        reason = _lacks(do, query, canary.compute, error)
-        return canary._replace(instance=None, name=None, reached=None, why=reason)
+        reason = _explain_no_capacity(ctx, query, canary.compute, error)
+        return canary._replace(instance=None, name=None, reached=None, reason=reason)
     except Exception as error:
         is_outcome_unknown = isinstance(error, UnknownOutcome)
-        canary = _broken(do, canary, instance, error)
-    return canary._replace(left=_destroyed(do, instance, canary.why if is_outcome_unknown else ''))
+        canary = _record_failure(ctx, canary, instance, error)
+    return canary._replace(leftover_reason=_destroy_canary(ctx, instance, canary.reason if is_outcome_unknown else ''))
 
 
-def _place(do: Context, plan: Plan, canary: Canary, query: str) -> None:
+def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) -> None:
     order = SetOrder(
         canary.instance or '',
         image=plan.image,
-        user_id=do.config.user_id,
-        project_id=do.config.project_id,
+        user_id=ctx.config.user_id,
+        project_id=ctx.config.project_id,
         query=query,
-        stages={'requested': now()},
+        stages={'requested': make_timestamp()},
         name=canary.name,
         ssh_keys=plan.keys,
-        user_data=NO_DATA,
+        user_data=EMPTY_USER_DATA,
     )
     backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((do.placement, candidates(do.placement, query)))
-    create(do.store, backend, order, who(order), False, random.Random(), now)
+    backend.set_result((ctx.placement, read_candidates(ctx.placement, query)))
+    create(ctx.store, backend, order, describe_owner(order), False, random.Random(), make_timestamp)
 
 
-def _boot(do: Context, plan: Plan, canary: Canary, instance: str, go_on: Callable[[], None]) -> Canary:
+def _boot_and_enter(
+    ctx: Context, plan: CanaryPlan, canary: Canary, instance: str, check_interrupted: Callable[[], None]
+) -> Canary:
     """Wait for the stage and log in if planned; raise the wait's EcompError if it fails."""
     started = time.monotonic()
-    wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on(), claims=do.claims)
+    wait = Wait(
+        ctx.config.etcd,
+        instance,
+        Deadline(ctx.options.wait_seconds),
+        lambda _: check_interrupted(),
+        claims=ctx.read_claims,
+    )
     record = wait_for_stage(wait, plan.stage)
-    go_on()  # the wait calls this once a second and may have returned before the first call
-    canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - started, why=plan.not_asked)
-    if not plan.not_asked and not record.host_keys:
-        return canary._replace(why='its guest has not said which host keys it has')
-    if not plan.not_asked:
-        failure = why_not_entered(do, instance, go_on)
+    check_interrupted()  # the wait calls this once a second and may have returned before the first call
+    canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - started, reason=plan.not_entered_reason)
+    if not plan.not_entered_reason and not record.host_keys:
+        return canary._replace(reason='its guest has not said which host keys it has')
+    if not plan.not_entered_reason:
+        failure = check_login(ctx, instance, check_interrupted)
         if failure:
-            return canary._replace(seconds=None, why=failure, broken=ENTERED)
+            return canary._replace(seconds=None, reason=failure, failed_stage=ENTERED)
         canary = canary._replace(reached=ENTERED, seconds=time.monotonic() - started)
     return canary
 
 
-def _broken(do: Context, canary: Canary, instance: str, error: Exception) -> Canary:
+def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exception) -> Canary:
     """Return the canary with its last stage and why it failed; at a timeout print its console."""
     entries = None
     with suppress(EcompError):
-        entries = find(do.store, instance)
+        entries = find(ctx.store, instance)
     record = entries.record if entries else None
-    reached, stage = how_far(record)
+    reached, stage = find_stages(record)
     reason = str(error).removeprefix(f'{instance}: ') or type(error).__name__
-    canary = canary._replace(reached=reached, seconds=None, why=reason)
+    canary = canary._replace(reached=reached, seconds=None, reason=reason)
     if isinstance(error, Interrupted):
         return canary
     if isinstance(error, StillGoing):
-        waits = WAITS_FOR[SCHEDULED] if stage == SCHEDULED else waits_for(record)
-        canary = canary._replace(why=f'{do.options.patience:g} s are up, still waiting for: {waits}')
-        for console_line in last_lines(do, record) if record else ():
-            do.out.say(f"{canary.name}'s console: {console_line}")
-    return canary._replace(broken=stage)
+        waits = WAIT_REASONS[SCHEDULED] if stage == SCHEDULED else describe_wait(record)
+        canary = canary._replace(reason=f'{ctx.options.wait_seconds:g} s are up, still waiting for: {waits}')
+        for console_line in read_last_lines(ctx, record) if record else ():
+            ctx.out.say(f"{canary.name}'s console: {console_line}")
+    return canary._replace(failed_stage=stage)
 
 
-def _lacks(do: Context, query: str, compute: str, error: NoCapacity) -> str:
+def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapacity) -> str:
     """Return what the compute lacks for the query, or the error's text if that is unknown."""
     if not isinstance(error, OverQuota):
         with suppress(EcompError, ValueError):
-            return lacking(do.placement, query, do.computes, [compute]).get(compute) or str(error)
+            return find_shortfalls(ctx.placement, query, ctx.computes, [compute]).get(compute) or str(error)
     return str(error)
 
 
-def _destroyed(do: Context, instance: str, otherwise: str) -> str:
+def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
     """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
     Never raises an Exception. It returns `reason_if_absent` if etcd has no such instance: '' unless the outcome of the
     placement is unknown.
     """
     try:
-        destroy(do.store, instance)
-        deadline = Deadline(do.options.patience)
-        wait_until_gone(Wait(do.config.etcd, instance, deadline, lambda _: None, claims=do.claims))
-        remove(do.store, find(do.store, instance))
+        destroy(ctx.store, instance)
+        deadline = Deadline(ctx.options.wait_seconds)
+        wait_until_gone(Wait(ctx.config.etcd, instance, deadline, lambda _: None, claims=ctx.read_claims))
+        remove_if_finished(ctx.store, find(ctx.store, instance))
     except NotFound:
-        return otherwise
+        return reason_if_absent
     except Exception as error:
         return str(error).removeprefix(f'{instance}: ') or type(error).__name__
     return ''
 
 
 class Canaries:
-    def __init__(self, do: Context, plan: Plan) -> None:
-        self._do = do
+    """The canaries of one `eschedule doctor --canary`, which threads run concurrently."""
+
+    def __init__(self, ctx: Context, plan: CanaryPlan) -> None:
+        self._ctx = ctx
         self._plan = plan
-        self._todo: list[Canary] = []
-        self._placed: dict[str, Canary] = {}
-        self._found: dict[str, Canary] = {}
-        self._interrupts: list[float] = []
-        self._news = threading.Event()
+        self._pending: list[Canary] = []
+        self._in_flight: dict[str, Canary] = {}
+        self._results: dict[str, Canary] = {}
+        self._interrupt_times: list[float] = []
+        self._result_event = threading.Event()
 
     @property
-    def interrupted(self) -> bool:
-        return bool(self._interrupts)
+    def is_interrupted(self) -> bool:
+        return bool(self._interrupt_times)
 
-    def fly(self, hosts: Sequence[Host]) -> list[Canary]:
+    def run(self, hosts: Sequence[Host]) -> list[Canary]:
         """Run a canary on each host that is up, or only on that of --on, and return all results.
 
         Before the first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or
         invalid query, and the errors of etcd and placement.
         """
-        ctx, options = self._do, self._do.options
+        ctx, options = self._ctx, self._ctx.options
         if options.flavor is not None:
-            query = with_flavor(ctx.config, lambda: ctx.store, options.flavor, self._plan.query)
+            query = apply_flavor(ctx.config, lambda: ctx.store, options.flavor, self._plan.query)
             self._plan = self._plan._replace(query=query)
         # Check the query first: an error in it is no finding about a host.
-        for candidate in candidates(ctx.placement, self._plan.query).candidates:
+        for candidate in read_candidates(ctx.placement, self._plan.query).candidates:
             check_complete(candidate)
-        only_compute = options.on and ctx.compute(options.on)
+        only_compute = options.on and ctx.resolve_compute(options.on)
         selected_hosts = [host for host in hosts if not only_compute or host.compute == only_compute]
         if options.on and not selected_hosts:
-            raise no_such(options.on, ctx.computes)
+            raise make_no_such_compute(options.on, ctx.computes)
         for host in reversed(selected_hosts):
-            canary = Canary(host.compute, host.hostname, ctx.computes.called(host.compute))
+            canary = Canary(host.compute, host.hostname, ctx.computes.format_name(host.compute))
             if host.state == UP:
-                self._todo.append(canary)
+                self._pending.append(canary)
             else:
-                self._found[host.compute] = canary._replace(why=f'it is {host.state}')
-        self._begin([host.compute for host in selected_hosts])
+                self._results[host.compute] = canary._replace(reason=f'it is {host.state}')
+        self._run_threads([host.compute for host in selected_hosts])
         unfinished = {
-            compute: entry._replace(why=INTERRUPTED, left=INTERRUPTED) for compute, entry in self._placed.items()
+            compute: entry._replace(reason=INTERRUPTED, leftover_reason=INTERRUPTED)
+            for compute, entry in self._in_flight.items()
         }
-        results = {**unfinished, **self._found}
+        results = {**unfinished, **self._results}
         return [results[host.compute] for host in selected_hosts if host.compute in results]
 
-    def _begin(self, computes: Sequence[str]) -> None:
-        threads = [threading.Thread(target=self._work, name='canary', daemon=True) for _ in self._todo[:AT_ONCE]]
-        with _heard(lambda: self._interrupts.append(time.monotonic())), Live() as show_status:
+    def _run_threads(self, computes: Sequence[str]) -> None:
+        threads = [
+            threading.Thread(target=self._run_pending, name='canary', daemon=True)
+            for _ in self._pending[:MAX_CONCURRENT_CANARIES]
+        ]
+        with _catch_signals(lambda: self._interrupt_times.append(time.monotonic())), LiveLine() as show_status:
             for thread in threads:
                 thread.start()
-            self._wait(computes, show_status)
+            self._report_results(computes, show_status)
 
-    def _wait(self, computes: Sequence[str], tell: Callable[[str], None]) -> None:
+    def _report_results(self, computes: Sequence[str], show_status: Callable[[str], None]) -> None:
         """Print each result when it arrives, until all are there or a second interrupt comes."""
         reported = set[str]()
         started = time.monotonic()
         is_interrupt_reported = False
         while True:
-            self._news.clear()
-            if self.interrupted and not is_interrupt_reported:
+            self._result_event.clear()
+            if self.is_interrupted and not is_interrupt_reported:
                 is_interrupt_reported = True
-                self._do.out.say(f'interrupted: the canaries are being destroyed; again, in {GRACE:g} s, leaves them')
-            for compute in [key for key in computes if key in self._found and key not in reported]:
-                self._do.out.say(line(self._found[compute]))
+                self._ctx.out.say(
+                    f'interrupted: the canaries are being destroyed; '
+                    f'again, in {INTERRUPT_GRACE_SECONDS:g} s, leaves them'
+                )
+            for compute in [key for key in computes if key in self._results and key not in reported]:
+                self._ctx.out.say(format_line(self._results[compute]))
                 reported.add(compute)
             if len(reported) == len(computes) or (
-                self.interrupted and self._interrupts[-1] > self._interrupts[0] + GRACE
+                self.is_interrupted and self._interrupt_times[-1] > self._interrupt_times[0] + INTERRUPT_GRACE_SECONDS
             ):
                 return
-            tell(f'{len(computes) - len(reported)} canaries under way, {time.monotonic() - started:.0f} s')
-            self._news.wait(TICK)
+            show_status(f'{len(computes) - len(reported)} canaries under way, {time.monotonic() - started:.0f} s')
+            self._result_event.wait(STATUS_UPDATE_SECONDS)
 
-    def _work(self) -> None:
+    def _run_pending(self) -> None:
         with suppress(IndexError):  # another thread popped the last canary
-            while self._todo:
-                canary = self._todo.pop()
-                if self.interrupted:
-                    canary = canary._replace(why=INTERRUPTED)
+            while self._pending:
+                canary = self._pending.pop()
+                if self.is_interrupted:
+                    canary = canary._replace(reason=INTERRUPTED)
                 else:
                     instance = str(uuid.uuid4())
                     canary = canary._replace(instance=instance, name=f'canary-{instance[:8]}', reached='requested')
-                    self._placed[canary.compute] = canary
-                    canary = fly(self._do, self._plan, canary, self._go_on)
-                self._found[canary.compute] = canary
-                self._news.set()
+                    self._in_flight[canary.compute] = canary
+                    canary = run_canary(self._ctx, self._plan, canary, self._check_interrupted)
+                self._results[canary.compute] = canary
+                self._result_event.set()
 
-    def _go_on(self) -> None:
+    def _check_interrupted(self) -> None:
         """Raise Interrupted after an interrupt; the threads call this while they wait."""
-        if self.interrupted:
+        if self.is_interrupted:
             raise Interrupted(INTERRUPTED)
 
 
 @contextmanager
-def _heard(hear: Callable[[], None]) -> Iterator[None]:
+def _catch_signals(on_signal: Callable[[], None]) -> Iterator[None]:
     """Call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored ones (nohup) stay ignored."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in replaced:
-        signal.signal(number, lambda *_: hear())
+        signal.signal(number, lambda *_: on_signal())
     try:
         yield
     finally:

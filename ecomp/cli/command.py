@@ -7,27 +7,27 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
-from ecomp.cli.terminal import Terminal, broken, look, width
+from ecomp.cli.terminal import Terminal, find_width, make_style, wrap_lines
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
-from ecomp.model.text import renamed, some
+from ecomp.model.text import join_some, replace_uuids
 
 if TYPE_CHECKING:
-    from ecomp.cli.tables import Listing, Look
+    from ecomp.cli.tables import Listing, OutputStyle
     from ecomp.conf import EtcdConfig, ScheduleConfig
-    from ecomp.model.host import Computes, Naming
+    from ecomp.model.host import ComputeNames, Computes
     from ecomp.model.record import Record
-    from ecomp.placement.client import Placement, Slow
+    from ecomp.placement.client import Placement, SlowAnswerReport
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.store.client import Store
-    from ecomp.store.sharing import Index
+    from ecomp.store.sharing import KeyIndex
 
-Found = TypeVar('Found')
+Result = TypeVar('Result')
 
 # The two forms of 2019 have no command name on the command line: a placement query, and an instance.
 CREATE = 'create'
 QUERY = 'query'
 
-EXITS = {
+EXIT_CODES = {
     0: 'done',
     1: 'failed',
     2: 'the command or the configuration is wrong',
@@ -40,17 +40,17 @@ EXITS = {
 }
 
 # Seconds that etcd has for an answer at least, even if --timeout is shorter.
-SHORTEST = 0.5
+MIN_ETCD_TIMEOUT_SECONDS = 0.5
 
 # Seconds without an answer of placement after which a message is printed, if stderr is a terminal.
 SLOW_SECONDS = 3.0
 # The same elsewhere, so that a script on a busy machine does not fill its log.
-SLOW_SECONDS_IN_A_SCRIPT = 10.0
+SCRIPT_SLOW_SECONDS = 10.0
 
 # The fields of an instance that a wait reports, before its record is read.
-REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
+EMPTY_STATUS: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
 
-QUOTED = 5
+MAX_QUOTED_WORDS = 5
 
 
 class Context:
@@ -61,43 +61,43 @@ class Context:
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
-        self.called: dict[str, str] = {}
-        self.is_wait_reported = False
-        self.out = out._replace(say=lambda text: out.say(self.calling(text)))
+        self.display_names: dict[str, str] = {}
+        self.is_slowness_reported = False
+        self.out = out._replace(say=lambda text: out.say(self.replace_uuids(text)))
         self.config = config
         self.name, self.words, self.options = invocation
         self.form = self.options.format or TABLE
 
     @cached_property
-    def look(self) -> Look:
-        return look(self.options)
+    def style(self) -> OutputStyle:
+        return make_style(self.options)
 
-    def show(self, listing: Listing, unreadable: Sequence[EcompError] = (), one: bool = False) -> int:
+    def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
         """Print a listing, as JSON an array or if `is_single` the row; then print `errors`.
 
         Returns the exit code, 1 if there are errors. Raises UsageError for an unknown column.
         """
-        from ecomp.cli.tables import rendered
+        from ecomp.cli.tables import render_listing
 
-        if one:
+        if is_single:
             listing = listing._replace(document=listing.rows[0].value)
-        self.draw(rendered(listing, self.look))
-        for error in unreadable:
+        self.draw(render_listing(listing, self.style))
+        for error in errors:
             self.out.say(str(error))
-        return EcompError.exit_code if unreadable else 0
+        return EcompError.exit_code if errors else 0
 
-    def show_document(self, values: Sequence[object], text: str = '', several: bool = False) -> None:
+    def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
         """Print `text` or, with -f json/yaml, the first value, or all as an array; no-op for none."""
-        from ecomp.cli.tables import document
+        from ecomp.cli.tables import format_document
 
         if values and self.form == TABLE:
             if text:
                 self.put_lines(text.split('\n'))
         elif values:
-            self.draw(document(list(values) if several else values[0], self.form))
+            self.draw(format_document(list(values) if is_array else values[0], self.form))
 
     def put_lines(self, lines: Sequence[str]) -> None:
-        self.out.put(broken('\n'.join(lines), width()))
+        self.out.put(wrap_lines('\n'.join(lines), find_width()))
 
     def draw(self, text: str) -> None:
         """Print rendered text; no-op for ''."""
@@ -105,7 +105,7 @@ class Context:
             self.out.draw(text)
 
     @cached_property
-    def typed(self) -> str:
+    def command_prefix(self) -> str:
         """The start of another command line: `eschedule`, with --config quoted if it was given."""
         if self.options.config is None:
             return 'eschedule'
@@ -114,36 +114,36 @@ class Context:
         return f'eschedule --config {shlex.quote(self.options.config)}'
 
     @property
-    def etcd(self) -> EtcdConfig:
+    def etcd_config(self) -> EtcdConfig:
         """The configuration of etcd; `wait --timeout` also limits each request to etcd."""
         etcd = self.config.etcd
         if self.name != 'wait' or self.options.timeout is None:
             return etcd
-        return etcd._replace(timeout=min(etcd.timeout, max(self.options.timeout, SHORTEST)))
+        return etcd._replace(timeout=min(etcd.timeout, max(self.options.timeout, MIN_ETCD_TIMEOUT_SECONDS)))
 
     @cached_property
     def store(self) -> Store:
         from ecomp.store.client import Store
 
-        store = Store(self.etcd)
-        store.claims = self.claims
+        store = Store(self.etcd_config)
+        store.claims = self.read_claims
         return store
 
-    def claims(self, compute: str) -> Mapping[str, object]:
+    def read_claims(self, compute: str) -> Mapping[str, object]:
         """Return a compute's claims by consumer, {} for an unknown one; errors of placement pass."""
-        from ecomp.placement.allocations import of_provider
+        from ecomp.placement.allocations import read_provider_allocations
 
         try:
-            return of_provider(self.placement, compute)
+            return read_provider_allocations(self.placement, compute)
         except NotFound:
             return {}
 
-    def claimed_on(self, instance: str) -> str:
+    def find_claiming_compute(self, instance: str) -> str:
         """Return the compute with the instance's claim, '' for none; errors of placement pass."""
-        from ecomp.model.allocation import compute_of
-        from ecomp.placement.allocations import consumer
+        from ecomp.model.allocation import find_compute
+        from ecomp.placement.allocations import read_consumer
 
-        return compute_of(consumer(self.placement, instance).allocations)
+        return find_compute(read_consumer(self.placement, instance).allocations)
 
     def connect(self) -> None:
         """Start the connection to etcd, which is then established while other modules load."""
@@ -151,82 +151,83 @@ class Context:
 
     @cached_property
     def placement(self) -> Placement:
+        """The client of placement, made at first use; slow answers are reported on stderr."""
         from ecomp.placement.client import Placement
 
-        return Placement(self.config.placement, slow=self.slow)
+        return Placement(self.config.placement, slow=self.slow_notice)
 
     @property
-    def slow(self) -> Slow:
+    def slow_notice(self) -> SlowAnswerReport:
         """The seconds after which placement counts as slow, and the callback that reports it once."""
         import sys
 
-        def tell(backend: str, seconds: float) -> None:
-            if not self.is_wait_reported:
-                self.is_wait_reported = True
+        def report_slowness(backend: str, seconds: float) -> None:
+            if not self.is_slowness_reported:
+                self.is_slowness_reported = True
                 self.out.say(f'waiting for {backend}, which has not answered for {seconds:g} s')
 
-        return SLOW_SECONDS if sys.stderr.isatty() else SLOW_SECONDS_IN_A_SCRIPT, tell
+        return SLOW_SECONDS if sys.stderr.isatty() else SCRIPT_SLOW_SECONDS, report_slowness
 
-    def calling(self, text: str) -> str:
-        return renamed(text, self.called)
+    def replace_uuids(self, text: str) -> str:
+        return replace_uuids(text, self.display_names)
 
-    def instance(self, word: str, among: Index | None = None) -> str:
+    def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
         """Return the uuid of the instance that a word means; messages use this word from now on.
 
         Raises NotFound, UsageError if several uuids begin with the word, Conflict if the instance has another name.
         """
         from ecomp.scheduler.looking.find import resolve
 
-        instance = resolve(self.store, word, among)
-        self.called.setdefault(instance, word)
+        instance = resolve(self.store, word, instance_index)
+        self.display_names.setdefault(instance, word)
         return instance
 
-    def compute(self, word: str) -> str:
+    def resolve_compute(self, word: str) -> str:
         """Return the uuid of the compute that a word means; a whole uuid is not checked.
 
         Raises NotFound, Conflict if several computes have the host name, UsageError if several uuids begin with the
         word.
         """
-        from ecomp.scheduler.looking.hosts import compute_of
+        from ecomp.scheduler.looking.hosts import resolve_compute
 
-        return compute_of(self.store, lambda: self.placement, word)
+        return resolve_compute(self.store, lambda: self.placement, word)
 
     @cached_property
-    def among(self) -> Index | None:
-        """Where all instances are, read once; None for a single word, or if etcd is unreachable."""
+    def instance_index(self) -> KeyIndex | None:
+        """The places of all instances, read once; None for a single word, or if etcd is unreachable."""
         if len(self.words) < 2:
             return None
-        from ecomp.store.sharing import index
+        from ecomp.store.sharing import read_index
 
         try:
-            return index(self.store)
+            return read_index(self.store)
         except Unreachable:
             return None  # the look-up of the first word reports this
 
     @cached_property
     def computes(self) -> Computes:
         """The computes in etcd, read once; messages use their host names from now on."""
-        from ecomp.scheduler.looking.hosts import computes
+        from ecomp.scheduler.looking.hosts import read_computes
 
-        known_computes = computes(self.store)
-        self.called |= known_computes.names
+        known_computes = read_computes(self.store)
+        self.display_names |= known_computes.display_names
         return known_computes
 
-    def name_computes(self) -> Naming:
+    def name_computes(self) -> ComputeNames:
         """Return the names of computes, or only uuids if etcd is unreadable: never an EcompError."""
-        from ecomp.model.host import NOBODY
+        from ecomp.model.host import NO_COMPUTES
 
         try:
             return self.computes
         except EcompError:
-            return NOBODY
+            return NO_COMPUTES
 
-    def find_each(self, find: Callable[[str], Found], words: Sequence[str] | None = None) -> tuple[list[Found], int]:
+    def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
         """Call `find` for each word, print EcompErrors, return the results and the first exit code."""
-        words, results = self.words if words is None else words, list[Found]()
+        words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
-        outcomes.in_turn(list(words), lambda word: results.append(find(word)))
-        return results, outcomes.code
+        outcomes.process_each(list(words), lambda word: results.append(find(word)))
+        return results, outcomes.exit_code
 
     def close(self) -> None:
         """Close the connection to etcd, if any; placement's ends with the process."""
@@ -247,15 +248,15 @@ class Command(NamedTuple):
     usage: str
     summary: str
     description: str
-    words: Callable[[str, Sequence[str]], tuple[str, ...]]
+    parse_words: Callable[[str, Sequence[str]], tuple[str, ...]]
     run: Callable[[Context], int]
     options: Mapping[str, str] = {}
-    exits: tuple[int, ...] = ()
+    exit_codes: tuple[int, ...] = ()
     example: str = ''
     needs_config: bool = True
     check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
 
-    def takes(self) -> list[Option]:
+    def list_options(self) -> list[Option]:
         """List the options for the help; a --wait with its own help is shown without =STAGE."""
         help_by_field = {**self.options, 'config': ''}
         return [
@@ -274,19 +275,19 @@ class Invocation(NamedTuple):
     options: Options
 
 
-def plain(fields: str) -> dict[str, str]:
+def select_options(fields: str) -> dict[str, str]:
     """Return these options, space-separated fields of Options, with their general help."""
     return dict.fromkeys(fields.split(), '')
 
 
-DOCUMENT = plain('format')
+DOCUMENT_OPTIONS = select_options('format')
 
-LISTED = plain('format columns no_header sort wide')
+LISTING_OPTIONS = select_options('format columns no_header sort wide')
 
 
-def until(done: str) -> dict[str, str]:
+def make_wait_options(condition: str) -> dict[str, str]:
     """Return the options --wait, whose help is "return once `condition`", and --timeout."""
-    return {'wait': f'return once {done}. Without: as soon as it is accepted', 'timeout': ''}
+    return {'wait': f'return once {condition}. Without: as soon as it is accepted', 'timeout': ''}
 
 
 class Outcomes:
@@ -296,47 +297,55 @@ class Outcomes:
     of the first failure, or 0.
     """
 
-    def __init__(self, do: Context, words: Sequence[str], **known: object) -> None:
-        self._do = do
-        self._several = len(words) > 1
-        self.found: dict[str, dict[str, Any]] = {
-            word: {'word': word, **known, 'said': [], 'error': None} for word in words
+    def __init__(self, ctx: Context, words: Sequence[str], **facts: object) -> None:
+        self._ctx = ctx
+        self._is_array = len(words) > 1
+        self.results: dict[str, dict[str, Any]] = {
+            word: {'word': word, **facts, 'said': [], 'error': None} for word in words
         }
-        self.code = 0
+        self.exit_code = 0
 
     def run(
-        self, ask: Callable[[str], object], wait: Callable[[str, Deadline], None] | None = None, again: str = ''
+        self,
+        submit: Callable[[str], object],
+        wait: Callable[[str, Deadline], None] | None = None,
+        retry_command: str = '',
     ) -> int:
         """Submit each word, with --wait wait where `submit` was truthy, and return the exit code.
 
         Prints the document of -f. If Ctrl-C stops a wait, the hint is `retry_command`. Ctrl-C while submitting raises
         EcompError: the current word may have been accepted, and later words were not sent.
         """
-        pending = list(self.found)
+        pending = list(self.results)
         accepted = list[str]()
         try:
-            self.in_turn(pending, lambda word: accepted.extend([word] if ask(word) else []))
+            self.process_each(pending, lambda word: accepted.extend([word] if submit(word) else []))
         except KeyboardInterrupt:
-            kind, space, _ = self._do.name.partition(' ')
+            kind, space, _ = self._ctx.name.partition(' ')
             show_command = f'{kind} show' if space else 'show'
             rest = f', and of {len(pending) - 1} more nothing was asked' if len(pending) > 1 else ''
-            hint = f'{pending[0]}: it may have been accepted: {self._do.typed} {show_command} {pending[0]} says{rest}'
+            hint = (
+                f'{pending[0]}: it may have been accepted: '
+                f'{self._ctx.command_prefix} {show_command} {pending[0]} says{rest}'
+            )
             raise EcompError(f'interrupted; {hint}') from None
-        if wait is not None and self._do.options.wait is not None:
-            self.wait(accepted, wait, again)
-        return self.end()
+        if wait is not None and self._ctx.options.wait is not None:
+            self.wait(accepted, wait, retry_command)
+        return self.finish()
 
-    def in_turn(self, left: list[str], work: Callable[[str], object]) -> None:
+    def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
         """Call `work` for each word and remove it from `pending`; print and record an EcompError."""
-        while left:
+        while pending:
             try:
-                work(left[0])
+                work(pending[0])
             except EcompError as error:
-                self._do.out.say(self._do.out.words(error))
-                self._fail(left[0], error)
-            del left[0]
+                self._ctx.out.say(self._ctx.out.format_error(error))
+                self._record_failure(pending[0], error)
+            del pending[0]
 
-    def wait(self, words: Sequence[str], work: Callable[[str, Deadline], None], again: str, more: str = '') -> None:
+    def wait(
+        self, words: Sequence[str], work: Callable[[str, Deadline], None], retry_command: str, suffix: str = ''
+    ) -> None:
         """Call `work` for each word, with one deadline of --timeout seconds for all.
 
         Ctrl-C stops waiting, not the operations: it prints a command that waits again, `retry_command` with the words
@@ -344,33 +353,36 @@ class Outcomes:
         """
         from ecomp.scheduler.changing.wait import Deadline
 
-        pending, deadline = list(words), Deadline(self._do.options.patience)
+        pending, deadline = list(words), Deadline(self._ctx.options.wait_seconds)
         try:
-            self.in_turn(pending, lambda word: work(word, deadline))
+            self.process_each(pending, lambda word: work(word, deadline))
         except KeyboardInterrupt:
-            command = f'{self._do.typed} {again} {some(pending, QUOTED, between=" ")}{more}'
+            command = (
+                f'{self._ctx.command_prefix} {retry_command} '
+                f'{join_some(pending, MAX_QUOTED_WORDS, separator=" ")}{suffix}'
+            )
             interrupted = StillGoing(f'interrupted, and it goes on: {command}')
-            self._do.out.say(str(interrupted))
+            self._ctx.out.say(str(interrupted))
             for word in pending:
-                self._fail(word, interrupted)
+                self._record_failure(word, interrupted)
 
-    def tell(self, word: str, said: str = '', **known: object) -> None:
+    def report(self, word: str, sentence: str = '', **facts: object) -> None:
         """Print and store a sentence about a word, and store further facts about it."""
-        if said:
-            self._do.out.say(said)
-            self.found[word]['said'].append(self._do.calling(said))
-        self.found[word].update(known)
+        if sentence:
+            self._ctx.out.say(sentence)
+            self.results[word]['said'].append(self._ctx.replace_uuids(sentence))
+        self.results[word].update(facts)
 
-    def end(self) -> int:
+    def finish(self) -> int:
         """Print the document, if -f asks for one, and return the exit code."""
-        self._do.show_document(list(self.found.values()), several=self._several)
-        return self.code
+        self._ctx.show_document(list(self.results.values()), is_array=self._is_array)
+        return self.exit_code
 
-    def _fail(self, word: str, error: EcompError) -> None:
-        self.found[word]['error'] = {'code': error.exit_code, 'said': self._do.calling(str(error))}
-        self.code = self.code or error.exit_code
+    def _record_failure(self, word: str, error: EcompError) -> None:
+        self.results[word]['error'] = {'code': error.exit_code, 'said': self._ctx.replace_uuids(str(error))}
+        self.exit_code = self.exit_code or error.exit_code
 
 
-def known_of(record: Record) -> Mapping[str, object]:
+def extract_status(record: Record) -> Mapping[str, object]:
     """Return the fields that a wait reports of a record."""
-    return {field: getattr(record, field) for field in REACHED}
+    return {field: getattr(record, field) for field in EMPTY_STATUS}

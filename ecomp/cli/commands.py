@@ -5,13 +5,24 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Context, Invocation
-from ecomp.cli.near import FAMILY_WORDS, NAMES, hint, suggest
-from ecomp.cli.options import HELP, SHELLS, Option, Options, Words, check, check_taken, find_info_option, is_image, read
+from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command, Context, Invocation
+from ecomp.cli.near import COMMAND_NAMES, FAMILY_WORDS, make_hint, suggest
+from ecomp.cli.options import (
+    HELP,
+    SHELLS,
+    Option,
+    Options,
+    Words,
+    check_accepted,
+    check_options,
+    find_info_option,
+    is_image,
+    parse_command_line,
+)
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES
-from ecomp.model.text import PREFIX, printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 # The modules with rows of commands, by headings of the help, in the order of the help.
 FAMILIES: Mapping[str, Sequence[str]] = {
@@ -25,7 +36,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 }
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
-PLANNED = frozenset({
+PLANNED_WORDS = frozenset({
     *('again', 'apply', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
     *('version', 'what-if'),
@@ -36,26 +47,26 @@ def load_rows(module: str) -> Sequence[Command]:
     """Return the rows of a module of FAMILIES; loading only that one keeps commands fast."""
     match module:
         case 'create':
-            from ecomp.cli.create import COMMANDS as rows
+            from ecomp.cli.create import COMMANDS as ROWS
         case 'inspect':
-            from ecomp.cli.inspect import COMMANDS as rows
+            from ecomp.cli.inspect import COMMANDS as ROWS
         case 'history':
-            from ecomp.cli.history import COMMANDS as rows
+            from ecomp.cli.history import COMMANDS as ROWS
         case 'enter':
-            from ecomp.cli.enter import COMMANDS as rows
+            from ecomp.cli.enter import COMMANDS as ROWS
         case 'change':
-            from ecomp.cli.change import COMMANDS as rows
+            from ecomp.cli.change import COMMANDS as ROWS
         case 'sharing':
-            from ecomp.cli.sharing import COMMANDS as rows
+            from ecomp.cli.sharing import COMMANDS as ROWS
         case 'operators':
-            from ecomp.cli.operators import COMMANDS as rows
+            from ecomp.cli.operators import COMMANDS as ROWS
         case 'doctor':
-            from ecomp.cli.doctor import COMMANDS as rows
+            from ecomp.cli.doctor import COMMANDS as ROWS
         case 'commands':
             return _ROWS
         case _:
             raise ValueError(module)
-    return rows
+    return ROWS
 
 
 class _Commands(Mapping[str, Command]):
@@ -76,17 +87,18 @@ class _Commands(Mapping[str, Command]):
 COMMANDS: Mapping[str, Command] = _Commands()
 
 
-def families() -> dict[str, list[Command]]:
+def load_families() -> dict[str, list[Command]]:
+    """Return the commands by heading of the help; this imports every module of FAMILIES."""
     return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
 
 
-MEANS = {
-    '<id>': f'<id> is an instance: its name, its uuid, or {PREFIX} digits or more of that.',
-    '<host>': f'<host> is a compute: its host name, its uuid, or {PREFIX} digits or more of that.',
+PLACEHOLDER_MEANINGS = {
+    '<id>': f'<id> is an instance: its name, its uuid, or {MIN_PREFIX_DIGITS} digits or more of that.',
+    '<host>': f'<host> is a compute: its host name, its uuid, or {MIN_PREFIX_DIGITS} digits or more of that.',
 }
-WIDTH = 80
+HELP_WIDTH = 80
 # Columns before an option's help text; after a longer option the text begins on the next line.
-WIDEST_COLUMN = 26
+MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -94,25 +106,25 @@ def parse(argv: Sequence[str]) -> Invocation:
     try:
         return _parse(argv)
     except UsageError as error:
-        raise UsageError(printable(str(error))) from error  # it may quote control characters
+        raise UsageError(make_printable(str(error))) from error  # it may quote control characters
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
     if info := find_info_option(argv):
-        return Invocation(info, tuple(_command_to_explain(argv).split()) if info == HELP else (), Options())
-    words, options = read(argv)
-    may_name_stage = options.wait == '' and 'size' in COMMANDS[_named(words) or CREATE].options
-    if may_name_stage and (joined := _joined(argv)) != list(argv):
-        words, options = read(joined)
-    name, taken = _command(words, options.flavor is not None)
+        return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
+    words, options = parse_command_line(argv)
+    may_name_stage = options.wait == '' and 'size' in COMMANDS[_match_command(words) or CREATE].options
+    if may_name_stage and (joined := _join_wait_stage(argv)) != list(argv):
+        words, options = parse_command_line(joined)
+    name, taken = _find_command(words, options.flavor is not None)
     row = COMMANDS[name]
-    check_taken(options, row.options)
+    check_accepted(options, row.options)
     row.check(name, taken, options)
-    check(name, options, row.options)
+    check_options(name, options, row.options)
     return Invocation(name, taken, options)
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
+def _join_wait_stage(argv: Sequence[str]) -> list[str]:
     """Join --wait and a following stage, which with other commands than create is an instance."""
     joined: list[str] = []
     for word in argv:
@@ -123,26 +135,26 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:
+def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[str, ...]]:
     """Find the command and parse its words; without a name the words tell create from query."""
-    if flavored and (not words or is_image(words[0])):
-        return CREATE, COMMANDS[CREATE].words(CREATE, words)
+    if has_flavor and (not words or is_image(words[0])):
+        return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
         raise UsageError('nothing to do: give a placement query, a uuid or a command; --help shows all')
-    name = _named(words)
+    name = _match_command(words)
     if name:
-        return name, COMMANDS[name].words(name, words[len(name.split()) :])
+        return name, COMMANDS[name].parse_words(name, words[len(name.split()) :])
     if '=' in words[0]:
-        return CREATE, COMMANDS[CREATE].words(CREATE, words)
+        return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if words[0] in FAMILY_WORDS:
-        raise _half(*words)
+        raise _make_incomplete_error(*words)
     try:
-        return QUERY, COMMANDS[QUERY].words(QUERY, words)
+        return QUERY, COMMANDS[QUERY].parse_words(QUERY, words)
     except UsageError as error:
-        raise UsageError(f'{error}{hint(words)}') from error
+        raise UsageError(f'{error}{make_hint(words)}') from error
 
 
-def _half(first: str, second: str | None = None, *_: str) -> UsageError:
+def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
     """Return the error for the first word of several commands without a valid second word."""
     seconds = FAMILY_WORDS[first]
     choices = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
@@ -152,101 +164,103 @@ def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {choices}')
 
 
-def _named(words: Sequence[str]) -> str:
+def _match_command(words: Sequence[str]) -> str:
     """Return the name of the command at the start of the words, or ''."""
     names = (' '.join(words[:count]) for count in (2, 1))
-    return next((name for name in names if name in NAMES), '')
+    return next((name for name in names if name in COMMAND_NAMES), '')
 
 
 # The help
 
 
-def _command_to_explain(argv: Sequence[str]) -> str:
+def _find_command_to_explain(argv: Sequence[str]) -> str:
     """Return the command beside --help, or the first word of several commands, or ''."""
     words = [word for word in argv if not word.startswith('-')]
-    matches = (_named(words[first:]) for first in range(len(words)))
+    matches = (_match_command(words[first:]) for first in range(len(words)))
     create_name = CREATE if any('=' in word for word in words) else ''
     family_word = next((word for word in words if word in FAMILY_WORDS), '')
     return next(filter(None, matches), create_name or family_word)
 
 
-def help_of(name: str) -> str:
+def format_help(name: str) -> str:
     """Return the help of a command, of several by their common first word, or of all for ''."""
     if name in FAMILY_WORDS:
-        lines = [_line(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
+        lines = [_format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} … --help` says all about one of them.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
-    return _help_of_one(COMMANDS[name]) if name else _help_of_all()
+    return _format_command_help(COMMANDS[name]) if name else _format_full_help()
 
 
-def _help_of_all() -> str:
+def _format_full_help() -> str:
     lines = [f'usage: eschedule {COMMANDS[CREATE].usage} [OPTION]…', f'       eschedule {COMMANDS[QUERY].usage}']
     lines += ['       eschedule COMMAND [WORD]… [OPTION]…', '']
-    lines += _filled('`eschedule COMMAND --help` says all about one command, `eschedule create --help` about the first '
+    lines += _wrap('`eschedule COMMAND --help` says all about one command, `eschedule create --help` about the first '
                      'form: --name, --uuid, --count, --group, --queue and more. Most wait with --wait, for --timeout '
                      'seconds at most, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
-    for family, commands in families().items():
-        lines += ['', f'{family}:', *map(_line, commands)]
-    return '\n'.join([*lines, '', *MEANS.values(), *_exits(EXITS)]) + '\n'
+    for family, commands in load_families().items():
+        lines += ['', f'{family}:', *map(_format_summary, commands)]
+    return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *_format_exit_codes(EXIT_CODES)]) + '\n'
 
 
-def _line(command: Command) -> str:
+def _format_summary(command: Command) -> str:
     return f'  {command.usage:<27} {command.summary}'
 
 
-def _help_of_one(command: Command) -> str:
-    means = ''.join(f' {meaning}' for word, meaning in MEANS.items() if word in command.usage)
-    exits = sorted({0, 1, 2, 7, *command.exits})
-    lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_filled(command.description + means), '']
-    lines += ['options:', *_option_lines(command.takes()), '', f'example: {command.example}', '']
-    return '\n'.join([*lines, *_exits({code: EXITS[code] for code in exits})]) + '\n'
+def _format_command_help(command: Command) -> str:
+    means = ''.join(f' {meaning}' for word, meaning in PLACEHOLDER_MEANINGS.items() if word in command.usage)
+    exits = sorted({0, 1, 2, 7, *command.exit_codes})
+    lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_wrap(command.description + means), '']
+    lines += ['options:', *_format_options(command.list_options()), '', f'example: {command.example}', '']
+    return '\n'.join([*lines, *_format_exit_codes({code: EXIT_CODES[code] for code in exits})]) + '\n'
 
 
-def _option_lines(options: Sequence[Option]) -> Iterator[str]:
+def _format_options(options: Sequence[Option]) -> Iterator[str]:
     heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
-    column = min(max(map(len, heads)) + 4, WIDEST_COLUMN)
+    column = min(max(map(len, heads)) + 4, MAX_FLAG_COLUMN_WIDTH)
     for head, option in zip(heads, options, strict=True):
         fits = len(head) <= column - 4
         if not fits:
             yield f'  {head}'
         first = f'  {head}' if fits else ''
-        yield textwrap.fill(option.help, WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column)
+        yield textwrap.fill(
+            option.help, HELP_WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column
+        )
 
 
-def _exits(codes: Mapping[int, str]) -> list[str]:
-    return _filled('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
+def _format_exit_codes(codes: Mapping[int, str]) -> list[str]:
+    return _wrap('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
 
 
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
 # The commands help and completion
 
 
-def _help(do: Context) -> int:
-    do.out.put(help_of(' '.join(do.words)).rstrip('\n'))
+def _print_help(ctx: Context) -> int:
+    ctx.out.put(format_help(' '.join(ctx.words)).rstrip('\n'))
     return 0
 
 
-def _completion(do: Context) -> int:
-    from ecomp.cli.completion import script
+def _print_completion(ctx: Context) -> int:
+    from ecomp.cli.completion import make_script
 
-    do.out.put(script(do.words[0], COMMANDS).rstrip('\n'))
+    ctx.out.put(make_script(ctx.words[0], COMMANDS).rstrip('\n'))
     return 0
 
 
-def _shell(name: str, words: Sequence[str]) -> Words:
+def _parse_shell(name: str, words: Sequence[str]) -> Words:
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f'{name}: for which shell? Give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
-def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
+def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
     """Check that the words are a command, the first word of several commands, or nothing."""
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
-        raise UsageError(f'{name}: {command!r} is not a command{hint(words)}')
+        raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')
     return tuple(words)
 
 
@@ -255,12 +269,12 @@ _ROWS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'what a command does, or all of them',
             'Say what a command does, which options it takes and how it ends, as its --help does; without one, which '
             'commands there are. It asks no server, and reads no configuration.',
-            _command_or_nothing, _help, needs_config=False, example='eschedule help host drain'),
+            _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'completion for bash, zsh or fish, to be read by it',
             'Print what makes bash, zsh or fish complete a command line of eschedule at a TAB: commands, options, and, '
             'asked for in that moment, names and uuids of instances, hosts, flavors, groups and projects. bash: '
             'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
             '~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
             'completion fish >~/.config/fish/completions/eschedule.fish.',
-            _shell, _completion, needs_config=False, example='eschedule completion bash'),
+            _parse_shell, _print_completion, needs_config=False, example='eschedule completion bash'),
 )

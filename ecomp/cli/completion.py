@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ecomp.cli.command import QUERY, Command
-from ecomp.cli.inspect import COLUMNS, MORE, REASON
-from ecomp.cli.near import FAMILY_WORDS, NAMES
+from ecomp.cli.inspect import LIST_COLUMNS, REASON_COLUMN, WIDE_COLUMNS
+from ecomp.cli.near import COMMAND_NAMES, FAMILY_WORDS
 from ecomp.cli.options import OPTIONS, SHELLS, Option
 from ecomp.model.record import QUEUED, STAGES, STATES
 
 # The command that lists the words of each kind. With two columns, a word of either is offered.
-LIVE: Mapping[str, str] = {
+LISTING_COMMANDS: Mapping[str, str] = {
     'instances': 'list -f value -c NAME,INSTANCE',
     'hosts': 'hosts -f value -c HOST,COMPUTE',
     'computes': 'hosts -f value -c COMPUTE',
@@ -24,42 +24,48 @@ LIVE: Mapping[str, str] = {
     'projects': 'quota list -f value -c PROJECT',
 }
 
-FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in NAMES))
+FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAMES))
 
 # Kinds of option values: a file, and text that cannot be completed.
 FILES = 'files'
-FREE = 'free'
+FREE_TEXT = 'free'
 
 # Kinds, by placeholder in a command's usage, and by the metavar of an option.
-WORDS = {'<id>': 'instances', '<host>': 'hosts', '<uuid>': 'computes', 'GROUP': 'groups', 'PROJECT': 'projects'}
-VALUES = {'FILE': FILES, 'COMPUTE': 'hosts', 'GROUP': 'groups', 'ID': 'projects'}
+KIND_BY_PLACEHOLDER = {
+    '<id>': 'instances',
+    '<host>': 'hosts',
+    '<uuid>': 'computes',
+    'GROUP': 'groups',
+    'PROJECT': 'projects',
+}
+KIND_BY_METAVAR = {'FILE': FILES, 'COMPUTE': 'hosts', 'GROUP': 'groups', 'ID': 'projects'}
 
 # Names from etcd are offered only if they consist of these characters.
-SAFE = '[A-Za-z0-9._-]'
+SAFE_CHARACTERS = '[A-Za-z0-9._-]'
 
 
-def script(shell: str, commands: Mapping[str, Command]) -> str:
+def make_script(shell: str, commands: Mapping[str, Command]) -> str:
     """Return the completion script for one of SHELLS."""
-    return _fish(commands) if shell == 'fish' else _posix(shell, commands)
+    return _make_fish_script(commands) if shell == 'fish' else _make_posix_script(shell, commands)
 
 
-def words_of(command: Command) -> str:
+def find_word_kind(command: Command) -> str:
     """Return the kind of the words of a command, or '' if it has none to offer."""
     if command.name.startswith('flavor ') and 'NAME…' in command.usage:
         return 'flavors'
-    return next((kind for written, kind in WORDS.items() if written in command.usage), '')
+    return next((kind for written, kind in KIND_BY_PLACEHOLDER.items() if written in command.usage), '')
 
 
-def values_of(field: str, row: Option) -> str:
+def find_value_kind(field: str, row: Option) -> str:
     """Return the kind of an option's value: '=' and the choices, a kind, or '' for no value."""
     choices_by_metavar = {
         'STATE': sorted({QUEUED, *STATES}),
-        'COLUMN': [column.name.lower() for column in (*COLUMNS, REASON, *MORE)],
+        'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
     }
     choices = STAGES if 'STAGE' in row.metavar else choices_by_metavar.get(row.metavar, row.choices)
     if choices:
         return '=' + ' '.join(choices)
-    return 'flavors' if field == 'flavor' else VALUES.get(row.metavar, FREE if row.metavar else '')
+    return 'flavors' if field == 'flavor' else KIND_BY_METAVAR.get(row.metavar, FREE_TEXT if row.metavar else '')
 
 
 # bash and zsh share the functions that find candidates, in syntax that both accept; only the output differs
@@ -190,21 +196,25 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 """
 
 
-def _posix(shell: str, commands: Mapping[str, Command]) -> str:
-    flags = {name: ' '.join(flag for option in row.takes() for flag in option.flags) for name, row in commands.items()}
+def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
+    flags = {
+        name: ' '.join(flag for option in row.list_options() for flag in option.flags) for name, row in commands.items()
+    }
     functions = POSIX.format(
         name=shell,
-        safe=SAFE,
-        flags=_cases({f"'{name}'": f'echo {names} --help' for name, names in flags.items()}),
-        words=_cases({f"'{name}'": f'echo {kind}' for name, row in commands.items() if (kind := _kind(row))}),
-        values=_cases({
-            ' | '.join(row.flags): f"echo '{kind}'"
-            for field, rows in OPTIONS.items() for row in rows if (kind := values_of(field, row))
+        safe=SAFE_CHARACTERS,
+        flags=_format_cases({f"'{name}'": f'echo {names} --help' for name, names in flags.items()}),
+        words=_format_cases({
+            f"'{name}'": f'echo {kind}' for name, row in commands.items() if (kind := _find_completion_kind(row))
         }),
-        live=_cases({kind: f'_eschedule_asked "$@" {command}' for kind, command in LIVE.items()}),
+        values=_format_cases({
+            ' | '.join(row.flags): f"echo '{kind}'"
+            for field, rows in OPTIONS.items() for row in rows if (kind := find_value_kind(field, row))
+        }),
+        live=_format_cases({kind: f'_eschedule_asked "$@" {command}' for kind, command in LISTING_COMMANDS.items()}),
         first=' '.join(FIRST_WORDS),
         families=' | '.join(FAMILY_WORDS),
-        seconds=_cases({
+        seconds=_format_cases({
             f'{first}// | help/{first}/': f"echo '{' '.join(seconds)}' | tr ' ' '\\n'"
             for first, seconds in FAMILY_WORDS.items()
         }, 16),
@@ -212,12 +222,12 @@ def _posix(shell: str, commands: Mapping[str, Command]) -> str:
     return f'#compdef eschedule\n{functions}{ZSH}' if shell == 'zsh' else functions + BASH
 
 
-def _kind(command: Command) -> str:
-    return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, words_of(command))
+def _find_completion_kind(command: Command) -> str:
+    return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, find_word_kind(command))
 
 
-def _cases(each: Mapping[str, str], indent: int = 8) -> str:
-    return '\n'.join(f'{" " * indent}{pattern}) {command} ;;' for pattern, command in each.items())
+def _format_cases(command_by_pattern: Mapping[str, str], indent: int = 8) -> str:
+    return '\n'.join(f'{" " * indent}{pattern}) {command} ;;' for pattern, command in command_by_pattern.items())
 
 
 # fish, which evaluates a condition for each line before it offers it
@@ -273,52 +283,60 @@ complete -c eschedule -f
 """
 
 
-def _fish(commands: Mapping[str, Command]) -> str:
+def _make_fish_script(commands: Mapping[str, Command]) -> str:
     rows = list[str]()
     for name, row in commands.items():
         first, _, second = name.partition(' ')
         if second:
-            rows.append(_row(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
+            rows.append(_format_complete(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
         elif name != QUERY:
-            rows.append(_row('test -z (__eschedule_command)', f'-a {first}', row.summary))
-        kind = words_of(row)
+            rows.append(_format_complete('test -z (__eschedule_command)', f'-a {first}', row.summary))
+        kind = find_word_kind(row)
         if name == QUERY:
-            rows.append(_row('test -z (__eschedule_command); and string length -q -- (commandline -ct)', _asked(kind)))
+            rows.append(
+                _format_complete(
+                    'test -z (__eschedule_command); and string length -q -- (commandline -ct)', _format_query(kind)
+                )
+            )
         elif kind:
-            rows.append(_row(f'__eschedule_is "{name}"', _asked(kind)))
+            rows.append(_format_complete(f'__eschedule_is "{name}"', _format_query(kind)))
     for first, seconds in FAMILY_WORDS.items():
-        rows.append(_row('test -z (__eschedule_command)', f'-a {first}', ', '.join(seconds)))
-    rows.append(_row('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
-    rows.append(_row('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
+        rows.append(_format_complete('test -z (__eschedule_command)', f'-a {first}', ', '.join(seconds)))
+    rows.append(_format_complete('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
+    rows.append(_format_complete('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
     for field, options in OPTIONS.items():
         command_names = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]
         for option in options:
-            rows.append(_row(f'__eschedule_is {" ".join(command_names)}', *_option(field, option), option.help))
-    valued_flags = ' '.join(flag for field, field_rows in OPTIONS.items() for row in field_rows if values_of(field, row)
-                      for flag in row.flags if flag != '--wait')  # fmt: skip
-    return FISH.format(valued=valued_flags, families=' '.join(FAMILY_WORDS), safe=SAFE, rows='\n'.join(rows))
+            rows.append(
+                _format_complete(
+                    f'__eschedule_is {" ".join(command_names)}', *_format_option(field, option), option.help
+                )
+            )
+    valued_flags = ' '.join(flag for field, field_rows in OPTIONS.items() for row in field_rows
+                            if find_value_kind(field, row) for flag in row.flags if flag != '--wait')  # fmt: skip
+    return FISH.format(valued=valued_flags, families=' '.join(FAMILY_WORDS), safe=SAFE_CHARACTERS, rows='\n'.join(rows))
 
 
-def _option(field: str, row: Option) -> list[str]:
+def _format_option(field: str, row: Option) -> list[str]:
     names = [f'-l {flag[2:]}' if flag.startswith('--') else f'-s {flag[1:]}' for flag in row.flags]
-    kind = values_of(field, row)
+    kind = find_value_kind(field, row)
     if kind.startswith('='):
         # The value of --wait is optional, and is given after a =.
         return [*names, f'-a "{kind[1:]}"', *([] if row.metavar.startswith('[') else ['-x'])]
-    if kind in LIVE:
-        return [*names, '-x', _asked(kind)]
-    return [*names, {FILES: '-r -F', FREE: '-x'}.get(kind, '')]
+    if kind in LISTING_COMMANDS:
+        return [*names, '-x', _format_query(kind)]
+    return [*names, {FILES: '-r -F', FREE_TEXT: '-x'}.get(kind, '')]
 
 
-def _asked(kind: str) -> str:
-    return f"-a '(__eschedule_asked {LIVE[kind]})'"
+def _format_query(kind: str) -> str:
+    return f"-a '(__eschedule_asked {LISTING_COMMANDS[kind]})'"
 
 
-def _row(where: str, *parts: str) -> str:
+def _format_complete(condition: str, *parts: str) -> str:
     *rest, last = parts
     if rest and not last.startswith('-'):
         summary = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")
         rest.append(f"-d '{summary[:60]}'")
     else:
         rest = list(parts)
-    return ' '.join(['complete', '-c', 'eschedule', '-n', f"'{where}'", *filter(None, rest)])
+    return ' '.join(['complete', '-c', 'eschedule', '-n', f"'{condition}'", *filter(None, rest)])

@@ -4,60 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ecomp.cli.command import DOCUMENT, Command, Context, plain
-from ecomp.cli.options import PATIENCE, Options, find_given, perhaps_query_and_image
+from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, select_options
+from ecomp.cli.options import DEFAULT_WAIT_SECONDS, Options, find_given_fields, parse_optional_query_and_image
 from ecomp.errors import EcompError, UsageError
-from ecomp.model.canary import SMALL, Canary, of_canaries
+from ecomp.model.canary import DEFAULT_QUERY, Canary, diagnose_canaries
 from ecomp.model.record import QUEUED, STAGES
-from ecomp.model.text import printable
+from ecomp.model.text import make_printable
 from ecomp.version import read_version
 
 
 def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
-    if not options.canary and (any(words) or find_given(options) - {'format'}):
+    if not options.canary and (any(words) or find_given_fields(options) - {'format'}):
         raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
 
 
-def _doctor(do: Context) -> int:
+def _diagnose(ctx: Context) -> int:
     from ecomp import backends
-    from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
+    from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
 
     canary_run = None
-    if do.options.canary:
-        from ecomp.cli.canary import Canaries, plan  # imports most of eschedule, so only for --canary
+    if ctx.options.canary:
+        from ecomp.cli.canary import Canaries, parse_plan  # imports most of eschedule, so only for --canary
 
-        canary_run = Canaries(do, plan(do))
-    backend_report = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
-    findings = of_backends(backend_report)
-    computes, canaries = ComputeFacts(ours=read_version()), list[Canary]()
-    if not backend_report.away:
-        from ecomp.scheduler.looking.find import all_records
-        from ecomp.scheduler.looking.hosts import all_hosts
+        canary_run = Canaries(ctx, parse_plan(ctx))
+    backend_report = backends.probe_backends(ctx.config.etcd, ctx.config.placement, ctx.config.path, 'schedule.yaml')
+    findings = check_backends(backend_report)
+    computes, canaries = ComputeFacts(own_version=read_version()), list[Canary]()
+    if not backend_report.is_unavailable:
+        from ecomp.scheduler.looking.find import list_records
+        from ecomp.scheduler.looking.hosts import read_hosts
 
-        hosts, _ = all_hosts(do.store, do.placement)
-        versions = {host.compute: host.said.version for host in hosts if host.said.version is not None}
+        hosts, _ = read_hosts(ctx.store, ctx.placement)
+        versions = {host.compute: host.facts.version for host in hosts if host.facts.version is not None}
         waiting = [
-            record.name or record.instance for record in all_records(do.store, False)[0] if record.state == QUEUED
+            record.name or record.instance for record in list_records(ctx.store, False)[0] if record.state == QUEUED
         ]
-        computes = ComputeFacts(tuple(hosts), versions, read_version(), do.computes.unserved(waiting))
-        findings += of_computes(computes)
+        computes = ComputeFacts(tuple(hosts), versions, read_version(), ctx.computes.describe_unserved(waiting))
+        findings += check_computes(computes)
         if canary_run is not None:
-            canaries = canary_run.fly(hosts)
-            findings += of_canaries(canaries, canary_run.interrupted)
+            canaries = canary_run.run(hosts)
+            findings += diagnose_canaries(canaries, canary_run.is_interrupted)
     document = {
         'findings': [finding._asdict() for finding in findings],
-        'configuration': backend_report.told,
+        'configuration': backend_report.config_path,
         'etcd': {'name': backend_report.etcd, 'version': backend_report.etcd_version or None},
         'placement': {'name': backend_report.placement, 'microversion': backend_report.placement_version or None},
-        'certificates': {file.path: file.until and file.until.isoformat() for file in backend_report.certificates},
+        'certificates': {
+            file.path: file.expires_at and file.expires_at.isoformat() for file in backend_report.certificates
+        },
         'computes': dict(computes.versions),
     }
     if canary_run is not None:
         document['canaries'] = [canary.to_dict() for canary in canaries]
-    do.show_document([document], '\n'.join(map(printable, lines(findings))))
-    do.out.say(summary(backend_report, findings))
-    code = exit_code(backend_report, findings)
-    return EcompError.exit_code if canary_run is not None and canary_run.interrupted and not code else code
+    ctx.show_document([document], '\n'.join(map(make_printable, format_lines(findings))))
+    ctx.out.say(summarize(backend_report, findings))
+    code = get_exit_code(backend_report, findings)
+    return EcompError.exit_code if canary_run is not None and canary_run.is_interrupted and not code else code
 
 
 # fmt: off
@@ -69,18 +71,19 @@ COMMANDS: Sequence[Command] = (
             'With -f json: one document, with the findings. '
             'With --canary every compute that is up gets a small guest, all of them at once, which is booted, entered '
             'and destroyed: of the image at URL, without one schedule.yaml\'s; it asks for what the query or --flavor '
-            f'says, else {SMALL}. With an ssh key it has to say that it is ready, and is logged in to, with the host '
-            'keys that it said; without one it has to get an address. stderr says of each how far it came, and why no '
-            'further: also of computes that are not up or have no room, which is no finding. It is destroyed whatever '
-            'happens, also at Ctrl-C; of what cannot be, a finding has its name and the command that does it.',
-            perhaps_query_and_image, _doctor,
-            {**DOCUMENT, **plain('canary flavor identity'),
+            f'says, else {DEFAULT_QUERY}. With an ssh key it has to say that it is ready, and is logged in to, with '
+            'the host keys that it said; without one it has to get an address. stderr says of each how far it came, '
+            'and why no further: also of computes that are not up or have no room, which is no finding. It is '
+            'destroyed whatever happens, also at Ctrl-C; of what cannot be, a finding has its name and the command '
+            'that does it.',
+            parse_optional_query_and_image, _diagnose,
+            {**DOCUMENT_OPTIONS, **select_options('canary flavor identity'),
              'on': 'with --canary: on this compute alone: its host name, its uuid, or the beginning of its uuid',
              'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; may be given several times. '
                         'Without: ssh_keys of schedule.yaml',
              'stage': f'with --canary: the stage that is enough: {", ".join(STAGES)}. Without: ready with an ssh key, '
                       'else addressed',
              'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
-                        f'{PATIENCE:.0f}'},
+                        f'{DEFAULT_WAIT_SECONDS:.0f}'},
             (4, 5, 8), check=_check_canary, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from ecomp.cli.command import QUERY
 from ecomp.model.command_names import BY_MODULE
-from ecomp.model.text import near
+from ecomp.model.text import find_similar
 
 # What a command line may begin with, besides a query and an instance.
-NAMES = tuple(name for names in BY_MODULE.values() for name in names if name != QUERY)
+COMMAND_NAMES = tuple(name for names in BY_MODULE.values() for name in names if name != QUERY)
 # The second words of two-word commands, by the first word, which alone is no command.
 FAMILY_WORDS: Mapping[str, Sequence[str]] = {
-    first: [name.partition(' ')[2] for name in NAMES if name.startswith(f'{first} ')]
-    for first in dict.fromkeys(name.partition(' ')[0] for name in NAMES if ' ' in name)
+    first: [name.partition(' ')[2] for name in COMMAND_NAMES if name.startswith(f'{first} ')]
+    for first in dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAMES if ' ' in name)
 }
 
 CREATE_FORM = "create 'resources=…' [IMAGE_URL]"
@@ -27,7 +27,7 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
 
 # fmt: off
 # Our commands for words of docker, virsh, incus, nomad, openstack and kubectl with the same meaning.
-ELSEWHERE: Mapping[str, str] = _index_by_word({
+FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',
     DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
     'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain', 'host drain': 'drain',
@@ -42,14 +42,14 @@ ELSEWHERE: Mapping[str, str] = _index_by_word({
 })
 
 # The first word of our commands, '' for none, for singular nouns in the commands of other tools.
-NOUNS: Mapping[str, str] = _index_by_word({
+FOREIGN_NOUNS: Mapping[str, str] = _index_by_word({
     '': 'server instance vm domain guest container pod alloc allocation job workload',
     'host': 'host node hypervisor compute computer agent cluster', 'flavor': 'flavor flavour profile',
     'quota': 'quota limit project', 'group': 'group',
 })
 
 # By the first word of a two-word command: our command for a verb with another meaning there.
-IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
+FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
     'host': {'stop': 'host disable', 'start': 'host enable', **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
     'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
                **dict.fromkeys((DESTROY, 'unset', 'clear'), 'flavor delete')},
@@ -58,18 +58,19 @@ IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
 }
 
 # Why there is no command for something that other tools have a command for.
-NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the query, and nobody keeps a list of them')
+MISSING_COMMANDS = dict.fromkeys(('image', 'images', 'img'),
+                                 'an image is a URL behind the query, and nobody keeps a list of them')
 
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
-LOSSES = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
+LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
           'clear': ', which removes the records of what has ended', 'flavor delete': ', which deletes it for all users'}
 # fmt: on
 
 # The similarity, from 0 to 1, that a typing error has to have: `state` is no typing error of `start`.
-LIKE = 0.82
+MIN_SIMILARITY = 0.82
 
 
-def hint(words: Sequence[str]) -> str:
+def make_hint(words: Sequence[str]) -> str:
     """Return the end of a message that says that the words are no command."""
     suggestion = suggest(words)
     return f': {suggestion}' if suggestion else '; --help shows all'
@@ -78,10 +79,10 @@ def hint(words: Sequence[str]) -> str:
 def suggest(words: Sequence[str]) -> str:
     """Return what was probably meant by words that are no command, or '' if there is no guess."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
-    if first in NONE:
-        return NONE[first]
+    if first in MISSING_COMMANDS:
+        return MISSING_COMMANDS[first]
     command = _find_command(first, second)
-    return f'did you mean eschedule {command}{LOSSES.get(command, "")}?' if command else ''
+    return f'did you mean eschedule {command}{LOSS_WARNINGS.get(command, "")}?' if command else ''
 
 
 def _find_command(first: str, second: str) -> str:
@@ -92,17 +93,21 @@ def _find_command(first: str, second: str) -> str:
         return _find_in_family(family, second) or ('' if first == family else f'{family} list')
     if family is not None:
         return _find_command(second, '') or 'list'
-    candidates = [name.partition(' ')[0] for name in NAMES if name not in LOSSES]
-    command = ELSEWHERE.get(first) or (first if first in NAMES else near(first, candidates, LIKE)) or ''
-    return _find_in_family(command, second) or f'{command} list' if command in NOUNS else command
+    candidates = [name.partition(' ')[0] for name in COMMAND_NAMES if name not in LOSS_WARNINGS]
+    command = (
+        FOREIGN_WORDS.get(first)
+        or (first if first in COMMAND_NAMES else find_similar(first, candidates, MIN_SIMILARITY))
+        or ''
+    )
+    return _find_in_family(command, second) or f'{command} list' if command in FOREIGN_NOUNS else command
 
 
 def _find_in_family(family: str, verb: str) -> str:
-    commands = {name.removeprefix(f'{family} '): name for name in NAMES if name.startswith(f'{family} ')}
-    commands |= {**{name: name for name in commands.values()}, **IN_FAMILIES.get(family, {})}
-    typo = near(verb, [word for word, name in commands.items() if name not in LOSSES], LIKE)
-    return commands.get(verb) or commands.get(ELSEWHERE.get(verb, '')) or (commands[typo] if typo else '')
+    commands = {name.removeprefix(f'{family} '): name for name in COMMAND_NAMES if name.startswith(f'{family} ')}
+    commands |= {**{name: name for name in commands.values()}, **FAMILY_SYNONYMS.get(family, {})}
+    typo = find_similar(verb, [word for word, name in commands.items() if name not in LOSS_WARNINGS], MIN_SIMILARITY)
+    return commands.get(verb) or commands.get(FOREIGN_WORDS.get(verb, '')) or (commands[typo] if typo else '')
 
 
 def _get_family(noun: str) -> str | None:
-    return NOUNS.get(noun, NOUNS.get(noun.removesuffix('s')))
+    return FOREIGN_NOUNS.get(noun, FOREIGN_NOUNS.get(noun.removesuffix('s')))

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, until
-from ecomp.cli.options import TABLE, compute, computes, nothing
-from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, rendered
-from ecomp.cli.terminal import Live, now
+from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
+from ecomp.cli.options import TABLE, parse_compute, parse_computes, parse_nothing
+from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, render_listing
+from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import NotFound, Unreachable
-from ecomp.model.allocation import NEEDED, Room
-from ecomp.model.host import DISABLED, NOBODY, Computes, Host
+from ecomp.model.allocation import REQUIRED_CLASSES, Room
+from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
@@ -20,75 +20,75 @@ if TYPE_CHECKING:
     from ecomp.scheduler.operating.audit import Report
     from ecomp.scheduler.placing.place import RankedCompute
 
-COMPUTE = Column('COMPUTE', rank=2, kind=UUID)
+COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
-def _hosts(do: Context) -> int:
-    from ecomp.scheduler.looking.hosts import all_hosts
+def _list_hosts(ctx: Context) -> int:
+    from ecomp.scheduler.looking.hosts import read_hosts
 
-    hosts, unreadable = all_hosts(do.store, do.placement)
-    return do.show(as_hosts(hosts), unreadable)
+    hosts, unreadable = read_hosts(ctx.store, ctx.placement)
+    return ctx.show(make_host_listing(hosts), unreadable)
 
 
-def _host_show(do: Context) -> int:
-    from ecomp.cli.inspect import as_list
-    from ecomp.scheduler.looking.find import all_records
-    from ecomp.scheduler.looking.hosts import all_hosts
+def _show_hosts(ctx: Context) -> int:
+    from ecomp.cli.inspect import make_record_listing
+    from ecomp.scheduler.looking.find import list_records
+    from ecomp.scheduler.looking.hosts import read_hosts
 
-    requested, code = do.find_each(do.compute)
-    hosts, unreadable = all_hosts(do.store, do.placement)
+    requested, code = ctx.find_each(ctx.resolve_compute)
+    hosts, unreadable = read_hosts(ctx.store, ctx.placement)
     selected = [host for host in hosts if host.compute in requested]
     for missing in dict.fromkeys(requested):
         if missing not in {host.compute for host in selected}:
-            do.out.say(f'{missing}: no such compute: {do.typed} hosts shows all')
+            ctx.out.say(f'{missing}: no such compute: {ctx.command_prefix} hosts shows all')
             code = code or NotFound.exit_code
     if not selected:
         return code
-    listing_code = do.show(as_hosts(selected), unreadable, one=len(do.words) == 1)
-    if do.form == TABLE and not do.options.columns and not do.options.sort:
-        records = [record for record in all_records(do.store, with_gone=False)[0] if record.compute in requested]
-        do.out.put('' if records else '\nno instance lives there')
+    listing_code = ctx.show(make_host_listing(selected), unreadable, is_single=len(ctx.words) == 1)
+    if ctx.form == TABLE and not ctx.options.columns and not ctx.options.sort:
+        records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.compute in requested]
+        ctx.out.put('' if records else '\nno instance lives there')
         if records:
-            do.show(as_list(records, do.computes))
+            ctx.show(make_record_listing(records, ctx.computes))
     return code or listing_code
 
 
-def _host_status(do: Context) -> int:
-    from ecomp.scheduler.operating.decommission import disable, drained, enable, inhabitants
+def _change_host_status(ctx: Context) -> int:
+    from ecomp.scheduler.operating.decommission import disable, enable, list_inhabitants, wait_until_drained
 
-    outcomes = Outcomes(do, do.words, compute=None)
+    outcomes = Outcomes(ctx, ctx.words, compute=None)
 
     def change(word: str) -> bool:
-        target = do.compute(word)
-        outcomes.tell(word, compute=target)
-        if do.name == 'host enable':
-            outcomes.tell(word, enable(do.store, do.placement, target, word))
+        target = ctx.resolve_compute(word)
+        outcomes.report(word, compute=target)
+        if ctx.name == 'host enable':
+            outcomes.report(word, enable(ctx.store, ctx.placement, target, word))
         else:
-            outcomes.tell(word, disable(do.placement, target, word))
-        for line in inhabitants(do.store, do.placement, target, word) if do.name == 'host drain' else ():
-            outcomes.tell(word, line)
+            outcomes.report(word, disable(ctx.placement, target, word))
+        for line in list_inhabitants(ctx.store, ctx.placement, target, word) if ctx.name == 'host drain' else ():
+            outcomes.report(word, line)
         return True
 
     def wait(word: str, deadline: Deadline) -> None:
-        target = outcomes.found[word]['compute']
-        with Live() as show_status:
-            drained(do.store, do.placement, target, word, deadline, show_status)
-        outcomes.tell(word, f'{word}: nothing lives there any more')
+        target = outcomes.results[word]['compute']
+        with LiveLine() as show_status:
+            wait_until_drained(ctx.store, ctx.placement, target, word, deadline, show_status)
+        outcomes.report(word, f'{word}: nothing lives there any more')
 
-    return outcomes.run(change, wait, f'{do.name} --wait')
+    return outcomes.run(change, wait, f'{ctx.name} --wait')
 
 
-def _host_forget(do: Context) -> int:
+def _forget_hosts(ctx: Context) -> int:
     from ecomp.scheduler.operating.decommission import forget
 
-    outcomes = Outcomes(do, do.words, compute=None)
+    outcomes = Outcomes(ctx, ctx.words, compute=None)
 
     def forget_one(word: str) -> None:
-        target = do.compute(word)
-        outcomes.tell(word, compute=target)
+        target = ctx.resolve_compute(word)
+        outcomes.report(word, compute=target)
         try:
-            report, fenced = partial(outcomes.tell, word), do.options.fenced
-            forget(do.store, do.placement, target, word, now, report, fenced)
+            report, fenced = partial(outcomes.report, word), ctx.options.fenced
+            forget(ctx.store, ctx.placement, target, word, make_timestamp, report, fenced)
         except Unreachable as error:
             advice = 'nothing was removed but what is said above, and the same command again goes on'
             raise type(error)(f'{error}; {advice}', error.backend) from error
@@ -96,106 +96,131 @@ def _host_forget(do: Context) -> int:
     return outcomes.run(forget_one)
 
 
-def _audit(do: Context) -> int:
-    from ecomp.model.audit import FOUND
+def _audit(ctx: Context) -> int:
+    from ecomp.model.audit import EXIT_FINDINGS
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
 
     # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
-    rendered(as_findings(()), do.look)
-    if do.options.fix:
+    render_listing(make_finding_listing(()), ctx.style)
+    if ctx.options.fix:
         from ecomp.scheduler.operating.audit import fix
 
-        report = fix(do.store, do.placement, do.out.say)
+        report = fix(ctx.store, ctx.placement, ctx.out.say)
     else:
-        report = audit(do.store, do.placement)
-    if report.findings or do.form != TABLE:
-        names = read_names_by_instance(do.store) if report.findings else {}
-        do.show(as_findings(report.findings, report.world.known, names))
+        report = audit(ctx.store, ctx.placement)
+    if report.findings or ctx.form != TABLE:
+        names = read_names_by_instance(ctx.store) if report.findings else {}
+        ctx.show(make_finding_listing(report.findings, report.world.named_computes, names))
     for line in _summarize(report):
-        do.out.say(line)
-    return FOUND if report.findings else 0
+        ctx.out.say(line)
+    return EXIT_FINDINGS if report.findings else 0
 
 
 # Listings of computes and findings
 
 
-def as_hosts(hosts: Sequence[Host]) -> Listing:
+def make_host_listing(hosts: Sequence[Host]) -> Listing:
+    """List computes with the share of each resource class that is in use."""
     # Classes that every guest needs come before those that only some computes have.
-    classes = [*NEEDED, *sorted({name for host in hosts for name in host.resources} - set(NEEDED))]
-    columns = [COMPUTE, Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
+    classes = [*REQUIRED_CLASSES, *sorted({name for host in hosts for name in host.rooms} - set(REQUIRED_CLASSES))]
+    columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
     rows = []
     for host in hosts:
-        shares = [_share(host.resources.get(name)) for name in classes]
-        cells = [host.compute, host.hostname or None, _state(host), host.instances]
-        rows.append(Row([*cells, *shares, host.said.version, host.said.kind], _host(host)))
-    return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
+        shares = [_format_share(host.rooms.get(name)) for name in classes]
+        cells = [host.compute, host.hostname or None, _format_state(host), host.instance_count]
+        rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind], _host_to_dict(host)))
+    return Listing([*columns, *_make_share_columns(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
 
 
-def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
+def make_plan_listing(ranked: Sequence[RankedCompute]) -> Listing:
     """List the computes that would be tried, in that order."""
-    classes = [*NEEDED, *sorted({name for item in ranked for name in item.asked} - set(NEEDED))]
-    columns = [COMPUTE, Column('HOST', least=8), Column('WEIGHT', 1)]
+    classes = [*REQUIRED_CLASSES, *sorted({name for item in ranked for name in item.amounts} - set(REQUIRED_CLASSES))]
+    columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('WEIGHT', 1)]
     rows = []
     for item in ranked:
-        shares = [_share(item.rooms.get(name)) for name in classes]
+        shares = [_format_share(item.rooms.get(name)) for name in classes]
         weight = None if item.weight is None else f'{item.weight:.2f}'
-        rows.append(Row([item.compute, item.hostname or None, weight, *shares, item.instances], _ranked(item)))
-    return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
+        rows.append(
+            Row([item.compute, item.hostname or None, weight, *shares, item.instance_count], _ranked_to_dict(item))
+        )
+    return Listing([*columns, *_make_share_columns(classes), Column('INSTANCES')], rows)
 
 
-def _shares(classes: Sequence[str]) -> list[Column]:
-    return [Column(f'{name} USED/CAPACITY', rank=1 if name in NEEDED else 3, short=name) for name in classes]
+def _make_share_columns(classes: Sequence[str]) -> list[Column]:
+    return [Column(f'{name} USED/CAPACITY', rank=1 if name in REQUIRED_CLASSES else 3, short=name) for name in classes]
 
 
-def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Mapping[str, str] = {}) -> Listing:
+def make_finding_listing(
+    findings: Sequence[Finding], known_computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
+) -> Listing:
     """List an audit's findings; `names` are of instances, by uuid."""
-    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
-    columns.append(Column('FINDING', least=40, folds=True))
+    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
+    columns.append(Column('FINDING', min_width=40, folds=True))
     rows = []
     for finding in findings:
         name = names.get(finding.subject)
-        cells = [finding.code, known.translated(finding.subject), name, known.translated(finding.sentence)]
-        rows.append(Row(cells, {**finding.to_dict(), 'host': known.host(finding.compute), 'name': name}))
+        cells = [
+            finding.code,
+            known_computes.replace_uuids(finding.subject),
+            name,
+            known_computes.replace_uuids(finding.sentence),
+        ]
+        rows.append(
+            Row(cells, {**finding.to_dict(), 'host': known_computes.find_hostname(finding.compute), 'name': name})
+        )
     return Listing(columns, rows)
 
 
 def _summarize(report: Report) -> list[str]:
     """Return lines on silent computes, the fix of each finding, and the number of findings."""
-    called, silent = report.world.known.called, report.world.away()
+    called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
     away = [f'compute {called(uuid)} is {state}: what it has was not compared' for uuid, state in silent.items()]
     cures = (
         f'{item.code}: ' + (f'--fix {item.fix}' if item.fix else f'by hand: {item.how}') for item in report.findings
     )
     count = len(report.findings)
-    unserved = filter(None, [report.world.unserved()])
-    return [*away, *unserved, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
+    unserved = filter(None, [report.world.describe_unserved()])
+    return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count or "no"} finding' + 's' * (count != 1)]
 
 
-def _share(share: Room | None) -> str | None:
+def _format_share(share: Room | None) -> str | None:
     if share is None:
         return None
     return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
 
 
-def _ranked(each: RankedCompute) -> dict[str, object]:
-    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
-    fields = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
-    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **fields}
+def _ranked_to_dict(ranked_compute: RankedCompute) -> dict[str, object]:
+    rooms = {
+        name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked_compute.rooms.items())
+    }
+    fields = {
+        'asked': dict(sorted(ranked_compute.amounts.items())),
+        'resources': rooms,
+        'instances': ranked_compute.instance_count,
+    }
+    return {
+        'compute': ranked_compute.compute,
+        'host': ranked_compute.hostname,
+        'hostname': ranked_compute.hostname,
+        'weight': ranked_compute.weight,
+        **fields,
+    }
 
 
-def _state(host: Host) -> str:
-    return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
+def _format_state(host: Host) -> str:
+    return f'{host.state}, disabled' if host.is_disabled and host.state != DISABLED else host.state
 
 
-def _host(host: Host) -> dict[str, object]:
+def _host_to_dict(host: Host) -> dict[str, object]:
     shares = {
         name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
-        for name, room in sorted(host.resources.items())
+        for name, room in sorted(host.rooms.items())
     }
-    fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
-    reported_fields = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
-    return {**fields, 'host': host.hostname, **reported_fields, 'resources': shares}
+    fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state')}
+    counts = {'disabled': host.is_disabled, 'instances': host.instance_count}
+    reported_fields = {field: getattr(host.facts, field) for field in ('version', 'kind', 'queues')}
+    return {**fields, **counts, 'host': host.hostname, **reported_fields, 'resources': shares}
 
 
 # fmt: off
@@ -205,36 +230,37 @@ COMMANDS: Sequence[Command] = (
             'how much is used, and how much there is in all (memory in MiB, disk in GiB); and of one that is up the '
             'version of its ecompute, and what its guests are (kvm, qemu, fake). `closed` is one whose ecompute was '
             'stopped, `disabled` one where nothing new is placed.',
-            nothing, _hosts, LISTED, example='eschedule hosts'),
+            parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
     Command('host list', 'host list', 'the same as hosts',
             'Print all computes, as `eschedule hosts` does.',
-            nothing, _hosts, LISTED, example='eschedule host list'),
+            parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule host list'),
     Command('host show', 'host show <host>…', 'one compute, and what lives there',
             'Print of a compute, or of several, what `eschedule hosts` says of it, and then the instances there as '
             '`eschedule list` prints them. With -f json: what `eschedule hosts -f json` says of it.',
-            computes, _host_show, LISTED, (4, 5), example='eschedule host show hv1'),
+            parse_computes, _show_hosts, LISTING_OPTIONS, (4, 5), example='eschedule host show hv1'),
     Command('host disable', 'host disable <host>', 'place nothing new on a compute',
             'Have nothing new placed on a compute; what lives there goes on.',
-            compute, _host_status, DOCUMENT, (4, 5), example='eschedule host disable hv1'),
+            parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>', 'disable a compute, and say what lives there',
             'Have nothing new placed on a compute, and say what lives there. Nothing is destroyed or moved: whoever '
             'owns the instances does that.',
-            compute, _host_status,
-            {**until('nothing lives there any more, and nothing is on its way there'), **DOCUMENT}, (4, 5, 6),
-            example='eschedule host drain hv1 --wait --timeout 3600'),
+            parse_compute, _change_host_status,
+            {**make_wait_options('nothing lives there any more, and nothing is on its way there'), **DOCUMENT_OPTIONS},
+            (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>', 'place new instances on a compute again',
             'Have new instances placed on a compute again.',
-            compute, _host_status, DOCUMENT, (4, 5), example='eschedule host enable hv1'),
+            parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host enable hv1'),
     Command('host forget', 'host forget <host>…', 'remove a compute that is dead for good',
             'Remove a compute that will never come back: its resource provider in placement, claims that no request '
             "stands behind, the keys of instances whose destroy had been accepted, and its host's name. It is refused "
             'while the compute is alive or anything lives there: destroy those instances first; and without --fenced '
             'while it holds claims or a request waits in a queue, because their guests may be running there. Killed '
             'half-way, the same command again goes on.',
-            computes, _host_forget, {'fenced': '', **DOCUMENT}, (4, 5), example='eschedule host forget hv3 --fenced'),
+            parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
+            example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute say, and print where they disagree: a code, what it is '
             'about, and a sentence. It takes a few seconds, and looks twice where it finds something. stderr says how '
             'each finding is mended.',
-            nothing, _audit, {'fix': '', **LISTED}, (8,), example='eschedule audit --fix'),
+            parse_nothing, _audit, {'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

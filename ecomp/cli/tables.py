@@ -14,18 +14,18 @@ from typing import NamedTuple, TypeAlias
 from ecomp.cli.options import CSV, JSON, TABLE, VALUE, YAML
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
-from ecomp.model.text import escaped, printable
+from ecomp.model.text import escape_characters, make_printable
 
 # Fitting text: widths, cuts, short uuids, colours; and the sorting of cells
 
 
-GAP = '  '
-SHORTEST = 8
+COLUMN_GAP = '  '
+MIN_UUID_LENGTH = 8
 # Characters that a column keeps at least when lines are cut for a narrow terminal.
-LEAST = 4
+MIN_COLUMN_WIDTH = 4
 
 
-class Room(NamedTuple):
+class ColumnWidths(NamedTuple):
     """The widths that a column can have, in characters, and the rank by which it is omitted.
 
     `full` is its own width, `short` that with the short heading, `minimum` that to which cells may be cut. If this is
@@ -34,40 +34,41 @@ class Room(NamedTuple):
 
     full: int
     short: int
-    least: int
+    minimum: int
     rank: int
 
 
-def fitted(rooms: Sequence[Room], width: int) -> dict[int, int]:
+def fit_columns(column_widths: Sequence[ColumnWidths], width: int) -> dict[int, int]:
     """Return by index the columns that fit into `width`, each with its width.
 
     Among columns of equal rank the last is omitted first. If those of rank 0 are still too wide, the widest are cut.
     """
-    indexes = list(range(len(rooms)))
+    indexes = list(range(len(column_widths)))
     while True:
-        widths = {index: rooms[index].full for index in indexes}
-        spare = width - len(GAP) * (len(indexes) - 1)
+        widths = {index: column_widths[index].full for index in indexes}
+        spare = width - len(COLUMN_GAP) * (len(indexes) - 1)
         if sum(widths.values()) > spare:  # all or none: each short heading omits what the heading before it says
-            widths = {index: rooms[index].short for index in indexes}
+            widths = {index: column_widths[index].short for index in indexes}
         for index in indexes:
             if (over := sum(widths.values()) - spare) > 0:
-                widths[index] = max(widths[index] - over, min(rooms[index].least, widths[index]))
+                widths[index] = max(widths[index] - over, min(column_widths[index].minimum, widths[index]))
         if sum(widths.values()) <= spare:
             return widths
-        removable = [index for index in indexes if rooms[index].rank]
+        removable = [index for index in indexes if column_widths[index].rank]
         if not removable:
             break
-        indexes.remove(max(removable, key=lambda at: (rooms[at].rank, at)))
-    while sum(widths.values()) > spare and max(widths.values()) > LEAST:
+        indexes.remove(max(removable, key=lambda at: (column_widths[at].rank, at)))
+    while sum(widths.values()) > spare and max(widths.values()) > MIN_COLUMN_WIDTH:
         widths[max(widths, key=lambda at: widths[at])] -= 1
     return widths
 
 
-def across(text: str) -> int:
-    return len(text) if text.isascii() else sum(map(_places, text))
+def measure_width(text: str) -> int:
+    """Return the terminal columns of a text: 2 for a wide character, 0 for an accent."""
+    return len(text) if text.isascii() else sum(map(_measure_character, text))
 
 
-def _places(character: str) -> int:
+def _measure_character(character: str) -> int:
     import unicodedata  # imported late: few names of hosts and projects are not ASCII
 
     if unicodedata.combining(character):
@@ -75,30 +76,31 @@ def _places(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
 
 
-def _room(text: str, width: int) -> int:
+def _count_fitting(text: str, width: int) -> int:
     """Return how many characters of the text fit into this width."""
     if text.isascii():
         return min(len(text), max(width, 0))
     for number, character in enumerate(text):
-        width -= _places(character)
+        width -= _measure_character(character)
         if width < 0:
             return number
     return len(text)
 
 
-def fill(text: str, width: int) -> str:
-    return text + ' ' * (width - across(text))
+def pad(text: str, width: int) -> str:
+    """Append spaces up to this width in terminal columns; a longer text stays as it is."""
+    return text + ' ' * (width - measure_width(text))
 
 
 def cut(text: str, width: int) -> str:
     """Return the text, cut to this width with `…` at the end if it is longer."""
-    return text if _room(text, width) == len(text) else f'{text[: _room(text, width - 1)]}…'
+    return text if _count_fitting(text, width) == len(text) else f'{text[: _count_fitting(text, width - 1)]}…'
 
 
-def folded(text: str, width: int) -> list[str]:
+def fold(text: str, width: int) -> list[str]:
     """Fold a text into lines of this width, at spaces where possible."""
     lines = []
-    while (end := max(_room(text, width), 1)) < len(text):
+    while (end := max(_count_fitting(text, width), 1)) < len(text):
         space = text.rfind(' ', 0, end + 1)
         end = space if space > 0 else end
         lines.append(text[:end].rstrip())
@@ -106,7 +108,7 @@ def folded(text: str, width: int) -> list[str]:
     return [*lines, text]
 
 
-def natural(cell: str | int | float | None) -> tuple[object, ...]:
+def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
     """Return a sort key: numbers in a text count as numbers (set-2 < set-10), None is last."""
     if cell is None:
         return (1,)
@@ -114,31 +116,32 @@ def natural(cell: str | int | float | None) -> tuple[object, ...]:
     return 0, tuple((0, int(part), '') if part.isdecimal() else (1, 0, part.casefold()) for part in parts if part)
 
 
-def short_uuids(texts: Iterable[str]) -> Mapping[str, str]:
+def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
     """Map each uuid to its shortest unique beginning, of MIN_UUID_LENGTH characters or more."""
     uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
     for index, uuid in enumerate(uuids):
         neighbours = [*uuids[max(index - 1, 0) : index], *uuids[index + 1 : index + 2]]
-        length = max([SHORTEST, *(_alike(uuid, other) + 1 for other in neighbours)])
+        length = max([MIN_UUID_LENGTH, *(_count_common_prefix(uuid, other) + 1 for other in neighbours)])
         length += uuid[length - 1] == '-'
         short[uuid] = uuid[:length]
     return short
 
 
-def _alike(one: str, other: str) -> int:
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+def _count_common_prefix(first: str, second: str) -> int:
+    return next((index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
 
 
-def short_times(texts: Iterable[str]) -> Mapping[str, str]:
+def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
+    """Map each ISO 8601 timestamp to `YYYY-MM-DD HH:MM`; omit other texts."""
     return {text: f'{text[:10]} {text[11:16]}' for text in texts if _TIMESTAMP.fullmatch(text)}
 
 
-def coloured(cell: str) -> str:
+def colour_state(cell: str) -> str:
     """Colour a state: green is fine, yellow is in transition or off, red needs attention."""
     text = cell.rstrip()
     colour = next((colour for colour, states in _COLOURS.items() if text.partition(',')[0] in states), '')
-    return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text):]}' if colour else cell
+    return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text) :]}' if colour else cell
 
 
 _UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
@@ -174,7 +177,7 @@ class Column(NamedTuple):
     rank: int = 0
     kind: str = TEXT
     short: str = ''
-    least: int = 0
+    min_width: int = 0
     folds: bool = False
     wide: bool = False
 
@@ -203,25 +206,27 @@ class Details(NamedTuple):
 
     fields: Sequence[tuple[str, Cell]]
     value: object
-    may_have: Sequence[str] = ()
-    numbered: Sequence[str] = ()
+    possible_fields: Sequence[str] = ()
+    numbered_fields: Sequence[str] = ()
 
-    def named(self, name: str) -> Column:
+    def find_field(self, name: str) -> Column:
         """Return the field with this name or a unique beginning; UsageError if there is none."""
         word, _, number = name.casefold().strip().rpartition(' ')
-        if word in self.numbered and number.isdecimal():
+        if word in self.numbered_fields and number.isdecimal():
             return Column(f'{word} {number}')
-        own_fields = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered]
+        own_fields = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered_fields]
         folded_name = name.casefold().strip()
         filled = [field for field, cell in self.fields if cell is not None and field in own_fields]
         matches = [field for field in filled if folded_name and field.casefold().startswith(folded_name)]
         # A beginning refers to the fields that have a value, if one of them matches.
-        candidates = matches if matches and folded_name not in self.may_have else [*self.may_have, *own_fields]
-        return _named(name, [Column(field) for field in dict.fromkeys(candidates)], '-c')
+        candidates = (
+            matches if matches and folded_name not in self.possible_fields else [*self.possible_fields, *own_fields]
+        )
+        return _find_column(name, [Column(field) for field in dict.fromkeys(candidates)], '-c')
 
 
-class Look(NamedTuple):
-    """How an output looks; empty `columns` means all, empty `sort` the order as it is.
+class OutputStyle(NamedTuple):
+    """The format of an output; empty `columns` means all, empty `sort` the given order.
 
     `width` None means no terminal, or --wide: nothing is shortened, cut or omitted.
     """
@@ -235,48 +240,51 @@ class Look(NamedTuple):
     colour: bool = False
 
 
-def rendered(listing: Listing, look: Look) -> str:
+def render_listing(listing: Listing, style: OutputStyle) -> str:
     """Render a listing without a final line break; UsageError for an unknown column."""
     rows = listing.rows
-    if look.sort:
-        at = listing.columns.index(_named(look.sort, listing.columns, '--sort'))
-        rows = sorted(rows, key=lambda row: natural(row.cells[at]))
-    if look.form in (JSON, YAML):
-        return document([row.value for row in rows] if listing.document is None else listing.document, look.form)
-    columns = [_named(name, listing.columns, '-c') for name in look.columns]
-    columns = columns or [item for item in listing.columns if look.wide or look.form != TABLE or not item.wide]
+    if style.sort:
+        at = listing.columns.index(_find_column(style.sort, listing.columns, '--sort'))
+        rows = sorted(rows, key=lambda row: make_sort_key(row.cells[at]))
+    if style.form in (JSON, YAML):
+        return format_document(
+            [row.value for row in rows] if listing.document is None else listing.document, style.form
+        )
+    columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
+    columns = columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
     indexes = [listing.columns.index(column) for column in columns]
     parts: dict[str, list[list[Cell]]] = {} if rows else {'': []}
     for row in rows:
-        title = row.title if look.form == TABLE and look.header else ''
+        title = row.title if style.form == TABLE and style.header else ''
         parts.setdefault(title, []).append([row.cells[index] for index in indexes])
-    headings = {title: f'{printable(title)}\n' if title else '' for title in parts}
-    return '\n\n'.join(headings[title] + _drawn(columns, cells, look) for title, cells in parts.items())
+    headings = {title: f'{make_printable(title)}\n' if title else '' for title in parts}
+    return '\n\n'.join(headings[title] + _format_rows(columns, cells, style) for title, cells in parts.items())
 
 
-def rendered_details(found: Sequence[Details], look: Look, several: bool) -> str:
+def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
     """Render all fields of things: a line each; in CSV and bare values a row for each thing.
 
     JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column.
     """
-    if look.form in (JSON, YAML):
-        values = [details.value for details in found]
-        return document(values if several else values[0], look.form)
+    if style.form in (JSON, YAML):
+        values = [details.value for details in things]
+        return format_document(values if is_array else values[0], style.form)
     # Fields keep the order of the first thing that has them.
-    merged = found[0]._replace(fields=[field for details in found for field in details.fields])
-    columns = [merged.named(name) for name in look.columns]
-    if look.form != TABLE:
-        names = merged.may_have or dict.fromkeys(name for name, _ in merged.fields)
+    merged = things[0]._replace(fields=[field for details in things for field in details.fields])
+    columns = [merged.find_field(name) for name in style.columns]
+    if style.form != TABLE:
+        names = merged.possible_fields or dict.fromkeys(name for name, _ in merged.fields)
         columns = columns or [Column(name) for name in names]
         # A listing omits rows without values; here each word needs a row, so bare values get a -.
-        placeholder = '-' if look.form == VALUE else None
-        fields = [{name: cell for name, cell in reversed(item.fields) if cell is not None} for item in found]
+        placeholder = '-' if style.form == VALUE else None
+        fields = [{name: cell for name, cell in reversed(item.fields) if cell is not None} for item in things]
         rows = [Row([cells.get(column.name, placeholder) for column in columns]) for cells in fields]
-        return rendered(Listing(columns, rows), look._replace(columns=()))
-    return '\n\n'.join(_whole(details, [column.name for column in columns], look) for details in found)
+        return render_listing(Listing(columns, rows), style._replace(columns=()))
+    return '\n\n'.join(_format_details(details, [column.name for column in columns], style) for details in things)
 
 
-def document(value: object, form: str) -> str:
+def format_document(value: object, form: str) -> str:
+    """Format a value as YAML if `form` is YAML, else as indented JSON."""
     if form == YAML:
         from ecomp.yaml_file import dump_yaml  # imported late: seldom needed
 
@@ -287,17 +295,17 @@ def document(value: object, form: str) -> str:
 # The forms
 
 
-def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], look: Look) -> str:
-    if look.form == CSV:
-        headings = [[_value(column.name) for column in columns]] * look.header
-        return _as_csv([*headings, *(list(map(_value, row)) for row in rows)])
-    if look.form == VALUE:
-        texts = [[_value(cell) for cell in row] for row in rows]
+def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    if style.form == CSV:
+        headings = [[_format_value(column.name) for column in columns]] * style.header
+        return _format_csv([*headings, *(list(map(_format_value, row)) for row in rows)])
+    if style.form == VALUE:
+        texts = [[_format_value(cell) for cell in row] for row in rows]
         return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
-    return _table(columns, rows, look)
+    return _format_table(columns, rows, style)
 
 
-def _as_csv(rows: Iterable[Sequence[str]]) -> str:
+def _format_csv(rows: Iterable[Sequence[str]]) -> str:
     import csv  # imported late: seldom needed
     import io
 
@@ -306,72 +314,85 @@ def _as_csv(rows: Iterable[Sequence[str]]) -> str:
     return text.getvalue().removesuffix('\n')
 
 
-def _value(cell: Cell) -> str:
+def _format_value(cell: Cell) -> str:
     """Return a cell on one line for scripts, never cut."""
-    return '' if cell is None else escaped(str(cell))
+    return '' if cell is None else escape_characters(str(cell))
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], look: Look) -> str:
-    texts = [['-' if cell is None else printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)]
+def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    texts = [
+        ['-' if cell is None else make_printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)
+    ]
     texts = texts or [[] for _ in columns]
-    if look.width is not None:
+    if style.width is not None:
         for i, column in enumerate(columns):
-            short = _SHORT[column.kind](texts[i]) if column.kind in _SHORT else {}
+            short = _SHORTENERS[column.kind](texts[i]) if column.kind in _SHORTENERS else {}
             texts[i] = [short.get(text, text) for text in texts[i]]
-    rooms = [_room_of(column, texts[i], look) for i, column in enumerate(columns)]
-    widths = {i: room.full for i, room in enumerate(rooms)} if look.width is None else fitted(rooms, look.width)
+    rooms = [_measure_column(column, texts[i], style) for i, column in enumerate(columns)]
+    widths = {i: room.full for i, room in enumerate(rooms)} if style.width is None else fit_columns(rooms, style.width)
     drawn: list[list[list[str]]] = []
     for i, width in widths.items():
         column = columns[i]
-        head = column.short if column.short and across(column.name) > width else column.name
-        cells = [folded(text, width) if column.folds else [cut(text, width)] for text in _column(head, texts[i], look)]
-        padded = [[fill(text, width) for text in lines] for lines in cells]
-        if look.colour and column.kind == STATE:
-            padded = [*padded[: look.header], *([coloured(text) for text in lines] for lines in padded[look.header :])]
+        head = column.short if column.short and measure_width(column.name) > width else column.name
+        cells = [
+            fold(text, width) if column.folds else [cut(text, width)]
+            for text in _prepend_heading(head, texts[i], style)
+        ]
+        padded = [[pad(text, width) for text in lines] for lines in cells]
+        if style.colour and column.kind == STATE:
+            padded = [
+                *padded[: style.header],
+                *([colour_state(text) for text in lines] for lines in padded[style.header :]),
+            ]
         drawn.append(padded)
     # A row has as many lines as its cell with the most lines.
     blanks = [' ' * width for width in widths.values()]
     rows_of_lines = (zip_longest(*cells) for cells in zip(*drawn, strict=True))
     return '\n'.join(
-        GAP.join(blank if part is None else part for part, blank in zip(line, blanks, strict=True)).rstrip()
+        COLUMN_GAP.join(blank if part is None else part for part, blank in zip(line, blanks, strict=True)).rstrip()
         for lines in rows_of_lines
         for line in lines
     )
 
 
-def _column(heading: str, cells: Sequence[str], look: Look) -> list[str]:
-    return [*[printable(heading)] * look.header, *cells]  # headings may be resource classes from placement
+def _prepend_heading(heading: str, cells: Sequence[str], style: OutputStyle) -> list[str]:
+    return [*[make_printable(heading)] * style.header, *cells]  # headings may be resource classes from placement
 
 
-def _room_of(column: Column, cells: Sequence[str], look: Look) -> Room:
+def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) -> ColumnWidths:
     full, short = (
-        max(map(across, _column(heading, cells, look)), default=0)
+        max(map(measure_width, _prepend_heading(heading, cells, style)), default=0)
         for heading in (column.name, column.short or column.name)
     )
     # A column chosen with -c may be cut, but is never omitted.
-    return Room(full, short, column.least or short, 0 if look.columns else column.rank)
+    return ColumnWidths(full, short, column.min_width or short, 0 if style.columns else column.rank)
 
 
-def _whole(found: Details, chosen: Sequence[str], look: Look) -> str:
-    fields = [(printable(name), '-' if cell is None else printable(str(cell))) for name, cell in _chosen(found, chosen)]
-    name_width = max((across(name) + len(GAP) for name, _ in fields), default=0) if look.header else 0
+def _format_details(details: Details, names: Sequence[str], style: OutputStyle) -> str:
+    fields = [
+        (make_printable(name), '-' if cell is None else make_printable(str(cell)))
+        for name, cell in _select_fields(details, names)
+    ]
+    name_width = max((measure_width(name) + len(COLUMN_GAP) for name, _ in fields), default=0) if style.header else 0
     lines = []
     for name, text in fields:
-        first, *more = folded(text, across(text) if look.width is None else max(look.width - name_width, LEAST))
-        first = coloured(first) if look.colour and name == 'state' else first
-        lines += [(fill(name, name_width) if look.header else '') + first, *(' ' * name_width + line for line in more)]
+        first, *more = fold(
+            text, measure_width(text) if style.width is None else max(style.width - name_width, MIN_COLUMN_WIDTH)
+        )
+        first = colour_state(first) if style.colour and name == 'state' else first
+        lines += [(pad(name, name_width) if style.header else '') + first, *(' ' * name_width + line for line in more)]
     return '\n'.join(lines)
 
 
-def _chosen(found: Details, chosen: Sequence[str]) -> Iterable[tuple[str, Cell]]:
+def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
     """Return the chosen fields in that order, or all for (); the first if a name occurs twice."""
-    if not chosen:
-        return found.fields
-    cells = dict(reversed(found.fields))
-    return [(name, cells.get(name)) for name in chosen]
+    if not names:
+        return details.fields
+    cells = dict(reversed(details.fields))
+    return [(name, cells.get(name)) for name in names]
 
 
-def _named(name: str, columns: Sequence[Column], option: str) -> Column:
+def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
     """Return the column with this name or a unique beginning, in any case; else UsageError."""
     folded_name = name.casefold().strip()
     exact = [column for column in columns if column.name.casefold() == folded_name]
@@ -379,8 +400,8 @@ def _named(name: str, columns: Sequence[Column], option: str) -> Column:
     if len(matches) != 1:
         names = ', '.join(column.name for column in columns)
         problem = f'{len(matches)} columns begin so' if matches else 'there is no such column'
-        raise UsageError(f'{option} {printable(name, 80)}: {problem}; there are {printable(names)}')
+        raise UsageError(f'{option} {make_printable(name, 80)}: {problem}; there are {make_printable(names)}')
     return matches[0]
 
 
-_SHORT = {UUID: short_uuids, TIME: short_times}
+_SHORTENERS = {UUID: shorten_uuids, TIME: shorten_times}

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
 from ecomp.errors import EcompError, Unreachable
-from ecomp.model.record import timestamp
-from ecomp.model.text import printable
+from ecomp.model.record import format_time
+from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
-    from ecomp.cli.tables import Look
+    from ecomp.cli.tables import OutputStyle
     from ecomp.conf import EtcdConfig
 
-WIDTH = 80
+DEFAULT_WIDTH = 80
 # Seconds between two drawings of a watched table, at least; changes in between are drawn together.
-PAUSE = 0.2
+MIN_REDRAW_SECONDS = 0.2
 # Moves the cursor to the top and clears the screen. https://www.xfree86.org/current/ctlseqs.html
-HOME = '\x1b[H\x1b[2J'
+CLEAR_SCREEN = '\x1b[H\x1b[2J'
 
 
 class Terminal(NamedTuple):
@@ -37,29 +37,29 @@ class Terminal(NamedTuple):
     put: Callable[[str], None]
     draw: Callable[[str], None]
     say: Callable[[str], None]
-    told: str = ''
+    config_source: str = ''
 
-    def words(self, error: EcompError) -> str:
+    def format_error(self, error: EcompError) -> str:
         """Return the text of an error; for an unreachable backend also which file named it."""
-        is_backend_away = isinstance(error, Unreachable) and error.backend and self.told
-        return f'{error} ({printable(self.told)})' if is_backend_away else str(error)
+        is_backend_away = isinstance(error, Unreachable) and error.backend and self.config_source
+        return f'{error} ({make_printable(self.config_source)})' if is_backend_away else str(error)
 
 
-def look(options: Options) -> Look:
+def make_style(options: Options) -> OutputStyle:
     """Return the output style by the options and, for a terminal, by its width and colours."""
-    from ecomp.cli.tables import Look
+    from ecomp.cli.tables import OutputStyle
 
     form = options.format or TABLE
     columns = tuple(name for text in options.columns or () for name in text.split(','))
-    style = Look(form, columns, not options.no_header, options.sort or '', options.wide)
+    style = OutputStyle(form, columns, not options.no_header, options.sort or '', options.wide)
     if form != TABLE or not sys.stdout.isatty():
         return style
     # https://no-color.org
     colour = not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
-    return style._replace(width=None if options.wide else width(), colour=colour)
+    return style._replace(width=None if options.wide else find_width(), colour=colour)
 
 
-def width(stream: TextIO | None = None) -> int | None:
+def find_width(stream: TextIO | None = None) -> int | None:
     """Return a terminal's columns, $COLUMNS first; None for a stream that is no terminal."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
@@ -68,58 +68,60 @@ def width(stream: TextIO | None = None) -> int | None:
     if columns.isdecimal() and int(columns[:6]) > 0:
         return int(columns[:6])
     try:
-        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
     except OSError:
-        return WIDTH
+        return DEFAULT_WIDTH
 
 
-def broken(text: str, columns: int | None) -> str:
+def wrap_lines(text: str, columns: int | None) -> str:
     """Fold the lines of a text at spaces to this many columns; None leaves it unchanged."""
     if columns is None or all(len(line) <= columns for line in text.split('\n')):
         return text
-    from ecomp.cli.tables import folded
+    from ecomp.cli.tables import fold
 
-    return '\n'.join(part for line in text.split('\n') for part in folded(line, columns))
+    return '\n'.join(part for line in text.split('\n') for part in fold(line, columns))
 
 
-class Live:
+class LiveLine:
     """A status line on the terminal that is overwritten; no-op if stderr is no terminal."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def __enter__(self) -> Callable[[str], None]:
-        return self._tell
+        return self._show_status
 
     def __exit__(self, *_: object) -> None:
         if self._shown:
             sys.stderr.write('\r\x1b[K')
             sys.stderr.flush()
 
-    def _tell(self, text: str) -> None:
-        columns = width(sys.stderr)
+    def _show_status(self, text: str) -> None:
+        columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
 
             self._shown = True
             # A line that the terminal wraps becomes several, of which only the last would be overwritten.
-            sys.stderr.write(f'\r\x1b[K{cut(printable(text), max(columns - 1, 1))}')
+            sys.stderr.write(f'\r\x1b[K{cut(make_printable(text), max(columns - 1, 1))}')
             sys.stderr.flush()
 
 
-def now() -> str:
+def make_timestamp() -> str:
     """Return the current time in the format of records."""
-    return timestamp(datetime.now(UTC))
+    return format_time(datetime.now(UTC))
 
 
 class Drawing(NamedTuple):
     """A table as text, and messages to print below it, a line each."""
 
     table: str
-    below: Sequence[str] = ()
+    messages: Sequence[str] = ()
 
 
-def watch(config: EtcdConfig, prefixes: Sequence[str], see: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
+def watch(
+    config: EtcdConfig, prefixes: Sequence[str], make_drawing: Callable[[], Drawing], draw: Callable[[str], None]
+) -> None:
     """Draw a table now and after each change below one of the prefixes, until Ctrl-C.
 
     While etcd is unreachable the last drawing stays, with a line below it. Errors of the first drawing pass; after that
@@ -130,35 +132,41 @@ def watch(config: EtcdConfig, prefixes: Sequence[str], see: Callable[[], Drawing
     changed = threading.Event()
     errors = list[str]()
 
-    def told(trouble: str = '') -> None:
+    def note_change(trouble: str = '') -> None:
         errors[:] = [trouble] if trouble else []
         changed.set()
 
     # An event is only a wake-up; the table is always read in full.
-    subscriptions = [(prefix, lambda _: told()) for prefix in prefixes]
-    follower = Follower(config, subscriptions, on_lost=lambda error: told(str(error)), on_back=told)
-    drawing = see()
+    subscriptions = [(prefix, lambda _: note_change()) for prefix in prefixes]
+    follower = Follower(config, subscriptions, on_lost=lambda error: note_change(str(error)), on_back=note_change)
+    drawing = make_drawing()
     try:
         follower.start()
-        draw(screen(drawing, errors))
+        draw(compose_screen(drawing, errors))
         while changed.wait():
             changed.clear()
             try:
-                drawing = drawing if errors else see()
+                drawing = drawing if errors else make_drawing()
             except Unreachable as error:
                 errors[:] = [str(error)]
-            draw(screen(drawing, errors))
-            time.sleep(PAUSE)
+            draw(compose_screen(drawing, errors))
+            time.sleep(MIN_REDRAW_SECONDS)
     except KeyboardInterrupt:
         pass
     finally:
         follower.stop()
 
 
-def screen(shown: Drawing, lost: Sequence[str]) -> str:
+def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
     """Fit a drawing to the terminal: a long table loses its end, not the messages below it."""
-    messages = [*map(printable, shown.below), *(f'{printable(error)}; it is tried again' for error in lost)]
-    lines, below = shown.table.split('\n'), [part for text in messages for part in broken(text, width()).split('\n')]
+    messages = [
+        *map(make_printable, drawing.messages),
+        *(f'{make_printable(error)}; it is tried again' for error in errors),
+    ]
+    lines, below = (
+        drawing.table.split('\n'),
+        [part for text in messages for part in wrap_lines(text, find_width()).split('\n')],
+    )
     try:
         height = os.get_terminal_size(sys.stdout.fileno()).lines if sys.stdout.isatty() else 0
     except OSError:
@@ -169,4 +177,4 @@ def screen(shown: Drawing, lost: Sequence[str]) -> str:
     max_lines = max(height - 1 - len(below), 2)  # the cursor takes the last line
     if len(lines) > max_lines:
         lines = [*lines[: max_lines - 1], f'{len(lines) - max_lines + 1} more']
-    return HOME + '\n'.join([*lines, *below])
+    return CLEAR_SCREEN + '\n'.join([*lines, *below])

@@ -37,28 +37,28 @@ from ecomp.conf import load_schedule
 from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError
 from ecomp.files import write_durably
 from ecomp.lab import state
-from ecomp.lab.network import backends_yaml, bracketed
+from ecomp.lab.network import bracket_address, render_backends
 from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
-from ecomp.model.record import timestamp
-from ecomp.model.text import printable
+from ecomp.model.record import format_time
+from ecomp.model.text import make_printable
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.store.roles import Accounts
 
 AUTHORITY_DAYS = 3650  # validity of the authority
-DAYS = 730  # validity of each other certificate
+CERTIFICATE_DAYS = 730  # validity of each other certificate
 # A name of a machine or person; with `scheduler-` a common name of at most 64 characters (RFC 5280, ub-common-name).
-CLIENT = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,49}')
-SERVER = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+CLIENT_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,49}')
+SERVER_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 # cryptography's errors for a file that is not a certificate or key, or that another authority signed.
-NONE_OF_OURS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
+INVALID_CERTIFICATE_ERRORS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
 # A certificate valid for fewer days is replaced.
-LEFT_DAYS = 30
-COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
+MIN_REMAINING_DAYS = 30
+COMPUTE, SCHEDULER, OPERATOR = roles.USER_PREFIXES
 # Limit of records or computes in a message; `…` stands for the others.
-NAMED = 5
+MAX_LISTED_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -84,59 +84,65 @@ class _Signer:
     key: ec.EllipticCurvePrivateKey
 
 
-def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, others: bool = False) -> None:
+def make_certificates(
+    directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, include_others: bool = False
+) -> None:
     """Make each certificate that is missing or expires soon; report one line a directory.
 
     `include_others` adds all other clients in `directory`. Raises UsageError for an invalid name or uuid, or without a
     server name, and EcompError if the authority or a file is unusable.
     """
     for name in cluster.servers:
-        if not SERVER.fullmatch(name) and not _is_address(name):
+        if not SERVER_NAME.fullmatch(name) and not _is_address(name):
             raise UsageError(f'{name!r} is no name of a machine, and no address')
     for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
-        if not CLIENT.fullmatch(name):
+        if not CLIENT_NAME.fullmatch(name):
             raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
     for name, compute in cluster.uuids.items():
         _check_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
     try:
-        cluster = replace(cluster, servers=cluster.servers or _names(directory / 'etcd/server.crt'))
+        cluster = replace(cluster, servers=cluster.servers or _read_names(directory / 'etcd/server.crt'))
         if not cluster.servers:
             raise UsageError('--control NAME: by which name or address do others reach etcd and placement?')
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with state.locked(directory):
-            _make(directory, cluster, others, now, say)
+        with state.hold_lock(directory):
+            _make_all(directory, cluster, include_others, now, say)
     except OSError as error:
         raise EcompError(f'{error.filename or directory}: {error.strerror}') from error
 
 
-def _make(directory: Path, cluster: Cluster, others: bool, now: datetime, say: Callable[[str], None]) -> None:
-    signer = _authority(directory, now, say)
+def _make_all(
+    directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
+) -> None:
+    signer = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
         (directory / server).mkdir(mode=0o700, exist_ok=True)
-        _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
+        _make_certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
     if not token.exists():
         write_durably(token, f'{secrets.token_urlsafe(32)}\n'.encode())
-    for kind, names in zip(roles.KINDS, (cluster.computes, cluster.schedulers, cluster.operators), strict=True):
+    for kind, names in zip(roles.USER_PREFIXES, (cluster.computes, cluster.schedulers, cluster.operators), strict=True):
         for name in names:
             place = directory / f'{kind}{name}'
             place.mkdir(mode=0o700, exist_ok=True)
-            _client(place, token, signer, now, say)
+            _make_client(place, token, signer, now, say)
             if kind == COMPUTE:
-                _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
+                _write_configuration(
+                    place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n'
+                )
             else:
-                _configuration(place / 'schedule.yaml', cluster)
-    if others:
+                _write_configuration(place / 'schedule.yaml', cluster)
+    if include_others:
         # No new configuration: a new uuid would name another compute.
-        for name in (client for kind in roles.KINDS for client in named(directory, kind)):
+        for name in (client for kind in roles.USER_PREFIXES for client in list_clients(directory, kind)):
             # A client whose key was moved away has its certificate elsewhere, too.
-            if CLIENT.fullmatch(name.partition('-')[2]) and (directory / name / 'client.key').exists():
-                _client(directory / name, token, signer, now, say)
+            if CLIENT_NAME.fullmatch(name.partition('-')[2]) and (directory / name / 'client.key').exists():
+                _make_client(directory / name, token, signer, now, say)
 
 
-def _client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
-    _certificate(place, 'client', place.name, (), signer, now, say)
-    _write(place / 'token', token.read_bytes())
+def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
+    _make_certificate(place, 'client', place.name, (), signer, now, say)
+    _write_if_changed(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
@@ -147,13 +153,13 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
         raise UsageError(f'{path} is there, with {f"uuid {own}" if own else "no uuid"}: say `uuid: {compute}` in it')
 
 
-def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
+def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     if certificate.exists():
         try:
             authority = x509.load_pem_x509_certificate(certificate.read_bytes())
             private_key, public_key = serialization.load_pem_private_key(key.read_bytes(), None), authority.public_key()
-        except NONE_OF_OURS as error:
+        except INVALID_CERTIFICATE_ERRORS as error:
             raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
         if not isinstance(private_key, ec.EllipticCurvePrivateKey) or private_key.public_key() != public_key:
             raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
@@ -169,39 +175,39 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     signed = (
-        _builder(name, name, new_key, now, now + timedelta(days=AUTHORITY_DAYS))
+        _make_builder(name, name, new_key, now, now + timedelta(days=AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(new_key.public_key()), critical=False)
         .sign(new_key, hashes.SHA256())
     )
     # The key first: after a kill here a key without certificate has signed nothing and is replaced.
-    write_durably(key, _pem(new_key))
+    write_durably(key, _encode_key(new_key))
     write_durably(certificate, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{certificate}: until {_until(signed)}')
+    say(f'{certificate}: until {_format_expiry(signed)}')
     return _Signer(signed, new_key)
 
 
-def _certificate(
+def _make_certificate(
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
     """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable."""
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
-    _write(place / 'ca.crt', authority)
+    _write_if_changed(place / 'ca.crt', authority)
     general_names = (x509.IPAddress(ip_address(host)) if _is_address(host) else x509.DNSName(host) for host in names)
     alternatives = x509.SubjectAlternativeName(general_names)
-    new, old = tuple(str(host.value) for host in alternatives), _names(path)
-    if old == new and path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, signer, now):
+    new, old = tuple(str(host.value) for host in alternatives), _read_names(path)
+    if old == new and path.exists() and (place / f'{kind}.key').exists() and _is_usable(place, kind, signer, now):
         return
     removed = [host for host in old if host not in new]
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     # A server's readiness check presents the server's own certificate as client.
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if names else [])]
-    end = min(now + timedelta(days=DAYS), signer.certificate.not_valid_after_utc)
+    end = min(now + timedelta(days=CERTIFICATE_DAYS), signer.certificate.not_valid_after_utc)
     builder = (
-        _builder(subject, signer.certificate.subject, key, now, end)
+        _make_builder(subject, signer.certificate.subject, key, now, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
@@ -211,38 +217,38 @@ def _certificate(
     signed = builder.sign(signer.key, hashes.SHA256())
     # A reader between these two writes finds a mismatched pair, reports it and reads again; after a kill here the next
     # run makes both again.
-    write_durably(place / f'{kind}.key', _pem(key))
+    write_durably(place / f'{kind}.key', _encode_key(key))
     write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{place}: until {_until(signed)}')
+    say(f'{place}: until {_format_expiry(signed)}')
     if removed:
         say(f'{place}: no more for {", ".join(removed)}')
 
 
-def _names(path: Path) -> tuple[str, ...]:
+def _read_names(path: Path) -> tuple[str, ...]:
     """Read the names and addresses in a certificate, () if it is missing or malformed."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (FileNotFoundError, x509.ExtensionNotFound, *NONE_OF_OURS):
+    except (FileNotFoundError, x509.ExtensionNotFound, *INVALID_CERTIFICATE_ERRORS):
         return ()
     return tuple(str(name.value) for name in names)
 
 
-def _will_do(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
+def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
         certificate.verify_directly_issued_by(signer.certificate)
-    except NONE_OF_OURS:
+    except INVALID_CERTIFICATE_ERRORS:
         return False
     # A certificate that expires with the authority cannot last longer by renewal.
-    required_until = min(now + timedelta(days=LEFT_DAYS), signer.certificate.not_valid_after_utc)
+    required_until = min(now + timedelta(days=MIN_REMAINING_DAYS), signer.certificate.not_valid_after_utc)
     if key.public_key() != certificate.public_key() or certificate.not_valid_after_utc < required_until:
         return False
     return bool(certificate.not_valid_before_utc <= now)  # else the clock has been set back since
 
 
-def _builder(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -265,82 +271,86 @@ def _is_address(name: str) -> bool:
     return '%' not in name
 
 
-def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
+def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') -> None:
     if not path.exists():
         host = cluster.servers[0]
-        placement = f'https://{bracketed(host)}:{cluster.placement_port}'
-        backends = backends_yaml(f"'{host}'", cluster.etcd_port, placement)
-        write_durably(path, f'# Written once by elab certs.\n{backends}{more}'.encode())
+        placement = f'https://{bracket_address(host)}:{cluster.placement_port}'
+        backends = render_backends(f"'{host}'", cluster.etcd_port, placement)
+        write_durably(path, f'# Written once by elab certs.\n{backends}{extra_lines}'.encode())
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_if_changed(path: Path, content: bytes) -> None:
     """Write a file unless it already has this content; then its owner stays."""
     if not path.exists() or path.read_bytes() != content:
         write_durably(path, content)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def _until(certificate: x509.Certificate) -> str:
+def _format_expiry(certificate: x509.Certificate) -> str:
     return certificate.not_valid_after_utc.date().isoformat()
 
 
-def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
+def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     """Have etcd restrict each certificate in `directory` to its role; report each step.
 
     Raises UsageError if a compute's uuid is missing or not unique, or there is no operator certificate, Conflict if
     computes of an earlier version run, and EcompError if etcd fails.
     """
-    target_roles = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
-    with _operator(directory) as (accounts, store):
-        if warning := cluster_model.holes(store.version()):
+    target_roles = roles.make_roles(
+        _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
+    )
+    with _connect_as_operator(directory) as (accounts, store):
+        if warning := cluster_model.describe_vulnerabilities(store.read_version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
-        if old_records := _old_places(store.snapshot(keys.INSTANCES, keys_only=True)):
+        if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
             fix = 'start those computes with this version first; `eschedule audit` says of what stays why'
-            raise Conflict(f'{_listed(old_records)}: written by an earlier ecompute; {fix}')
-        current_roles = accounts.roles()
-        live_computes = [keys.last(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease]
-        if left_out := roles.without_role(live_computes, current_roles, target_roles):
+            raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute; {fix}')
+        current_roles = accounts.read_roles()
+        live_computes = [
+            keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease
+        ]
+        if left_out := roles.list_computes_without_role(live_computes, current_roles, target_roles):
             fix = 'say `uuid: …` in its compute.yaml there, and run this again'
-            say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {fix}')
-        for change in roles.changes(current_roles, target_roles):
+            say(f'warning: no certificate in {directory} is for a compute that lives, {_format_names(left_out)}: {fix}')
+        for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
-            say(roles.described(change))
-        if _put_cluster(store, now):
+            say(roles.describe_change(change))
+        if _write_cluster_key(store, now):
             say(f'{keys.CLUSTER}: written, for no compute may')
-        if not accounts.is_on():
-            accounts.turn_on()
+        if not accounts.is_enabled():
+            accounts.enable()
             undo = f'elab certs {directory} --disable ends that'
-            say(f'etcd at {accounts.where} holds each certificate to its role; {undo}')
-        if unknown_users := roles.unknown(current_roles, target_roles):
-            names = [printable(user, 200) for user in unknown_users]
+            say(f'etcd at {accounts.endpoints} holds each certificate to its role; {undo}')
+        if unknown_users := roles.list_unknown_users(current_roles, target_roles):
+            names = [make_printable(user, 200) for user in unknown_users]
             fix = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
             say(f'in etcd, and not in {directory}: {", ".join(names)}; {fix}')
 
 
-def disable(directory: Path, say: Callable[[str], None]) -> None:
+def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
     """Have etcd let every certificate write all again; keep users and roles. Raises EcompError."""
-    with _operator(directory) as (accounts, _):
-        was_on = accounts.is_on()
+    with _connect_as_operator(directory) as (accounts, _):
+        was_on = accounts.is_enabled()
         if was_on:
-            accounts.turn_off()
+            accounts.disable()
         result = 'lets every certificate do everything' + ('' if was_on else ', as it did')
-        say(f'etcd at {accounts.where} {result}; its users and roles stay')
+        say(f'etcd at {accounts.endpoints} {result}; its users and roles stay')
 
 
-def named(directory: Path, kind: str) -> list[str]:
+def list_clients(directory: Path, kind: str) -> list[str]:
     """List the directories of a kind, such as `compute-`; they are also the common names."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
-def _computes(directory: Path) -> dict[str, str]:
+def _read_computes(directory: Path) -> dict[str, str]:
     """Read the uuid of each compute, by its user; raise UsageError if missing or duplicate."""
     uuids: dict[str, str] = {}
-    for name in named(directory, COMPUTE):
+    for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
         if not path.exists():
             raise UsageError(f'{path} is not there: it has to say which compute this is, as `uuid: …`')
@@ -356,20 +366,20 @@ def _computes(directory: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
+def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     """Connect to etcd with the certificate of the first operator that etcd allows everything.
 
     Raises UsageError without operators, and Denied if all are refused.
     """
     from ecomp.store.roles import Accounts  # imported here: the other commands run without etcd3
 
-    paths = [directory / name / 'schedule.yaml' for name in named(directory, OPERATOR)]
+    paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
         raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
     for number, config in enumerate(configs):
         with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
-            store.version()  # rejects a server with only a common name, which gRPC would accept
+            store.read_version()  # rejects a server with only a common name, which gRPC would accept
             try:
                 accounts.check()
             except Denied:  # a new operator has no role yet
@@ -380,19 +390,21 @@ def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
             return
 
 
-def _old_places(records: Snapshot) -> list[str]:
+def _find_old_records(records: Snapshot) -> list[str]:
     """List the keys of live instances right below /instances/, where earlier versions wrote."""
     entries = sorted(records.entries.items())
     return [key for key, entry in entries if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
 
 
-def _listed(words: list[str]) -> str:
-    return ', '.join(printable(name, 200) for name in words[:NAMED]) + (' …' if len(words) > NAMED else '')
+def _format_names(names: list[str]) -> str:
+    return ', '.join(make_printable(name, 200) for name in names[:MAX_LISTED_NAMES]) + (
+        ' …' if len(names) > MAX_LISTED_NAMES else ''
+    )
 
 
-def _put_cluster(store: Store, now: datetime) -> bool:
+def _write_cluster_key(store: Store, now: datetime) -> bool:
     """Write /cluster if it is missing; return whether it was."""
-    value = cluster_model.new(str(uuid.uuid4()), timestamp(now))
+    value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
         try:
             if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:

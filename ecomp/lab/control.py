@@ -29,8 +29,8 @@ from types import FrameType
 from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import machine
-from ecomp.lab.machine import Process, Remember
-from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout, bracketed
+from ecomp.lab.machine import Process, RecordProcess
+from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout, bracket_address
 from ecomp.systemd import Service
 
 START_SECONDS = 60.0  # for a server to become ready; then EcompError
@@ -55,7 +55,7 @@ TIMEOUTbusy = 10
 TIMEOUTidle = 600
 """
 # An origin that no web page has, since browsers refuse port 1. An empty list would allow all origins.
-NO_PAGE = 'http://localhost:1'
+UNREACHABLE_ORIGIN = 'http://localhost:1'
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,33 @@ class LabServer:
     `files` are the settings that start() writes before it runs the command.
     """
 
-    what: str
+    name: str
     command: list[str]
     log: Path
-    ready: Callable[[Process], bool]
+    is_ready: Callable[[Process], bool]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
-    def start(self, prefix: list[str], remember: Remember | None = None) -> Process:
+    def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
         """Start `prefix` and the command after `record_process`, without waiting; raise EcompError."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
-        return machine.start(self.what, command, self.log, self.env, remember=remember, umask=0o077)
+        return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
         """Wait for readiness or `stopped`; raise EcompError at its end or after START_SECONDS."""
         stops = stopped or threading.Event()
         try:
-            machine.wait_for(self.what, lambda: stops.is_set() or self.ready(process), process, self.log, START_SECONDS)
+            machine.wait_for(
+                self.name, lambda: stops.is_set() or self.is_ready(process), process, self.log, START_SECONDS
+            )
         except EcompError:
             if not stops.is_set():  # the signal that stops us may have ended the server too
                 raise
 
 
-def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:
+def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:
     """Make an etcd of one member that compacts revisions after an hour.
 
     `certs` has its certificate and the authority of its clients; None means any client, in plain text.
@@ -101,7 +103,7 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     and would wait for a leader forever. So a file beside its data exists until it has been healthy once, and while it
     exists etcd starts with --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
     """
-    urls = [f'{"http" if certs is None else "https"}://{bracketed(address)}:{port}' for address in addresses]
+    urls = [f'{"http" if certs is None else "https"}://{bracket_address(address)}:{port}' for address in addresses]
     # A single member has no peers: any free port of the loopback will do.
     peer_url = f'http://{LOCALHOST}:0'
     command = ['etcd', '--name', 'lab', '--data-dir', str(data / 'etcd')]
@@ -111,7 +113,7 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
     # The legitimate host names of a server that listens on these addresses.
     names = ['localhost', LOCALHOST, *(host for host in addresses if host != LOCALHOST)]
-    command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names)}', f'--cors={NO_PAGE}']
+    command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names)}', f'--cors={UNREACHABLE_ORIGIN}']
     if certs is not None:
         command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
         command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
@@ -120,7 +122,7 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     command += ['--force-new-cluster'] if begun_marker.exists() else []
 
     def is_healthy(_: Process) -> bool:
-        if not etcd_healthy(urls[0], certs):
+        if not is_etcd_healthy(urls[0], certs):
             return False
         begun_marker.unlink(missing_ok=True)
         return True
@@ -129,30 +131,35 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     return LabServer('etcd', command, data / 'etcd.log', is_healthy, files=files)
 
 
-def placement(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
+def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
     """Make placement over SQLite in the directory `data`; without `certs` any client is admin.
 
     With `certs` it listens on a socket in `data`, behind a stunnel that requires a client certificate, and accepts the
     token in `certs`/token. https://www.stunnel.org/static/stunnel.html
     """
-    command, listen_address = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracketed(address)}:{port}'
-    log, env = data / 'placement.log', placement_environment(data)
+    command, listen_address = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracket_address(address)}:{port}'
+    log, env = data / 'placement.log', make_placement_environment(data)
     if certs is None:
         command += [address, str(port)]
-        return [LabServer('placement', command, log, lambda _: placement_answers(f'http://{listen_address}'), env)]
+        return [LabServer('placement', command, log, lambda _: is_placement_ready(f'http://{listen_address}'), env)]
     command += [SOCKET, str(certs / 'token')]
     files = {data / 'stunnel.conf': STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)}
     stunnel = ['stunnel4', str(data / 'stunnel.conf')]
     return [
-        LabServer('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
         LabServer(
-            'stunnel', stunnel, data / 'stunnel.log', lambda _: placement_answers(f'https://{listen_address}', certs),
+            'placement', command, log, lambda process: _accepts_connections(f'/proc/{process.pid}/cwd/{SOCKET}'), env
+        ),
+        LabServer(
+            'stunnel',
+            stunnel,
+            data / 'stunnel.log',
+            lambda _: is_placement_ready(f'https://{listen_address}', certs),
             files=files,
         ),
     ]
 
 
-def placement_environment(data: Path) -> dict[str, str]:
+def make_placement_environment(data: Path) -> dict[str, str]:
     """Make placement's whole configuration; with noauth2 the token `admin` is administrator."""
     return {
         'OS_PLACEMENT_CONFIG_DIR': str(data),  # the machine's own in /etc must not be read
@@ -162,7 +169,7 @@ def placement_environment(data: Path) -> dict[str, str]:
     }
 
 
-def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
+def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
     """Make the servers of a lab's control namespace, in the order to start them."""
     address = str(layout.control)
     web = [sys.executable, '-m', 'http.server', '--bind', address, '--directory', str(images), '80']
@@ -172,27 +179,27 @@ def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[L
     # No router and no DNS: a guest's route and metadata are only on the network of its host.
     dhcp += ['--dhcp-option=3', '--dhcp-option=6', f'--dhcp-leasefile={data}/dhcp.leases']
     return [
-        etcd_server(data, [address, LOCALHOST], ETCD_PORT, certs / 'etcd'),
-        *placement(data, address, PLACEMENT_PORT, certs / 'placement'),
-        LabServer('images', web, data / 'images.log', lambda _: answers(layout.images)),
-        LabServer('dhcp', dhcp, data / 'dhcp.log', _listens_for_dhcp),
+        make_etcd_server(data, [address, LOCALHOST], ETCD_PORT, certs / 'etcd'),
+        *make_placement_servers(data, address, PLACEMENT_PORT, certs / 'placement'),
+        LabServer('images', web, data / 'images.log', lambda _: is_url_available(layout.images)),
+        LabServer('dhcp', dhcp, data / 'dhcp.log', _is_dhcp_ready),
     ]
 
 
-def etcd_healthy(where: str, certs: Path | None = None) -> bool:
+def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
     """True if the etcd at this URL has a leader and accepts writes."""
     with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads(_ask(f'{where}/health', certs=certs)).get('health') in ('true', True))
+        return bool(json.loads(_fetch(f'{url}/health', certs=certs)).get('health') in ('true', True))
     return False
 
 
-def placement_answers(where: str, certs: Path | None = None) -> bool:
+def is_placement_ready(url: str, certs: Path | None = None) -> bool:
     """True if the placement at this URL answers a query that needs its database."""
     token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
-    return answers(f'{where}/resource_providers', {'x-auth-token': token}, certs)
+    return is_url_available(f'{url}/resource_providers', {'x-auth-token': token}, certs)
 
 
-def _takes(path: str) -> bool:
+def _accepts_connections(path: str) -> bool:
     """True if a process listens on the Unix socket at `path`, of at most 107 bytes (unix(7))."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -200,15 +207,15 @@ def _takes(path: str) -> bool:
     return False
 
 
-def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
+def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
     """True if a GET of this URL succeeds."""
     with contextlib.suppress(OSError):
-        _ask(url, headers, certs)
+        _fetch(url, headers, certs)
         return True
     return False
 
 
-def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
+def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
     # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certs is not None:
@@ -221,7 +228,7 @@ def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None 
         return bytes(response.read())
 
 
-def _listens_for_dhcp(process: Process) -> bool:
+def _is_dhcp_ready(process: Process) -> bool:
     # dnsmasq answers only by giving a lease; the kernel shows whether port 67 (0x43) is bound.
     with contextlib.suppress(OSError):
         sockets = Path(f'/proc/{process.pid}/net/udp').read_text(encoding='ascii')
@@ -230,7 +237,10 @@ def _listens_for_dhcp(process: Process) -> bool:
 
 
 # The files of `elab certs` that the servers read, by directory.
-FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt', 'server.crt', 'server.key', 'token')}
+CERTIFICATE_FILES = {
+    'etcd': ('ca.crt', 'server.crt', 'server.key'),
+    'placement': ('ca.crt', 'server.crt', 'server.key', 'token'),
+}
 
 
 @dataclass(frozen=True)
@@ -247,24 +257,26 @@ class Endpoints:
     certs: Path | None = None
 
 
-def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+def run_control(
+    endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[str], None]
+) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
     `on_ready` is called once both are usable, with the scheme of placement's URL, `http` or `https`. Raises UsageError
     for a used port, a foreign address, and missing programs, directories or certificates, and EcompError if a server
     ends.
     """
-    for backend, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
-        _check_free(backend, asked.bind, port)
-    is_secure = asked.certs is not None
+    for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
+        _check_free(backend, endpoints.bind, port)
+    is_secure = endpoints.certs is not None
     programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if is_secure else {})}
     machine.require(programs, ['placement', 'waitress', *(['cryptography'] if is_secure else [])])
     try:
-        asked.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        endpoints.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f'--data {asked.data}: {error.strerror}') from error
-    if asked.certs is not None:
-        _make_certificates(asked.certs, asked, say)
+        raise UsageError(f'--data {endpoints.data}: {error.strerror}') from error
+    if endpoints.certs is not None:
+        _make_certificates(endpoints.certs, endpoints, say)
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -274,8 +286,8 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
         for number in (signal.SIGINT, signal.SIGTERM):
             at_exit.callback(signal.signal, number, signal.signal(number, stop))
         running: list[tuple[LabServer, Process]] = []
-        at_exit.callback(lambda: machine.end(process for _, process in running))
-        for server in _servers(asked, asked.data.resolve()):
+        at_exit.callback(lambda: machine.terminate(process for _, process in running))
+        for server in _make_servers(endpoints, endpoints.data.resolve()):
             started_at = time.monotonic()
             # They end with this process, even if it is killed and cannot end them.
             process = server.start(['setpriv', '--pdeathsig', 'TERM', '--'])
@@ -283,105 +295,111 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
             server.wait(process, stopped)
             if stopped.is_set():
                 return
-            say(f'{server.what} is ready ({time.monotonic() - started_at:.1f} s)')
-        ready('https' if is_secure else 'http')
-        service.ready(f'etcd and placement answer at {asked.bind}')
+            say(f'{server.name} is ready ({time.monotonic() - started_at:.1f} s)')
+        on_ready('https' if is_secure else 'http')
+        service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
             say('without certificates every user of this machine can write to both. Fix: elab control --certs certs')
-        say(f'data is in {asked.data.resolve()}; Ctrl-C ends both')
-        certificate_time = _written(asked)
+        say(f'data is in {endpoints.data.resolve()}; Ctrl-C ends both')
+        certificate_time = _read_certificate_time(endpoints)
         while not stopped.wait(0.5):
-            service.alive()
+            service.notify_alive()
             for server, process in running:
-                if not machine.alive(process):
-                    raise EcompError(f'{server.what} ended: {machine.last_line(server.log)} (see {server.log})')
+                if not machine.is_alive(process):
+                    raise EcompError(f'{server.name} ended: {machine.read_last_line(server.log)} (see {server.log})')
                 # etcd reads its certificate for each connection, stunnel on SIGHUP.
-                if server.what == 'stunnel' and (new_time := _written(asked)) != certificate_time:
+                if server.name == 'stunnel' and (new_time := _read_certificate_time(endpoints)) != certificate_time:
                     certificate_time = new_time
                     os.kill(process.pid, signal.SIGHUP)
-        service.stopping('etcd and placement come to an end')
+        service.notify_stopping('etcd and placement come to an end')
 
 
-def words(asked: Endpoints) -> list[str]:
+def make_arguments(endpoints: Endpoints) -> list[str]:
     """Make the arguments of an `elab` that runs these servers from any directory."""
-    arguments = ['control', '--bind', asked.bind, '--data', str(asked.data.absolute())]
-    arguments += ['--etcd-port', str(asked.etcd_port), '--placement-port', str(asked.placement_port)]
-    return arguments if asked.certs is None else [*arguments, '--certs', str(asked.certs.absolute())]
+    arguments = ['control', '--bind', endpoints.bind, '--data', str(endpoints.data.absolute())]
+    arguments += ['--etcd-port', str(endpoints.etcd_port), '--placement-port', str(endpoints.placement_port)]
+    return arguments if endpoints.certs is None else [*arguments, '--certs', str(endpoints.certs.absolute())]
 
 
-def check_service(asked: Endpoints, program: Path) -> None:
+def check_service(endpoints: Endpoints, program: Path) -> None:
     """Raise UsageError if a service without root's capabilities could not use these paths."""
     fix = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
     # An installation may refer to another user's clone (pip install -e) or Python.
     paths = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
-    paths |= {f'its Python {sys.executable}': Path(sys.executable), f'--data {asked.data}': asked.data}
-    if asked.certs is not None:
-        paths[f'--certs {asked.certs}'] = asked.certs
+    paths |= {f'its Python {sys.executable}': Path(sys.executable), f'--data {endpoints.data}': endpoints.data}
+    if endpoints.certs is not None:
+        paths[f'--certs {endpoints.certs}'] = endpoints.certs
         fix += ' --certs /var/lib/ecomp/certs'
     for name, path in paths.items():
-        if (place := systemd.in_root_s_way(path)) is not None:
+        if (place := systemd.find_unsafe_directory(path)) is not None:
             why = f"{name} is in {place}, which is another user's or closed to root, and the service has no right there"
             raise UsageError(f'--unit: {why}: {fix} (docs/howto/real-machines.md)')
 
 
-def _servers(asked: Endpoints, data: Path) -> list[LabServer]:
-    etcd, stunnel = (None if asked.certs is None else asked.certs.resolve() / name for name in ('etcd', 'placement'))
+def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
+    etcd, stunnel = (
+        None if endpoints.certs is None else endpoints.certs.resolve() / name for name in ('etcd', 'placement')
+    )
     return [
-        etcd_server(data, [asked.bind], asked.etcd_port, etcd),
-        *placement(data, asked.bind, asked.placement_port, stunnel),
+        make_etcd_server(data, [endpoints.bind], endpoints.etcd_port, etcd),
+        *make_placement_servers(data, endpoints.bind, endpoints.placement_port, stunnel),
     ]
 
 
-def _written(asked: Endpoints) -> float:
+def _read_certificate_time(endpoints: Endpoints) -> float:
     """Read when placement's certificate was written, in seconds since the epoch, else 0."""
     with contextlib.suppress(FileNotFoundError):
-        return 0.0 if asked.certs is None else (asked.certs / 'placement/server.crt').stat().st_mtime
+        return 0.0 if endpoints.certs is None else (endpoints.certs / 'placement/server.crt').stat().st_mtime
     return 0.0
 
 
-def _make_certificates(directory: Path, asked: Endpoints, say: Callable[[str], None]) -> None:
+def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
     """Make missing certificates; raise UsageError if one of CERTIFICATE_FILES is unreadable."""
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():
-        servers = ('localhost', LOCALHOST) if asked.bind == LOCALHOST else (asked.bind,)
-        cluster = certs.Cluster(servers, (), (), (), asked.etcd_port, asked.placement_port)
-        certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), say)
+        servers = ('localhost', LOCALHOST) if endpoints.bind == LOCALHOST else (endpoints.bind,)
+        cluster = certs.Cluster(servers, (), (), (), endpoints.etcd_port, endpoints.placement_port)
+        certs.make_certificates(directory, cluster, datetime.now(UTC).replace(microsecond=0), say)
         command = f'elab certs {directory}'
-        if (asked.etcd_port, asked.placement_port) != (ETCD_PORT, PLACEMENT_PORT):
-            command += f' --etcd-port {asked.etcd_port} --placement-port {asked.placement_port}'
+        if (endpoints.etcd_port, endpoints.placement_port) != (ETCD_PORT, PLACEMENT_PORT):
+            command += f' --etcd-port {endpoints.etcd_port} --placement-port {endpoints.placement_port}'
         say(f'for those who ask: {command} --compute HOST... --scheduler NAME... --operator NAME...')
-    for subdirectory, names in FILES.items():
+    for subdirectory, names in CERTIFICATE_FILES.items():
         for name in names:
             if not os.access(directory / subdirectory / name, os.R_OK):
                 raise UsageError(f'{directory}/{subdirectory}/{name} cannot be read: elab certs makes it')
 
 
-def with_certs(asked: Endpoints) -> Endpoints:
+def add_default_certs(endpoints: Endpoints) -> Endpoints:
     """Add ./certs if other machines reach `bind`; raise UsageError if `bind` is not usable."""
     try:
-        address = ip_address(asked.bind)
+        address = ip_address(endpoints.bind)
     except ValueError as error:
-        raise _no_address(asked.bind) from error
-    if '%' in asked.bind:
-        raise UsageError(f'--bind {asked.bind}: an address with a % cannot be certified: say another of this machine')
+        raise _make_address_error(endpoints.bind) from error
+    if '%' in endpoints.bind:
+        raise UsageError(
+            f'--bind {endpoints.bind}: an address with a % cannot be certified: say another of this machine'
+        )
     if address.is_unspecified:
-        raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
-    return asked if address.is_loopback or asked.certs is not None else replace(asked, certs=Path('certs'))
+        raise UsageError(
+            f'--bind {endpoints.bind}: say which address of this machine, so that its name can be certified'
+        )
+    return endpoints if address.is_loopback or endpoints.certs is not None else replace(endpoints, certs=Path('certs'))
 
 
-def _no_address(bind: str) -> UsageError:
+def _make_address_error(bind: str) -> UsageError:
     return UsageError(f'--bind {bind}: must be an address of this machine: ip address lists them')
 
 
-def _check_free(what: str, bind: str, port: int) -> None:
-    option, family = f'--{what}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
+def _check_free(backend: str, bind: str, port: int) -> None:
+    option, family = f'--{backend}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((bind, port))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise _no_address(bind) from error
-            reason = f'port {port} for {what} cannot be had ({error.strerror}): say another with {option}'
+                raise _make_address_error(bind) from error
+            reason = f'port {port} for {backend} cannot be had ({error.strerror}): say another with {option}'
             raise UsageError(reason) from error

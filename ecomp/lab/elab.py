@@ -24,7 +24,15 @@ from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, guest, machine, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, bracketed, check_name
+from ecomp.lab.network import (
+    CONTROL,
+    ETCD_PORT,
+    MAX_HOSTS,
+    PLACEMENT_PORT,
+    bracket_address,
+    check_name,
+    render_backends,
+)
 from ecomp.lab.state import Lab
 from ecomp.version import read_version
 
@@ -35,7 +43,7 @@ PS1="({name}) ${{PS1-}}"
 """
 
 
-def enter(lab: Lab, words: Sequence[str]) -> int:
+def enter_shell(lab: Lab, words: Sequence[str]) -> int:
     """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
 
     Returns its exit code. This Python's directory, which has eschedule, comes first in PATH. Raises EcompError if the
@@ -57,10 +65,10 @@ def enter(lab: Lab, words: Sequence[str]) -> int:
             child = subprocess.Popen(command, env=env, pass_fds=() if words else (rcfile.fileno(),))
         except OSError as error:
             raise EcompError(f'{command[0]}: {error.strerror}') from error
-        return waited(child)
+        return wait_for_exit(child)
 
 
-def waited(child: subprocess.Popen[bytes]) -> int:
+def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
     """Wait for a command that has the terminal; return its exit code as a shell does."""
     while True:
         # Ctrl-C reaches the command too, which decides how to react.
@@ -86,22 +94,27 @@ def start_control(lab: Lab) -> None:
         directory.mkdir(exist_ok=True)
     machine.ensure_control(layout)
     _make_certificates(lab)
-    servers = control.lab_servers(layout, data, images, lab.certs)
-    prefix = machine.inside(layout, lab.directory, CONTROL)
+    servers = control.make_lab_servers(layout, data, images, lab.certs)
+    prefix = machine.make_command_prefix(layout, lab.directory, CONTROL)
     for server in servers:
-        if not lab.running(server.what):
-            server.start(prefix, lab.remember)
+        if not lab.find_running(server.name):
+            server.start(prefix, lab.record_process)
     for server in servers:
-        server.wait(lab.processes[server.what])
+        server.wait(lab.processes[server.name])
     schedule = lab.directory / 'schedule.yaml'
     if not schedule.exists():
-        backends = backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
-        text = SCHEDULE_YAML.format(name=layout.name, backends=backends, directory=lab.directory, images=layout.images,
-                                      reach=json.dumps(_reach(layout.name)))
+        backends = render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
+        text = SCHEDULE_YAML.format(
+            name=layout.name,
+            backends=backends,
+            directory=lab.directory,
+            images=layout.images,
+            reach=json.dumps(_make_reach_command(layout.name)),
+        )
         schedule.write_text(text, encoding='utf-8')
 
 
-def _reach(name: str) -> str:
+def _make_reach_command(name: str) -> str:
     """Make the command by which eschedule enters a host: this elab as root, with the same sudo."""
     words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
     return f'{shlex.join([*words, "--name", name])} {{host}}'
@@ -116,9 +129,9 @@ def _make_certificates(lab: Lab) -> None:
     cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
     server_certificate = lab.certs / 'placement/server.crt'
     old_content = server_certificate.read_bytes() if server_certificate.exists() else b''
-    certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+    certs.make_certificates(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
     # etcd reads its certificate for each connection, stunnel on SIGHUP.
-    if (stunnel := lab.running('stunnel')) is not None and server_certificate.read_bytes() != old_content:
+    if (stunnel := lab.find_running('stunnel')) is not None and server_certificate.read_bytes() != old_content:
         os.kill(stunnel.pid, signal.SIGHUP)
     # The operator's directory belongs to the caller of sudo, or keeps its owner if root calls directly.
     owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
@@ -126,7 +139,7 @@ def _make_certificates(lab: Lab) -> None:
         os.chown(path, owner, -1, follow_symlinks=False)
 
 
-IMAGE = Path('images/guest.qcow2')
+GUEST_IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,64 +148,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(run=None)
     try:
         try:
-            options = parser().parse_args(argv)
+            options = make_parser().parse_args(argv)
             return int(options.run(options))
         finally:
-            log.flush()
+            log.flush_stdout()
     except EcompError as error:
-        _say(f'elab: {error}')
+        _print_message(f'elab: {error}')
         return error.exit_code
     except BrokenPipeError:
         return 1  # stdout's reader (head, less) has exited
     except OSError as error:
-        _say(f'elab: {error.filename or "failed"}: {error.strerror or error}')
+        _print_message(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
         hint = '; elab up goes on where it was, elab down removes what there is'
-        _say('elab: interrupted' + (hint if options.run in (_up, _down) else ''))
+        _print_message('elab: interrupted' + (hint if options.run in (_run_up, _run_down) else ''))
         return 1
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Make the parser of elab's command line."""
     top = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
     top.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = top.add_subparsers(required=True, metavar='COMMAND')
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(run=run)
         return subparser
 
-    def of_a_lab(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        subparser = command(name, run, text)
+    def add_lab_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        subparser = add_command(name, run, text)
         lab_help = 'which lab (default: that of this directory or of this elab shell, else lab)'
-        subparser.add_argument('--name', default=state.find_lab_here(), help=lab_help)
+        subparser.add_argument('--name', default=state.find_lab_name(), help=lab_help)
         return subparser
 
-    def ports(added: argparse.ArgumentParser) -> None:
+    def add_ports(subparser: argparse.ArgumentParser) -> None:
         for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
-            added.add_argument(f'--{name}-port', type=_port, default=port, metavar='PORT', help=f'default: {port}')
+            subparser.add_argument(
+                f'--{name}-port', type=_parse_port, default=port, metavar='PORT', help=f'default: {port}'
+            )
 
-    up = of_a_lab('up', _up, 'make the lab, or of one that is there what is missing or has ended')
-    up.add_argument('--hosts', type=_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
-    of_a_lab('status', _status, 'what is there, and whether it answers')
-    run = of_a_lab('exec', _exec, 'run a command in a host (hv1, hv2 …) or in `control`')
+    up = add_lab_command('up', _run_up, 'make the lab, or of one that is there what is missing or has ended')
+    up.add_argument('--hosts', type=_parse_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
+    add_lab_command('status', _run_status, 'what is there, and whether it answers')
+    run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
     run.add_argument('host', metavar='HOST', help='the host, or control')
     run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its words')
-    shell = of_a_lab('shell', _shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
+    shell = add_lab_command('shell', _run_shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
     shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='a command, in place of the shell')
-    command('list', _list, 'all labs of this machine: whether each is up, and where it is')
-    of_a_lab('down', _down, 'remove the lab, its guests and all it made')
-    only = command('control', _control, 'only etcd and placement, in the foreground')
+    add_command('list', _run_list, 'all labs of this machine: whether each is up, and where it is')
+    add_lab_command('down', _run_down, 'remove the lab, its guests and all it made')
+    only = add_command('control', _run_control, 'only etcd and placement, in the foreground')
     only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
     certs_help = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
     only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
-    ports(only)
+    add_ports(only)
     only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
     unit_help = 'print the systemd unit that runs this command in this directory, and end'
     only.add_argument('--unit', action='store_true', help=unit_help)
-    certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
+    certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and everybody who asks them')
     directory_help = 'where they are made; without a NAME those in it that end within a month are made anew'
     certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
@@ -202,36 +217,36 @@ def parser() -> argparse.ArgumentParser:
         ('--operator', 'people who may do everything'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
-    ports(certs)
+    add_ports(certs)
     roles = certs.add_mutually_exclusive_group()
     enable_help = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
     roles.add_argument('--enable', action='store_true', help=enable_help)
     roles.add_argument('--disable', action='store_true', help='have etcd let every certificate do everything again')
-    image = command('guest', _guest, 'make a small guest image out of Debian packages')
+    image = add_command('guest', _run_guest, 'make a small guest image out of Debian packages')
     image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file it is to be')
     return top
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MOST_HOSTS}')
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_HOSTS:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MAX_HOSTS}')
     return int(text)
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
     return int(text)
 
 
-def _ports(options: argparse.Namespace) -> tuple[int, int]:
+def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
     """Return the ports of etcd and placement; raise UsageError if they are equal."""
     if options.etcd_port == options.placement_port:
         raise UsageError(f'etcd and placement cannot both have port {options.etcd_port}: say two')
     return options.etcd_port, options.placement_port
 
 
-def _up(options: argparse.Namespace) -> int:
+def _run_up(options: argparse.Namespace) -> int:
     name = check_name(options.name)
     machine.require_root('elab up')
     # QEMU, dnsmasq and users of eschedule need to read these files; secret files have their own modes.
@@ -240,120 +255,128 @@ def _up(options: argparse.Namespace) -> int:
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
     from ecomp.lab import certs
 
-    with _lock(name), _step(f'lab {name} is up'):
+    with _lock_lab(name), _report_step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
-        if options.hosts and options.hosts < lab.count:
-            _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
-        with _step('control plane'):
+        if options.hosts and options.hosts < lab.host_count:
+            _print_message(f'lab {name} has {lab.host_count} hosts already; elab down removes them')
+        with _report_step('control plane'):
             start_control(lab)
         hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
-        _divide(hosts)
-        with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
+        _reduce_shares(hosts)
+        with _report_step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
             # All are started before the first wait, because each libvirtd probes its own QEMU.
             for host in hosts:
                 host.prepare()
                 host.start_libvirt()
             for host in hosts:
                 host.wait_libvirt()
-        with _step('ecompute on ' + ', '.join(lab.hosts)):
+        with _report_step('ecompute on ' + ', '.join(lab.hosts)):
             # A lab made by an earlier elab stays without roles.
-            if all(host.takes_role() for host in hosts):
-                certs.enable(lab.certs, datetime.now(UTC), lambda _: None)
+            if all(host.publish_uuid() for host in hosts):
+                certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
                 host.wait_ecompute()
-    _see_to_image(lab)
+    _provide_image(lab)
     print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
     print(f'schedule.yaml {lab.directory}/schedule.yaml')
     return 0
 
 
-def _divide(hosts: Sequence[LabHost]) -> None:
+def _reduce_shares(hosts: Sequence[LabHost]) -> None:
     """Reduce the older hosts' shares of the machine when hosts join; guests continue."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
-    reduced = [host.name for host in old_hosts if host.share_with_more()]
+    reduced = [host.name for host in old_hosts if host.reduce_share()]
     if reduced:
-        _say(f'{", ".join(reduced)}: less now, for the machine is divided among {len(hosts)} hosts')
+        _print_message(f'{", ".join(reduced)}: less now, for the machine is divided among {len(hosts)} hosts')
 
 
-def _see_to_image(lab: Lab) -> None:
+def _provide_image(lab: Lab) -> None:
     """Copy another lab's guest image if this lab has none; else report how to make one."""
-    own_image = lab.directory / IMAGE
-    other_images = [other.directory / IMAGE for other in state.all_labs() if (other.directory / IMAGE).is_file()]
+    own_image = lab.directory / GUEST_IMAGE
+    other_images = [
+        other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()
+    ]
     if own_image.exists():
         return
     if other_images:
         part = own_image.with_suffix('.part')
         shutil.copyfile(other_images[0], part)
         part.rename(own_image)
-        _say(f'{own_image}: copied from {other_images[0]}')
+        _print_message(f'{own_image}: copied from {other_images[0]}')
     else:
-        _say(f'there is no guest image yet: elab guest {own_image}')
+        _print_message(f'there is no guest image yet: elab guest {own_image}')
 
 
-def _status(options: argparse.Namespace) -> int:
+def _run_status(options: argparse.Namespace) -> int:
     machine.require_root('elab status')
     lab = state.load(check_name(options.name))
     layout = lab.layout
     rows = [('PLACE', 'ADDRESS', 'STATE')]
-    for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
-        process = lab.running(server.what)
-        status = 'down' if process is None else 'ready' if server.ready(process) else f'no answer (pid {process.pid})'
-        rows.append((server.what, str(layout.control), status))
+    for server in control.make_lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
+        process = lab.find_running(server.name)
+        status = (
+            'down' if process is None else 'ready' if server.is_ready(process) else f'no answer (pid {process.pid})'
+        )
+        rows.append((server.name, str(layout.control), status))
     etcd_answers = ('etcd', str(layout.control), 'ready') in rows
     for name in lab.hosts:
-        rows.append((name, str(layout.address(name)), LabHost(lab, name).state(etcd_answers)))
+        rows.append((name, str(layout.get_address(name)), LabHost(lab, name).describe_state(etcd_answers)))
     for place, address, status in rows:
         print(f'{place:<10} {address:<15} {status}')
     kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
     if kinds['down']:
-        _say(f'down: {", ".join(kinds["down"])}; elab up --name {layout.name} starts what is down')
+        _print_message(f'down: {", ".join(kinds["down"])}; elab up --name {layout.name} starts what is down')
     if kinds['no answer']:
-        _say(f'no answer: {", ".join(kinds["no answer"])}; end what hangs, and elab up --name {layout.name} starts it')
+        _print_message(
+            f'no answer: {", ".join(kinds["no answer"])}; end what hangs, and elab up --name {layout.name} starts it'
+        )
     return 1 if any(kinds.values()) else 0
 
 
-def _exec(options: argparse.Namespace) -> int:
+def _run_exec(options: argparse.Namespace) -> int:
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
         raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}, but {", ".join(lab.places)}')
     if not options.words:
         raise UsageError(f'exec {options.host}: which command?')
-    if not machine.exists(lab.layout, options.host):
+    if not machine.has_namespace(lab.layout, options.host):
         raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
-    return waited(subprocess.Popen([*machine.inside(lab.layout, lab.directory, options.host), *options.words]))
+    return wait_for_exit(
+        subprocess.Popen([*machine.make_command_prefix(lab.layout, lab.directory, options.host), *options.words])
+    )
 
 
-def _shell(options: argparse.Namespace) -> int:
+def _run_shell(options: argparse.Namespace) -> int:
     # argparse passes a leading -- on to REMAINDER arguments.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
-    return enter(state.load(check_name(options.name)), words)
+    return enter_shell(state.load(check_name(options.name)), words)
 
 
-def _list(_: argparse.Namespace) -> int:
-    labs = state.all_labs()
+def _run_list(_: argparse.Namespace) -> int:
+    labs = state.list_labs()
     if not labs:
-        _say('there is no lab: elab up makes one')
+        _print_message('there is no lab: elab up makes one')
         return 0
-    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, labs)]
+    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_make_row, labs)]
     width = max(len(name) for name, *_ in rows)
     for name, *cells in rows:
         print(f'{name:<{width}}', '{:<13} {:<5} {:<15} {}'.format(*cells))
     return 0
 
 
-def _as_row(lab: Lab) -> tuple[str, ...]:
+def _make_row(lab: Lab) -> tuple[str, ...]:
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
-    running = [name for name in servers if lab.running(name)]
+    running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
-    return lab.layout.name, condition, str(lab.count), str(lab.layout.network), str(lab.directory)
+    return lab.layout.name, condition, str(lab.host_count), str(lab.layout.network), str(lab.directory)
 
 
-def _down(options: argparse.Namespace) -> int:
+def _run_down(options: argparse.Namespace) -> int:
     name = check_name(options.name)
     machine.require_root('elab down')
     directory = state.ROOT / name
@@ -362,47 +385,49 @@ def _down(options: argparse.Namespace) -> int:
     except EcompError:
         # Killed before writing lab.json, or lab.json is lost or of another version: find namespaces by name.
         lab = None
-        if not directory.exists() and not machine.of_lab(name):
-            _say(f'there is no lab {name}')
+        if not directory.exists() and not machine.list_namespaces(name):
+            _print_message(f'there is no lab {name}')
             return 0
-    with _lock(name), _step(f'lab {name} is gone'):
+    with _lock_lab(name), _report_step(f'lab {name} is gone'):
         state.check_removable(directory)
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may have finished before the lock
-        spaces = machine.of_lab(name)
+        spaces = machine.list_namespaces(name)
         recorded = list(lab.processes.values()) if lab else []
-        with _step('processes and guests ended'):
+        with _report_step('processes and guests ended'):
             # Hosts first, so that their ecomputes can sign off in etcd and placement.
             machine.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
             machine.end_processes(spaces, recorded)
-        with _step('namespaces and links removed'):
-            machine.remove(spaces, lab.layout if lab else None)
-        state.remove(directory)
+        with _report_step('namespaces and links removed'):
+            machine.remove_namespaces(spaces, lab.layout if lab else None)
+        state.remove_directory(directory)
     with contextlib.suppress(OSError):  # other labs remain
         state.ROOT.rmdir()
     return 0
 
 
-def _control(options: argparse.Namespace) -> int:
-    host = 'localhost' if options.bind == control.LOCALHOST else bracketed(options.bind)
+def _run_control(options: argparse.Namespace) -> int:
+    host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
 
-    def ready(scheme: str) -> None:
+    def print_addresses(scheme: str) -> None:
         addresses = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
         print(addresses, flush=True)
 
-    endpoints = control.with_certs(control.Endpoints(*_ports(options), options.data, options.bind, options.certs))
+    endpoints = control.add_default_certs(
+        control.Endpoints(*_read_ports(options), options.data, options.bind, options.certs)
+    )
     if options.unit:
-        program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
-        arguments = control.words(endpoints)
+        program = systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab')
+        arguments = control.make_arguments(endpoints)
         control.check_service(endpoints, Path(program[0]))
-        log.print_utf_8()
-        print(systemd.unit('ecomp-control.service', [*program, *arguments]), end='')
+        log.switch_stdout_to_utf8()
+        print(systemd.render_unit('ecomp-control.service', [*program, *arguments]), end='')
     else:
-        control.run(endpoints, systemd.Service.of(os.environ), _say, ready)
+        control.run_control(endpoints, systemd.Service.from_environment(os.environ), _print_message, print_addresses)
     return 0
 
 
-def _certs(options: argparse.Namespace) -> int:
+def _run_certs(options: argparse.Namespace) -> int:
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
@@ -411,7 +436,7 @@ def _certs(options: argparse.Namespace) -> int:
         raise UsageError('--disable makes no certificates: say it alone')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [argument.partition('=') for argument in options.compute]
-    etcd_port, placement_port = _ports(options)
+    etcd_port, placement_port = _read_ports(options)
     cluster = certs.Cluster(
         servers=tuple(options.control),
         computes=tuple(name for name, _, _ in computes),
@@ -422,33 +447,35 @@ def _certs(options: argparse.Namespace) -> int:
         uuids={name: compute for name, equals, compute in computes if equals},
     )
     if not options.disable:
-        certs.make(options.directory, cluster, now, _say, others=not has_names)
+        certs.make_certificates(options.directory, cluster, now, _print_message, include_others=not has_names)
     if options.enable:
-        certs.enable(options.directory, now, _say)
+        certs.enable_roles(options.directory, now, _print_message)
     elif options.disable:
-        certs.disable(options.directory, _say)
+        certs.disable_roles(options.directory, _print_message)
     return 0
 
 
-def _guest(options: argparse.Namespace) -> int:
-    with _step(f'{options.output} is made'):
-        guest.make(options.output, _say)
+def _run_guest(options: argparse.Namespace) -> int:
+    with _report_step(f'{options.output} is made'):
+        guest.make_image(options.output, _print_message)
     return 0
 
 
-def _lock(name: str) -> contextlib.AbstractContextManager[None]:
-    return state.locked(state.ROOT / name, lambda: _say(f'another elab is at work on lab {name}: waiting for it'))
+def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
+    return state.hold_lock(
+        state.ROOT / name, lambda: _print_message(f'another elab is at work on lab {name}: waiting for it')
+    )
 
 
 @contextlib.contextmanager
-def _step(what: str) -> Iterator[None]:
+def _report_step(description: str) -> Iterator[None]:
     """Report the step and its seconds after the block succeeds."""
     start_time = time.monotonic()
     yield
-    _say(f'{time.monotonic() - start_time:6.1f} s  {what}')
+    _print_message(f'{time.monotonic() - start_time:6.1f} s  {description}')
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk or a closed terminal does not stop the work
         print(text, file=sys.stderr, flush=True)
 

@@ -165,10 +165,10 @@ KERNELS = ('linux-image-cloud-amd64', 'linux-image-virtual', 'linux-image-kvm')
 # Geometry of the disk: heads, sectors a track, bytes a sector.
 HEADS = 64
 SECTORS = 32
-SECTOR = 512
+SECTOR_BYTES = 512
 
 
-def make(output: Path, say: Callable[[str], None]) -> None:
+def make_image(output: Path, say: Callable[[str], None]) -> None:
     """Write the image to `output` as qcow2; an existing file is replaced atomically.
 
     Raises UsageError for an unusable path or missing programs, and EcompError if a step fails.
@@ -178,12 +178,12 @@ def make(output: Path, say: Callable[[str], None]) -> None:
     if not output.parent.is_dir():
         raise UsageError(f'{output}: there is no directory {output.parent}')
     machine.require(PROGRAMS)
-    busybox = _static_busybox()
+    busybox = _find_static_busybox()
     with tempfile.TemporaryDirectory(prefix='elab-guest-') as name:
         work = Path(name)
         kernel, modules = _fetch_kernel(work, say)
         initrd = work / 'initrd'
-        initrd.write_bytes(archive(_files(busybox, modules)))
+        initrd.write_bytes(make_archive(_list_files(busybox, modules)))
         raw = work / 'guest.raw'
         _write_fat(raw, kernel, initrd, work)
         part = output.with_name(f'.{output.name}.part')
@@ -195,7 +195,7 @@ def make(output: Path, say: Callable[[str], None]) -> None:
     say(f'{output}: {output.stat().st_size / MIB:.0f} MiB, kernel {kernel.name.removeprefix("vmlinuz-")}')
 
 
-def archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
+def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
     """Make an uncompressed initramfs of (path, mode, content) in cpio's newc format.
 
     All files belong to root. The content of a character device is `major,minor`. It is uncompressed because emulation
@@ -215,7 +215,7 @@ def archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
     return bytes(out)
 
 
-def _files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
+def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
     directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
     script = stat.S_IFREG | 0o755
     return [
@@ -230,7 +230,7 @@ def _files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, i
     ]
 
 
-def _static_busybox() -> Path:
+def _find_static_busybox() -> Path:
     # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
@@ -260,21 +260,21 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
     if not kernels:
         raise EcompError(f'{" ".join(packages)}: no kernel in it')
     files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
-    modules = [(f'{name}.ko', _module(files[name])) for name in MODULES if name in files]
+    modules = [(f'{name}.ko', _read_module(files[name])) for name in MODULES if name in files]
     return kernels[-1], modules
 
 
 def _kernel_packages() -> list[str]:
     """List the packages of the first of KERNELS that apt knows; raise EcompError if none."""
     for name in KERNELS:
-        images = _depends(name, 'linux-image-')
+        images = _find_dependencies(name, 'linux-image-')
         if images:
             # Ubuntu has the modules in a separate package.
-            return [*images[:1], *_depends(images[0], 'linux-modules-')[:1]]
+            return [*images[:1], *_find_dependencies(images[0], 'linux-modules-')[:1]]
     raise EcompError(f'apt knows no kernel for guests ({", ".join(KERNELS)}): apt-get update first')
 
 
-def _depends(package: str, prefix: str) -> list[str]:
+def _find_dependencies(package: str, prefix: str) -> list[str]:
     try:
         lines = machine.run(['apt-cache', 'depends', '--important', package]).splitlines()
     except EcompError:
@@ -283,7 +283,7 @@ def _depends(package: str, prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _module(path: Path) -> bytes:
+def _read_module(path: Path) -> bytes:
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])
@@ -297,7 +297,7 @@ def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
     config = work / 'syslinux.cfg'
     config.write_text(SYSLINUX_CFG, encoding='utf-8')
     size = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB
-    cylinder = HEADS * SECTORS * SECTOR
+    cylinder = HEADS * SECTORS * SECTOR_BYTES
     cylinders = -(-size // cylinder)
     with raw.open('wb') as disk:
         os.truncate(disk.fileno(), cylinders * cylinder)

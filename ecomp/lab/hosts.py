@@ -16,10 +16,10 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
 from ecomp.lab import machine
-from ecomp.lab.network import ETCD_PORT, backends_yaml, network_xml, share, with_less
+from ecomp.lab.network import ETCD_PORT, divide_resources, reduce_inventory, render_backends, render_network_xml
 from ecomp.lab.state import Lab
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.guest import public_key
+from ecomp.model.guest import parse_public_key
 from ecomp.model.keys import COMPUTES
 from ecomp.store.client import Store
 
@@ -78,11 +78,11 @@ class LabHost:
         self.directory = lab.directory / name
         self.log = self.directory / 'ecompute.log'
         self._certificate = lab.certs / f'compute-{name}'
-        self._older = 0
+        self._previous_revision = 0
 
-    def command(self, words: list[str]) -> list[str]:
+    def make_command(self, words: list[str]) -> list[str]:
         """Make the command that runs `words` in the host's namespaces."""
-        return [*machine.inside(self.lab.layout, self.lab.directory, self.name), *words]
+        return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
         """Make the missing namespace, private directories, compute.yaml and mdserver.conf."""
@@ -104,9 +104,9 @@ class LabHost:
         if Path('/etc/libvirt/nwfilter').is_dir():
             shutil.copytree('/etc/libvirt/nwfilter', etc / 'nwfilter', dirs_exist_ok=True)
         _write_once(etc / 'qemu.conf', QEMU_CONF)
-        _write_once(self.directory / 'compute.yaml', self._compute_yaml())
+        _write_once(self.directory / 'compute.yaml', self._render_compute_yaml())
         _write_once(self.directory / 'user-data', USER_DATA)
-        _write_once(self.directory / 'mdserver.conf', mdserver_conf())
+        _write_once(self.directory / 'mdserver.conf', render_mdserver_conf())
 
     def _prepare_kvm(self) -> None:
         """Make a /dev/kvm for the host that QEMU can open, if only root can open the machine's own.
@@ -124,7 +124,7 @@ class LabHost:
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
 
-    def takes_role(self) -> bool:
+    def publish_uuid(self) -> bool:
         """Copy the uuid in the host's compute.yaml to the one beside its certificate.
 
         The host's role in etcd is made from the latter. Returns False if the host's compute.yaml, of an earlier elab,
@@ -141,84 +141,89 @@ class LabHost:
         """Start virtlogd and libvirtd, without waiting for them."""
         for daemon in ('virtlogd', 'libvirtd'):
             label = f'{self.name} {daemon}'
-            if not self.lab.running(label):
+            if not self.lab.find_running(label):
                 # The path of the package; the default is on another, shared file system.
-                command = self.command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
+                command = self.make_command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
                 log = self.directory / f'{daemon}.log'
-                machine.start(label, command, log, remember=self.lab.remember)
+                machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
         """Wait until libvirtd answers, then define and start its network `default`."""
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
-        machine.wait_for(label, self.libvirt_answers, self.lab.processes[label], log, START_SECONDS)
+        machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
         if not (self.directory / 'etc/qemu/networks/autostart/default.xml').is_symlink():
             # Always the same uuid: libvirt accepts another definition of a name only with the first one's.
             network_uuid = uuid.uuid5(uuid.NAMESPACE_URL, f'elab:{self.lab.layout.name}:{self.name}')
-            definition.write_text(network_xml(self.lab.layout.guests(self.name), str(network_uuid)), encoding='utf-8')
-            self._virsh('net-define', str(definition))
-            self._virsh('net-autostart', 'default')
-        if not self.network_runs():
-            self._virsh('net-start', 'default')
+            definition.write_text(
+                render_network_xml(self.lab.layout.get_guest_network(self.name), str(network_uuid)), encoding='utf-8'
+            )
+            self._run_virsh('net-define', str(definition))
+            self._run_virsh('net-autostart', 'default')
+        if not self.is_network_active():
+            self._run_virsh('net-start', 'default')
 
-    def libvirt_answers(self) -> bool:
+    def is_libvirt_ready(self) -> bool:
         """True if libvirtd answers a query for its domains."""
         # virsh waits and retries for a missing socket; checking the file is cheap.
         if (self.directory / 'run/libvirt-sock').exists():
             with contextlib.suppress(EcompError):
-                self.guests()
+                self.count_guests()
                 return True
         return False
 
-    def network_runs(self) -> bool:
+    def is_network_active(self) -> bool:
         """True if the network `default` is active, by its bridge."""
         return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
-    def guests(self) -> int:
+    def count_guests(self) -> int:
         """Count the running domains of the host."""
-        return len(self._virsh('list', '--name', seconds=LIBVIRT_SECONDS).split())
+        return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
     def start_ecompute(self) -> None:
         """Start ecompute, without waiting for its presence."""
         label = f'{self.name} ecompute'
-        if not self.lab.running(label):
+        if not self.lab.find_running(label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
-            self._older = self._presence()
+            self._previous_revision = self._read_presence_revision()
             config = str(self.directory / 'compute.yaml')
-            command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            machine.start(label, command, self.log, remember=self.lab.remember)
+            command = self.make_command([sys.executable, '-m', 'ecomp.compute', '--config', config])
+            machine.start(label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
         """Wait until ecompute has written its presence to etcd."""
         label = f'{self.name} ecompute'
-        machine.wait_for(label, self.ecompute_answers, self.lab.processes[label], self.log, START_SECONDS)
+        machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
 
-    def ecompute_answers(self) -> bool:
+    def is_ecompute_ready(self) -> bool:
         """True if ecompute runs and has written its presence since start_ecompute()."""
-        return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
+        return (
+            self.lab.find_running(f'{self.name} ecompute') is not None
+            and self._read_presence_revision() > self._previous_revision
+        )
 
-    def state(self, etcd_answers: bool) -> str:
+    def describe_state(self, etcd_answers: bool) -> str:
         """Describe the host for `elab status`: ready, or down, no answer or unknown, and why."""
-        if not machine.exists(self.lab.layout, self.name):
+        if not machine.has_namespace(self.lab.layout, self.name):
             return 'down: no namespace'
-        libvirtd = self.lab.running(f'{self.name} libvirtd')
+        libvirtd = self.lab.find_running(f'{self.name} libvirtd')
         if libvirtd is None:
             return f'down: libvirtd (see {self.directory}/libvirtd.log)'
-        if not self.libvirt_answers():
+        if not self.is_libvirt_ready():
             return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'
-        if not self.network_runs():
+        if not self.is_network_active():
             return 'down: network default'
-        if not self.lab.running(f'{self.name} ecompute'):
+        if not self.lab.find_running(f'{self.name} ecompute'):
             return f'down: ecompute (see {self.log})'
         if not etcd_answers:
             return 'unknown: ecompute runs; whether it works, etcd knows'
-        if not self.ecompute_answers():
+        if not self.is_ecompute_ready():
             return f'down: ecompute (see {self.log})'
-        return f'ready: {self.guests()} guests, network {self.lab.layout.guests(self.name)}'
+        return f'ready: {self.count_guests()} guests, network {self.lab.layout.get_guest_network(self.name)}'
 
-    def _presence(self) -> int:
+    def _read_presence_revision(self) -> int:
         """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""
-        compute, entry = self.compute(), None
+        compute, entry = self.read_uuid(), None
         with contextlib.suppress(Unreachable):
             entry = self._store.get(COMPUTES + compute) if compute is not None else None
         return entry.revision if entry else 0
@@ -229,45 +234,47 @@ class LabHost:
         files = directory / 'ca.crt', directory / 'client.key', directory / 'client.crt'
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
 
-    def compute(self) -> str | None:
+    def read_uuid(self) -> str | None:
         """Read the uuid of the host's ecompute, None before its first start."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         return None
 
-    def _virsh(self, *words: str, seconds: float = START_SECONDS) -> str:
-        return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)
+    def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
+        return machine.run(
+            self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
+        )
 
-    def share_with_more(self) -> bool:
+    def reduce_share(self) -> bool:
         """Reduce the host's inventory to its current share; if that changes it, end ecompute.
 
         Returns True if so; the guests continue, and start_ecompute() applies the new share.
         """
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
-        new_text = with_less(old_text, self._share())
+        new_text = reduce_inventory(old_text, self._calculate_share())
         if new_text == old_text:
             return False
         write_durably(path, new_text, 0o644)
-        process = self.lab.running(f'{self.name} ecompute')
-        machine.end([process] if process else [], END_SECONDS)
+        process = self.lab.find_running(f'{self.name} ecompute')
+        machine.terminate([process] if process else [], END_SECONDS)
         return True
 
-    def _share(self) -> dict[str, int]:
-        return share(
+    def _calculate_share(self) -> dict[str, int]:
+        return divide_resources(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,
             shutil.disk_usage(self.lab.directory).free // GIB,
-            self.lab.count,
+            self.lab.host_count,
         )
 
-    def _compute_yaml(self) -> str:
+    def _render_compute_yaml(self) -> str:
         layout = self.lab.layout
         text = COMPUTE_YAML.format(
-            backends=backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
-            compute=self.compute() or uuid.uuid4(),
+            backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
+            compute=self.read_uuid() or uuid.uuid4(),
             state=self.directory / 'state',
-            **self._share(),
+            **self._calculate_share(),
         )
         return text + QUEUES_YAML if self.name == QUEUES_HOST else text
 
@@ -277,7 +284,7 @@ def _write_once(path: Path, text: str) -> None:
         write_durably(path, text, 0o644)
 
 
-def mdserver_conf() -> str:
+def render_mdserver_conf() -> str:
     """Render a host's mdserver.conf with the first ssh key of elab's caller (SUDO_USER too)."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
@@ -286,7 +293,7 @@ def mdserver_conf() -> str:
     for path in (path for home in homes for path in sorted(home.glob('.ssh/*.pub'))):
         # *.pub also matches unreadable files and keys in PuTTY's format.
         with contextlib.suppress(OSError, ValueError):
-            key = public_key(path.read_text(encoding='utf-8').partition('\n')[0].split())
+            key = parse_public_key(path.read_text(encoding='utf-8').partition('\n')[0].split())
             if '-cert-v' not in key.split()[0]:  # a client presents a certificate; authorized_keys lists none
                 return MDSERVER_CONF.format(keys=f'default = {key}')
     return MDSERVER_CONF.format(keys='# default = ssh-ed25519 AAAA... me@here')

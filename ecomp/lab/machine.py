@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ecomp import systemd
 from ecomp.errors import Conflict, EcompError, UsageError
-from ecomp.files import search_path
-from ecomp.lab.network import CONTROL, FENCED, Layout, fence
+from ecomp.files import get_search_path
+from ecomp.lab.network import CONTROL, FENCE_CHAINS, Layout, render_fence_rules
 
 # Every program the lab runs, with its Debian package.
 CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
@@ -55,17 +55,17 @@ class Process:
 
 
 # Records atomically that a process is the server of this label.
-Remember = Callable[[str, Process], None]
+RecordProcess = Callable[[str, Process], None]
 
 
-def python_path() -> str:
+def make_python_path() -> str:
     """Make a PYTHONPATH by which a server in another directory imports this ecomp and mdserver."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
     tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
     return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
-def started_at(pid: int) -> int | None:
+def read_start_time(pid: int) -> int | None:
     """Read a start time in clock ticks since the boot, None if ended, reaped or not: proc(5)."""
     try:
         # The command in parentheses may contain anything; the fields from the third on follow the last ).
@@ -75,40 +75,40 @@ def started_at(pid: int) -> int | None:
     return None if fields[0] in 'ZX' else int(fields[19])
 
 
-def alive(process: Process) -> bool:
+def is_alive(process: Process) -> bool:
     """True if the process still runs; another process with its pid does not count."""
-    return started_at(process.pid) == process.started
+    return read_start_time(process.pid) == process.started
 
 
-def end(processes: Iterable[Process], patience: float = 5.0) -> None:
+def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> None:
     """Send SIGTERM to the running processes, and SIGKILL after `timeout_seconds`.
 
     Raises EcompError that names those still running 10 s later.
     """
-    running = [process for process in processes if alive(process)]
-    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+    running = [process for process in processes if is_alive(process)]
+    for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
         deadline = time.monotonic() + seconds
         while running and time.monotonic() < deadline:
             time.sleep(0.02)
-            running = [process for process in running if alive(process)]
+            running = [process for process in running if is_alive(process)]
     if running:
         raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in running))
 
 
 # Runs the program when a line arrives, and never if the sender ends first.
-ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
+RUN_AFTER_LINE = 'read -r _ && exec "$@" </dev/null'
 
 
 def start(
-    what: str,
+    label: str,
     command: Sequence[str],
     log: Path,
     env: Mapping[str, str] | None = None,
     *,
-    remember: Remember | None = None,
+    record_process: RecordProcess | None = None,
     umask: int = -1,
 ) -> Process:
     """Start a server in a new session; it runs its program once `record_process` has returned.
@@ -117,7 +117,7 @@ def start(
     Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
     EcompError if it cannot be started or ends immediately.
     """
-    words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
+    words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
         try:
             child = subprocess.Popen(
@@ -126,25 +126,25 @@ def start(
                 stdout=output,
                 stderr=output,
                 cwd=log.parent,
-                env={**os.environ, 'PATH': search_path(), 'PYTHONPATH': python_path(), **(env or {})},
+                env={**os.environ, 'PATH': get_search_path(), 'PYTHONPATH': make_python_path(), **(env or {})},
                 start_new_session=True,
                 umask=umask,
             )
         except OSError as error:
-            raise EcompError(f'{what} cannot be started: {error}') from error
+            raise EcompError(f'{label} cannot be started: {error}') from error
     assert child.stdin is not None
     with child.stdin as release_pipe:
-        started = started_at(child.pid)
+        started = read_start_time(child.pid)
         if started is None:
-            raise EcompError(f'{what} ended at once: {last_line(log)}')
-        process = Process(what, child.pid, started)
-        if remember is not None:
-            remember(what, process)
+            raise EcompError(f'{label} ended at once: {read_last_line(log)}')
+        process = Process(label, child.pid, started)
+        if record_process is not None:
+            record_process(label, process)
         release_pipe.write(b'\n')
     return process
 
 
-def run(command: Sequence[str], text: str | None = None, seconds: float | None = None) -> str:
+def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: float | None = None) -> str:
     """Run a program to its end and return its stdout.
 
     `stdin_text` None means no input, `timeout_seconds` None no limit. Raises EcompError if the program cannot be run,
@@ -153,44 +153,46 @@ def run(command: Sequence[str], text: str | None = None, seconds: float | None =
     try:
         result = subprocess.run(
             command,
-            input=text,
-            stdin=subprocess.DEVNULL if text is None else None,
+            input=stdin_text,
+            stdin=subprocess.DEVNULL if stdin_text is None else None,
             capture_output=True,
             encoding='utf-8',
             errors='replace',
-            env={**os.environ, 'PATH': search_path(), 'LC_ALL': 'C.UTF-8'},
+            env={**os.environ, 'PATH': get_search_path(), 'LC_ALL': 'C.UTF-8'},
             check=False,
-            timeout=seconds,
+            timeout=timeout_seconds,
         )
     except OSError as error:
         raise EcompError(f'{command[0]} cannot be run: {error}') from error
     except subprocess.TimeoutExpired as error:
-        raise EcompError(f'{" ".join(command[-8:])} has not ended after {seconds:g} s') from error
+        raise EcompError(f'{" ".join(command[-8:])} has not ended after {timeout_seconds:g} s') from error
     if result.returncode:
         error_lines = result.stderr.strip().splitlines() or ['no word why']
         raise EcompError(f'{" ".join(command[:8])} failed ({result.returncode}): {error_lines[-1]}')
     return result.stdout
 
 
-def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, seconds: float) -> None:
+def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Path, timeout_seconds: float) -> None:
     """Call `is_ready` until it is true.
 
     Raises EcompError with the log's last line if the process ends or `timeout_seconds` pass.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
-        was_ready = ready()
-        if not alive(process):  # even if ready: another process may have answered
+        was_ready = is_ready()
+        if not is_alive(process):  # even if ready: another process may have answered
             occupied = ', and another has its place (elab down ends that)' if was_ready else ''
-            raise EcompError(f'{what} ended while starting{occupied}: {last_line(log)} (see {log})')
+            raise EcompError(f'{label} ended while starting{occupied}: {read_last_line(log)} (see {log})')
         if was_ready:
             return
         if time.monotonic() >= deadline:
-            raise EcompError(f'{what} did not answer within {seconds:.0f} s: {last_line(log)} (see {log})')
+            raise EcompError(
+                f'{label} did not answer within {timeout_seconds:.0f} s: {read_last_line(log)} (see {log})'
+            )
         time.sleep(0.05)
 
 
-def last_line(log: Path) -> str:
+def read_last_line(log: Path) -> str:
     """Read the last non-empty line of a log."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
@@ -203,13 +205,13 @@ def require_root(command: str) -> None:
     """Raise UsageError with the sudo command, unless root: namespaces and libvirtd need it."""
     if os.geteuid() != 0:
         # The full path: sudo's own PATH has no virtual environment.
-        words = ['sudo', *systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
+        words = ['sudo', *systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
         raise UsageError(f'{command} needs root: {shlex.join(words)}')
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
     """Raise UsageError that names missing `programs`, {program: Debian package}, and `modules`."""
-    missing_programs = [program for program in programs if not shutil.which(program, path=search_path())]
+    missing_programs = [program for program in programs if not shutil.which(program, path=get_search_path())]
     packages = sorted({programs[program] for program in missing_programs})
     missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
     problems = []
@@ -233,19 +235,19 @@ MOUNTS = {
 
 # Run as `sh -c ENTER_SCRIPT name directory command…` in the private mount and UTS namespaces that unshare made. Every
 # command repeats the mounts, so that it depends on no other running process.
-ENTER = (
+ENTER_SCRIPT = (
     'set -e; echo "$0" > /proc/sys/kernel/hostname; d=$1; shift; '
     + ''.join(f'mount --bind "$d/{name}" {target}; ' for name, target in MOUNTS.items())
     + 'if [ -e "$d/dev/kvm" ]; then mount --bind "$d/dev/kvm" /dev/kvm; fi; exec "$@"'
 )
 
 
-def inside(layout: Layout, directory: Path, place: str) -> list[str]:
+def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str]:
     """Make the words before a command that run it in a host or `control` of a lab."""
-    prefix = ['ip', 'netns', 'exec', layout.namespace(place)]
+    prefix = ['ip', 'netns', 'exec', layout.get_namespace(place)]
     if place == CONTROL:
         return prefix
-    return [*prefix, 'unshare', '--mount', '--uts', 'sh', '-c', ENTER, place, str(directory / place)]
+    return [*prefix, 'unshare', '--mount', '--uts', 'sh', '-c', ENTER_SCRIPT, place, str(directory / place)]
 
 
 def ensure_control(layout: Layout) -> None:
@@ -258,10 +260,10 @@ def ensure_control(layout: Layout) -> None:
             conflict = f'{layout.network} is routed by {route.get("dev", route.get("type"))}, and was free for the lab'
             raise Conflict(f'{conflict}: take that route away, or elab down --name {layout.name}, and elab up anew')
     _ensure_namespace(layout, CONTROL)
-    space = layout.namespace(CONTROL)
+    space = layout.get_namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))
     if not has_interface(layout, CONTROL, 'machine'):
-        _forget_link(layout)
+        _delete_link(layout)
         run(['ip', 'link', 'add', layout.link, 'type', 'veth', 'peer', 'name', 'machine', 'netns', space])
     run(['ip', '-n', space, 'link', 'set', 'machine', 'master', 'br0', 'up'])
     run(['ip', 'address', 'replace', f'{layout.machine}/24', 'dev', layout.link])
@@ -275,34 +277,45 @@ def ensure_host(layout: Layout, host: str) -> bool:
     The bridge is for `bridge: br0`. Returns True if the namespace was missing. Raises EcompError.
     """
     was_missing = _ensure_namespace(layout, host)
-    space, control = layout.namespace(host), layout.namespace(CONTROL)
-    _ensure_bridge(layout, host, str(layout.address(host)))
+    space, control = layout.get_namespace(host), layout.get_namespace(CONTROL)
+    _ensure_bridge(layout, host, str(layout.get_address(host)))
     if not has_interface(layout, host, 'eth0'):
         run(['ip', '-n', control, 'link', 'add', host, 'type', 'veth', 'peer', 'name', 'eth0', 'netns', space])
     run(['ip', '-n', control, 'link', 'set', host, 'master', 'br0', 'up'])
     run(['ip', '-n', space, 'link', 'set', 'eth0', 'master', 'br0', 'up'])
     # This route leads to the machine and to guests of other hosts. Without a default route nothing leaves the lab.
     run(['ip', '-n', space, 'route', 'replace', str(layout.network), 'via', str(layout.control)])
-    run(['ip', '-n', control, 'route', 'replace', str(layout.guests(host)), 'via', str(layout.address(host))])
+    run(
+        [
+            'ip',
+            '-n',
+            control,
+            'route',
+            'replace',
+            str(layout.get_guest_network(host)),
+            'via',
+            str(layout.get_address(host)),
+        ]
+    )
     _ensure_fence(layout, space)
     return was_missing
 
 
-def exists(layout: Layout, place: str) -> bool:
+def has_namespace(layout: Layout, place: str) -> bool:
     """True if the namespace of a host or of `control` exists and can be entered."""
     with contextlib.suppress(EcompError):
-        run(['ip', '-n', layout.namespace(place), 'link', 'show', 'lo'])
+        run(['ip', '-n', layout.get_namespace(place), 'link', 'show', 'lo'])
         return True
     return False
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
     """True if a host or `control` has an interface of that name."""
-    links = json.loads(run(['ip', '-n', layout.namespace(place), '-json', 'link', 'show']))
+    links = json.loads(run(['ip', '-n', layout.get_namespace(place), '-json', 'link', 'show']))
     return any(link['ifname'] == name for link in links)
 
 
-def of_lab(name: str) -> list[str]:
+def list_namespaces(name: str) -> list[str]:
     """List this machine's namespaces named after a lab, also those missing from lab.json."""
     lines = run(['ip', 'netns', 'list']).splitlines()
     namespaces = (line.split()[0] for line in lines if line.strip())
@@ -315,37 +328,37 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
     Raises EcompError if a process survives or new ones keep appearing.
     """
     for _ in range(10):  # a process may have started another before its end
-        running = {process.pid: process for process in recorded if started_at(process.pid) == process.started}
+        running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
         for space in spaces:
-            running |= {process.pid: process for process in _processes(space)}
+            running |= {process.pid: process for process in _list_processes(space)}
         if not running:
             return
-        end(running.values(), patience=3.0)
+        terminate(running.values(), timeout_seconds=3.0)
     raise EcompError('processes in the lab are started faster than they can be ended')
 
 
-def remove(spaces: list[str], layout: Layout | None) -> None:
+def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
     """Remove namespaces with their interfaces, and the link of `layout` unless it is None."""
     if layout is not None:
-        _forget_link(layout)
+        _delete_link(layout)
     for space in spaces:
         run(['ip', 'netns', 'delete', space])
 
 
-def _processes(space: str) -> list[Process]:
+def _list_processes(space: str) -> list[Process]:
     try:
         pids = run(['ip', 'netns', 'pids', space]).split()
     except EcompError:
         return []  # incomplete: no process can have been started in it
-    start_times = ((int(pid), started_at(int(pid))) for pid in pids)
+    start_times = ((int(pid), read_start_time(int(pid))) for pid in pids)
     return [Process(space, pid, started) for pid, started in start_times if started is not None]
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
-    space = layout.namespace(place)
-    is_missing = not exists(layout, place)
+    space = layout.get_namespace(place)
+    is_missing = not has_namespace(layout, place)
     if is_missing:
-        if space in of_lab(layout.name):
+        if space in list_namespaces(layout.name):
             run(['ip', 'netns', 'delete', space])  # a file alone: elab was killed, or a reboot
         run(['ip', 'netns', 'add', space])
     run(['ip', '-n', space, 'link', 'set', 'lo', 'up'])
@@ -357,8 +370,8 @@ def _ensure_namespace(layout: Layout, place: str) -> bool:
 
 def _ensure_fence(layout: Layout, space: str) -> None:
     prefix = ['ip', 'netns', 'exec', space]
-    run([*prefix, 'iptables-restore', '--noflush', '--wait'], fence(layout))
-    for hook, chain in FENCED.items():
+    run([*prefix, 'iptables-restore', '--noflush', '--wait'], render_fence_rules(layout))
+    for hook, chain in FENCE_CHAINS.items():
         rule = [hook, '-i', 'virbr0', '-j', chain]
         try:
             run([*prefix, 'iptables', '--wait', '--check', *rule])
@@ -367,13 +380,13 @@ def _ensure_fence(layout: Layout, space: str) -> None:
 
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
-    space = layout.namespace(place)
+    space = layout.get_namespace(place)
     if not has_interface(layout, place, 'br0'):
-        run(['ip', '-n', space, 'link', 'add', 'br0', 'address', layout.mac(place), 'type', 'bridge'])
+        run(['ip', '-n', space, 'link', 'add', 'br0', 'address', layout.get_mac(place), 'type', 'bridge'])
     run(['ip', '-n', space, 'address', 'replace', f'{address}/24', 'dev', 'br0'])
     run(['ip', '-n', space, 'link', 'set', 'br0', 'up'])
 
 
-def _forget_link(layout: Layout) -> None:
+def _delete_link(layout: Layout) -> None:
     if Path('/sys/class/net', layout.link).exists():
         run(['ip', 'link', 'delete', layout.link])

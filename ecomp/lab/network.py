@@ -18,14 +18,14 @@ from ipaddress import IPv4Address, IPv4Network
 from ecomp.errors import EcompError, UsageError
 from ecomp.model.guest import METADATA_ADDRESS
 
-MOST_HOSTS = 64  # of one lab; more are refused
+MAX_HOSTS = 64  # of one lab; more are refused
 CONTROL = 'control'
 DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 ETCD_PORT = 2379
 PLACEMENT_PORT = 8080
 
 # The lab's chain for each iptables chain of a host: it filters the traffic from virbr0.
-FENCED = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
+FENCE_CHAINS = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
 
 # First those that home routers, Docker (172.17/16) and libvirt (192.168.122/24) do not use; the others only if all
 # those are used.
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def lan(self) -> IPv4Network:
-        return self._subnet(0)
+        return self._make_subnet(0)
 
     @property
     def machine(self) -> IPv4Address:
@@ -74,33 +74,33 @@ class Layout:
         """The URL of the lab's directory images/, with a trailing slash."""
         return f'http://{self.control}/'
 
-    def address(self, host: str) -> IPv4Address:
-        return self.lan[10 + host_number(host)]
+    def get_address(self, host: str) -> IPv4Address:
+        return self.lan[10 + parse_host_number(host)]
 
-    def guests(self, host: str) -> IPv4Network:
+    def get_guest_network(self, host: str) -> IPv4Network:
         """Return the network from which libvirt's DHCP on a host serves its guests."""
-        return self._subnet(host_number(host))
+        return self._make_subnet(parse_host_number(host))
 
-    def namespace(self, place: str) -> str:
+    def get_namespace(self, place: str) -> str:
         return f'elab-{self.name}-{place}'
 
-    def mac(self, place: str) -> str:
+    def get_mac(self, place: str) -> str:
         """Return the MAC of the bridge br0 of a host or of `control`.
 
         A bridge without a fixed MAC changes it with every port, while neighbours remember the old one.
         """
-        return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else host_number(place):02x}'
+        return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else parse_host_number(place):02x}'
 
-    def _subnet(self, third: int) -> IPv4Network:
+    def _make_subnet(self, third: int) -> IPv4Network:
         return IPv4Network((int(self.network.network_address) + (third << 8), 24))
 
 
-def host_names(count: int) -> list[str]:
+def list_host_names(count: int) -> list[str]:
     """List the names hv1 … hv<count>."""
     return [f'hv{number}' for number in range(1, count + 1)]
 
 
-def host_number(host: str) -> int:
+def parse_host_number(host: str) -> int:
     """Parse the i of the name hv<i>."""
     return int(host.removeprefix('hv'))
 
@@ -112,12 +112,12 @@ def check_name(name: str) -> str:
     return name
 
 
-def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
+def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
     """Choose the first 10.N.0.0/16 that overlaps none of `used_networks`.
 
     These are the routes of this machine and the networks of other labs. Raises EcompError if all are used.
     """
-    networks = list(taken)
+    networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
         if not any(network.overlaps(other) for other in networks):
@@ -125,7 +125,7 @@ def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
     raise EcompError('no free network for a lab: every 10.20.0.0/16 to 10.254.0.0/16 is routed somewhere already')
 
 
-def routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
+def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
     """Parse the destinations narrower than 10.0.0.0/8 of `ip -json -4 route show table all`.
 
     Wider ones are general routes, such as a VPN's (0.0.0.0/1, or all of 10.0.0.0/8); a lab's /16 takes precedence.
@@ -135,18 +135,18 @@ def routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
     return [network for network in networks if network.prefixlen > 8]
 
 
-def backends_yaml(host: str, etcd_port: int, placement: str, own: str = '') -> str:
+def render_backends(host: str, etcd_port: int, placement: str, certificate_directory: str = '') -> str:
     """Render the sections etcd and placement of a configuration, with a client certificate.
 
     `placement` is its URL; `certificate_directory` has a trailing slash, '' means the directory of the file.
     """
     names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
-    files = ''.join(f'  {key}: {own}{name}\n' for key, name in names.items())
+    files = ''.join(f'  {key}: {certificate_directory}{name}\n' for key, name in names.items())
     etcd = f'etcd:\n  host: {host}\n  port: {etcd_port}\n{files}'
-    return f'{etcd}placement:\n  endpoint: {placement}\n{files}  token_file: {own}token\n'
+    return f'{etcd}placement:\n  endpoint: {placement}\n{files}  token_file: {certificate_directory}token\n'
 
 
-def network_xml(guests: IPv4Network, uuid: str) -> str:
+def render_network_xml(guests: IPv4Network, uuid: str) -> str:
     """Render libvirt's network `default` of a host (https://libvirt.org/formatnetwork.html).
 
     `open`: libvirt does not route or filter, so the machine reaches the guests, and without a default route in the
@@ -168,7 +168,7 @@ def network_xml(guests: IPv4Network, uuid: str) -> str:
     return ET.tostring(root, encoding='unicode')
 
 
-def fence(layout: Layout) -> str:
+def render_fence_rules(layout: Layout) -> str:
     """Render the rules for guests behind virbr0, for iptables-restore.
 
     Guests reach the DHCP and metadata server of their host, and on the LAN (the machine, etcd, placement, hosts) only
@@ -178,16 +178,16 @@ def fence(layout: Layout) -> str:
         'INPUT': ('-p udp --dport 67', '-p tcp --dport 80', '-p icmp'),
         'FORWARD': (f'! -d {layout.lan}', f'-d {layout.control} -p tcp --dport 80'),
     }
-    chains = [f':{chain} - [0:0]' for chain in FENCED.values()]
+    chains = [f':{chain} - [0:0]' for chain in FENCE_CHAINS.values()]
     appended = []
-    for hook, chain in FENCED.items():
+    for hook, chain in FENCE_CHAINS.items():
         rules = ('-m conntrack --ctstate ESTABLISHED,RELATED', *allowed[hook])
         appended += [f'-A {chain} {rule} -j RETURN' for rule in rules]
         appended.append(f'-A {chain} -j REJECT --reject-with icmp-admin-prohibited')
     return '\n'.join(('*filter', *chains, *appended, 'COMMIT', ''))
 
 
-def share(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
+def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
     """Divide cores, memory (MiB) and disk (GiB) among `hosts` into the inventory of one host.
 
     The minimum is 4, 512 and 1, so hosts may share cores: emulated guests are small.
@@ -199,15 +199,15 @@ def share(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int
     }
 
 
-def with_less(compute_yaml: str, part: Mapping[str, int]) -> str:
+def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
     """Reduce the amounts in the inventory of a compute.yaml to at most `maximum`."""
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
-        lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), part.get(found[2], int(found[4])))}',
+        lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',
         compute_yaml,
     )
 
 
-def bracketed(address: str) -> str:
+def bracket_address(address: str) -> str:
     """Put an IPv6 address in brackets, as before a colon and port."""
     return f'[{address}]' if ':' in address else address

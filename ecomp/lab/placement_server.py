@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CONNECTIONS = 2000  # concurrent ones; further clients wait
-NAMES = ('localhost', '127.0.0.1', '::1')
+MAX_CONNECTIONS = 2000  # concurrent ones; further clients wait
+LOCAL_NAMES = ('localhost', '127.0.0.1', '::1')
 
 # A WSGI application (PEP 3333).
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
     if second.isdecimal():
         bind: dict[str, Any] = {'host': first, 'port': int(second)}
-        placement = application(*NAMES, first)
+        placement = application(*LOCAL_NAMES, first)
     else:
         bind = {'unix_socket': first, 'unix_socket_perms': '600'}
         placement = application(token_file=second)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     gc.set_threshold(50_000, 20, 100)
     # Each ecompute keeps a connection for each concurrent build; above the limit new clients get no answer. Only poll()
     # supports descriptors from 1024 on.
-    limits = {'connection_limit': CONNECTIONS, 'asyncore_use_poll': True}
+    limits = {'connection_limit': MAX_CONNECTIONS, 'asyncore_use_poll': True}
     waitress.serve(placement, **bind, threads=1, ident='placement', **limits)
     return 0
 
@@ -59,17 +59,17 @@ def application(*names: str, token_file: str | None = None) -> Application:
     from placement.wsgi import api
 
     check_schemas_once()
-    placement = api.application if token_file is None else known(api.application, Path(token_file))
-    return named(placement, tuple(dict.fromkeys(names))) if names else placement
+    placement = api.application if token_file is None else require_token(api.application, Path(token_file))
+    return restrict_hosts(placement, tuple(dict.fromkeys(names))) if names else placement
 
 
-def named(application: Application, names: Collection[str]) -> Application:
+def restrict_hosts(application: Application, names: Collection[str]) -> Application:
     """Answer 421 to requests whose Host is not among `names`; one without Host is accepted.
 
     A malicious web page can point its own host name here and is then of the same origin (DNS rebinding).
     """
 
-    def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host, name = environ.get('HTTP_HOST'), None
         with contextlib.suppress(ValueError):
             name = urlsplit(f'//{host}').hostname
@@ -78,10 +78,10 @@ def named(application: Application, names: Collection[str]) -> Application:
         start_response('421 Misdirected Request', [('content-type', 'text/plain; charset=utf-8')])
         return [f'placement answers here by {" and ".join(names)} alone\n'.encode()]
 
-    return asked
+    return serve
 
 
-def known(application: Application, token_file: Path) -> Application:
+def require_token(application: Application, token_file: Path) -> Application:
     """Answer 401 to requests without the token in the file, which is read for each request.
 
     Placement without authentication takes the token `admin` as the administrator and other X- headers as the client's
@@ -89,7 +89,7 @@ def known(application: Application, token_file: Path) -> Application:
     https://docs.openstack.org/placement/latest/configuration/config.html
     """
 
-    def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         sent_token, token = environ.get('HTTP_X_AUTH_TOKEN', '').encode('latin-1', 'replace'), b''
         with contextlib.suppress(OSError):
             token = token_file.read_bytes().strip()
@@ -100,7 +100,7 @@ def known(application: Application, token_file: Path) -> Application:
         start_response('401 Unauthorized', [('content-type', 'application/json')])
         return [b'{"errors": [{"status": 401, "title": "Unauthorized", "detail": "token_file has another word"}]}']
 
-    return asked
+    return serve
 
 
 def check_schemas_once() -> None:
@@ -115,9 +115,9 @@ def check_schemas_once() -> None:
     check = validator.check_schema
     checked: dict[int, object] = {}
 
-    def check_once(schema: object, *rest: Any, **named: Any) -> None:
+    def check_once(schema: object, *rest: Any, **options: Any) -> None:
         if id(schema) not in checked:
-            check(schema, *rest, **named)
+            check(schema, *rest, **options)
             # The schema is kept, so that no other gets its id.
             checked[id(schema)] = schema
 

@@ -18,17 +18,17 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.files import boot_id, part_of, write_durably
+from ecomp.files import get_part_path, read_boot_id, write_durably
 from ecomp.lab import machine
 from ecomp.lab.machine import Process
-from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
+from ecomp.lab.network import CONTROL, Layout, choose_network, list_host_names, parse_routed_networks
 
-VERSION = 2
+FORMAT_VERSION = 2
 ROOT = Path('/var/lib/elab')
 OPERATOR = 'lab'
-RECORD = 'lab.json'
+RECORD_NAME = 'lab.json'
 # Names that may exist in a lab's directory before the lab does: elab makes what is missing.
-PREPARED = r'hv[0-9]+|control|certs|images|schedule\.yaml'
+PREPARED_NAMES = r'hv[0-9]+|control|certs|images|schedule\.yaml'
 MOUNTINFO = Path('/proc/self/mountinfo')
 
 
@@ -38,7 +38,7 @@ class Lab:
 
     directory: Path
     layout: Layout
-    count: int
+    host_count: int
     processes: dict[str, Process] = field(default_factory=dict)
 
     @property
@@ -53,60 +53,61 @@ class Lab:
 
     @property
     def hosts(self) -> list[str]:
-        return host_names(self.count)
+        return list_host_names(self.host_count)
 
     @property
     def places(self) -> list[str]:
         return [CONTROL, *self.hosts]
 
-    def running(self, what: str) -> Process | None:
+    def find_running(self, label: str) -> Process | None:
         """Find the running process started as `label`; None if it has ended or was never started."""
-        process = self.processes.get(what)
-        return process if process is not None and machine.alive(process) else None
+        process = self.processes.get(label)
+        return process if process is not None and machine.is_alive(process) else None
 
-    def remember(self, what: str, process: Process) -> None:
+    def record_process(self, label: str, process: Process) -> None:
         """Record in lab.json that `label` is this process."""
-        self.processes[what] = process
+        self.processes[label] = process
         self.save()
 
     def save(self) -> None:
         """Write lab.json atomically."""
         layout = self.layout
         data = {
-            'version': VERSION,
+            'version': FORMAT_VERSION,
             'name': layout.name,
             'network': str(layout.network),
-            'hosts': self.count,
+            'hosts': self.host_count,
             'etcd': layout.etcd,
             'placement': layout.placement,
             'images': layout.images,
-            'addresses': {CONTROL: str(layout.control), **{host: str(layout.address(host)) for host in self.hosts}},
-            'guests': {host: str(layout.guests(host)) for host in self.hosts},
-            'namespaces': [layout.namespace(place) for place in self.places],
+            'addresses': {CONTROL: str(layout.control), **{host: str(layout.get_address(host)) for host in self.hosts}},
+            'guests': {host: str(layout.get_guest_network(host)) for host in self.hosts},
+            'namespaces': [layout.get_namespace(place) for place in self.places],
             'link': layout.link,
-            'boot': boot_id(),
+            'boot': read_boot_id(),
             'processes': {label: asdict(process) for label, process in self.processes.items()},
         }
-        write_durably(self.directory / RECORD, json.dumps(data, indent=1), 0o644)
+        write_durably(self.directory / RECORD_NAME, json.dumps(data, indent=1), 0o644)
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
     """Load the lab; raise NotFound without it, EcompError for an unusable lab.json."""
     directory = root / name
-    path = directory / RECORD
+    path = directory / RECORD_NAME
     try:
         data = json.loads(path.read_text(encoding='utf-8'))
         version = data['version']
-        if version != VERSION:
+        if version != FORMAT_VERSION:
             raise EcompError(
-                f'{path} is of version {version}, and this elab knows {VERSION}: elab down --name {name}, then elab up'
+                f'{path} is of version {version}, and this elab knows {FORMAT_VERSION}: '
+                f'elab down --name {name}, then elab up'
             )
         # Start times count from the boot: after a reboot they are meaningless.
-        recorded = data['processes'] if data['boot'] == boot_id() else {}
+        recorded = data['processes'] if data['boot'] == read_boot_id() else {}
         processes = {label: Process(**process) for label, process in recorded.items()}
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
-        names = [lab.layout.name for lab in all_labs(root)]
+        names = [lab.layout.name for lab in list_labs(root)]
         hint = f' (there is {", ".join(names)})' if names else ''
         raise NotFound(f'there is no lab {name!r}{hint}: elab up --name {name} makes one') from error
     except OSError as error:
@@ -115,7 +116,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
         raise EcompError(f'{path} is not what elab wrote: elab down --name {name} removes the lab') from error
 
 
-def load_or_create(name: str, count: int | None) -> Lab:
+def load_or_create(name: str, host_count: int | None) -> Lab:
     """Load the lab, or create its lab.json alone, with at least `host_count` hosts.
 
     None means the current number, 3 for a new lab. Raises UsageError if the directory of a new lab has foreign files,
@@ -123,20 +124,22 @@ def load_or_create(name: str, count: int | None) -> Lab:
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
-        lab.count = max(lab.count, count or 0)
+        lab.host_count = max(lab.host_count, host_count or 0)
         lab.save()
         return lab
     directory = ROOT / name
     # A killed write of lab.json leaves its temporary file. Files prepared for a lab are accepted, but not behind a
     # link.
-    allowed = re.compile(re.escape(part_of(Path(RECORD)).name) + ('' if directory.is_symlink() else f'|{PREPARED}'))
+    allowed = re.compile(
+        re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
+    )
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
         problem = f'{directory} is not empty, and elab down would remove all that is in it'
         raise UsageError(f'{problem}: move that away, or make {directory} a link to an empty directory')
-    with locked(ROOT):  # two labs created concurrently must not choose the same network
+    with hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
-        used_networks = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
-        lab = Lab(directory, Layout(name, choose_network(used_networks)), count or 3)
+        used_networks = parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
+        lab = Lab(directory, Layout(name, choose_network(used_networks)), host_count or 3)
         lab.save()
     return lab
 
@@ -146,49 +149,49 @@ def check_removable(directory: Path) -> None:
 
     The lab's own mounts are in its namespaces and invisible here. proc_pid_mountinfo(5)
     """
-    if not _is_a_lab_s(directory):
+    if not _belongs_to_lab(directory):
         return
     top = directory.resolve()
     for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
         # A space, tab, newline or backslash is an octal escape.
         mount_point = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
         if top in mount_point.parents:
-            raise _not_whole(directory, f'{mount_point} is a mount')
+            raise _make_removal_error(directory, f'{mount_point} is a mount')
 
 
-def remove(directory: Path) -> None:
+def remove_directory(directory: Path) -> None:
     """Remove a lab's directory, and the link to it. Raises EcompError.
 
     lab.json is removed last: it shows that a directory behind a link is a lab's.
     """
     try:
-        if _is_a_lab_s(directory):
+        if _belongs_to_lab(directory):
             target = directory.resolve()
             for path in target.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                elif path.name != RECORD:
+                elif path.name != RECORD_NAME:
                     path.unlink()
-            (target / RECORD).unlink(missing_ok=True)
+            (target / RECORD_NAME).unlink(missing_ok=True)
             target.rmdir()
         if directory.is_symlink():
             directory.unlink()
     except OSError as error:
-        raise _not_whole(directory, f'{error.filename}: {error.strerror}') from error
+        raise _make_removal_error(directory, f'{error.filename}: {error.strerror}') from error
 
 
-def _is_a_lab_s(directory: Path) -> bool:
+def _belongs_to_lab(directory: Path) -> bool:
     # A lab may be on another disk, behind a link; without lab.json that directory is not a lab's.
-    return not directory.is_symlink() or (directory / RECORD).exists()
+    return not directory.is_symlink() or (directory / RECORD_NAME).exists()
 
 
-def _not_whole(directory: Path, why: str) -> EcompError:
+def _make_removal_error(directory: Path, reason: str) -> EcompError:
     return EcompError(
-        f'{directory} cannot be removed whole ({why}): unmount what is mounted there, and say elab down again'
+        f'{directory} cannot be removed whole ({reason}): unmount what is mounted there, and say elab down again'
     )
 
 
-def find_lab_here() -> str:
+def find_lab_name() -> str:
     """Find the name of the lab of the working directory, else of the `elab shell`, else `lab`."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
     with contextlib.suppress(OSError):  # the working directory may have been removed
@@ -200,17 +203,17 @@ def find_lab_here() -> str:
     return 'lab'
 
 
-def all_labs(root: Path = ROOT) -> list[Lab]:
+def list_labs(root: Path = ROOT) -> list[Lab]:
     """Load every lab that load() accepts; others that run are seen only by their routes."""
     labs = []
-    for path in sorted(root.glob(f'*/{RECORD}')):
+    for path in sorted(root.glob(f'*/{RECORD_NAME}')):
         with contextlib.suppress(EcompError):
             labs.append(load(path.parent.name, root))
     return labs
 
 
 @contextlib.contextmanager
-def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock on a directory, made if missing; `on_busy` is called if another has it.
 
     The kernel releases the lock when the process ends, even by a kill.
@@ -229,17 +232,17 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                busy()
+                on_busy()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The previous holder may have removed the directory: then this lock protects nothing.
-            if _is_at(descriptor, directory):
+            if _is_same_file(descriptor, directory):
                 yield
                 return
         finally:
             os.close(descriptor)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ecomp.model.json_object import is_text
+from ecomp.model.json_object import is_utf8_text
 
 # The maximum amount of one class in placement's schema; placement refuses a larger one.
-LARGEST = 2**31 - 1
+MAX_AMOUNT = 2**31 - 1
 
 
 class Room(NamedTuple):
@@ -21,7 +21,7 @@ class Room(NamedTuple):
 
     capacity: int
     used: int
-    shut: bool = False
+    is_fully_reserved: bool = False
 
     @property
     def free(self) -> int:
@@ -31,7 +31,7 @@ class Room(NamedTuple):
     @property
     def over(self) -> int:
         """The amount used beyond the capacity, as after the inventory shrank; 0 if all is reserved."""
-        return 0 if self.shut else max(self.used - self.capacity, 0)
+        return 0 if self.is_fully_reserved else max(self.used - self.capacity, 0)
 
 
 # {provider: {class: Room}}
@@ -45,16 +45,16 @@ class Inventory(NamedTuple):
     reserved: int = 0
     allocation_ratio: float = 1.0
     min_unit: int = 1
-    max_unit: int = LARGEST
+    max_unit: int = MAX_AMOUNT
     step_size: int = 1
     used: int = 0
 
     @property
     def capacity(self) -> int:
-        return capacity(self.total, self.allocation_ratio, self.reserved)
+        return calculate_capacity(self.total, self.allocation_ratio, self.reserved)
 
     @property
-    def is_shut(self) -> bool:
+    def is_fully_reserved(self) -> bool:
         """True if all of it is reserved. An ecompute that stops cleanly reserves all its VCPU."""
         return self.reserved >= self.total
 
@@ -62,7 +62,7 @@ class Inventory(NamedTuple):
     def free(self) -> int:
         return Room(self.capacity, self.used).free
 
-    def nearest(self, amount: int, room: int) -> int | None:
+    def find_nearest_amount(self, amount: int, room: int) -> int | None:
         """Return the valid amount nearest to `amount` that fits into `room`, or None."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
@@ -71,7 +71,7 @@ class Inventory(NamedTuple):
         return min(possible, key=lambda each: abs(each - amount), default=None)
 
 
-def capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
+def calculate_capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
     """Return the amount that can be allocated (openstack-placement 16, objects/inventory.py)."""
     return int((total - reserved) * ratio)
 
@@ -88,14 +88,14 @@ Allocations = Mapping[str, Resources]
 MIB = 2**20
 GIB = 2**30
 
-NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
+REQUIRED_CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB')
 
 
 # A larger number is not accepted as a sum of amounts, because no real amounts add up to it.
-MOST = LARGEST * LARGEST
+MAX_SUM = MAX_AMOUNT * MAX_AMOUNT
 
 # Characters; a longer difference is cut off, because placement may hold names of any length.
-SENTENCE = 500
+MAX_DIFFERENCE_CHARACTERS = 500
 
 _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
@@ -112,11 +112,11 @@ def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
     parsed: dict[str, dict[str, int]] = {}
     for provider, entry in value.items():
         resources = entry.get('resources') if isinstance(entry, dict) else None
-        if not isinstance(resources, dict) or not resources or not is_text(provider):
+        if not isinstance(resources, dict) or not resources or not is_utf8_text(provider):
             raise ValueError(f'allocations: {provider!r} has no resources')
         for name, amount in resources.items():
-            if not is_amount(amount, LARGEST) or not amount:
-                raise ValueError(f'allocations: {name} is {amount!r}, not a whole number from 1 to {LARGEST}')
+            if not is_amount(amount, MAX_AMOUNT) or not amount:
+                raise ValueError(f'allocations: {name} is {amount!r}, not a whole number from 1 to {MAX_AMOUNT}')
         parsed[provider] = dict(resources)
     return parsed
 
@@ -126,52 +126,56 @@ def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
 
 
-def is_amount(value: object, most: int = MOST) -> bool:
+def is_amount(value: object, maximum: int = MAX_SUM) -> bool:
     """Return True for an int from 0 to `maximum`; not for a bool, or true would be one VCPU."""
-    return type(value) is int and 0 <= value <= most
+    return type(value) is int and 0 <= value <= maximum
 
 
-def total(allocations: Allocations) -> dict[str, int]:
+def sum_allocations(allocations: Allocations) -> dict[str, int]:
     """Return the sum over all providers, by class; a shared provider may supply the disk."""
-    return summed(allocations.values())
+    return sum_resources(allocations.values())
 
 
-def summed(each: Iterable[Resources]) -> dict[str, int]:
+def sum_resources(parts: Iterable[Resources]) -> dict[str, int]:
+    """Return the sum of each resource class over all parts."""
     sums: dict[str, int] = {}
-    for resources in each:
+    for resources in parts:
         for name, amount in resources.items():
             sums[name] = sums.get(name, 0) + amount
     return sums
 
 
-def compute_of(allocations: Allocations) -> str:
-    """Return the compute: the provider of the VCPUs, not of a shared disk; '' if there is none."""
+def find_compute(allocations: Allocations) -> str:
+    """Return the compute: the provider of the VCPUs, not of a shared disk; '' if absent."""
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
-def missing(resources: Resources) -> list[str]:
+def list_missing_classes(resources: Resources) -> list[str]:
     """Return the classes that a guest needs and that `resources` lacks."""
-    return [name for name in NEEDED if name not in resources]
+    return [name for name in REQUIRED_CLASSES if name not in resources]
 
 
-def difference(asked: Allocations, held: Allocations) -> str | None:
+def describe_difference(requested: Allocations, held: Allocations) -> str | None:
     """Describe in one sentence how two allocations differ; return None if they are equal."""
-    if {p: dict(r) for p, r in asked.items()} == {p: dict(r) for p, r in held.items()}:
+    if {p: dict(r) for p, r in requested.items()} == {p: dict(r) for p, r in held.items()}:
         return None
     if not held:
         return 'placement holds no allocation for it'
     parts = []
-    for provider in sorted({*asked, *held}):
+    for provider in sorted({*requested, *held}):
         if provider not in held:
             parts.append(f'nothing is held on {provider}')
-        elif provider not in asked:
-            parts.append(f'{words(held[provider])} held on {provider} was not requested')
-        elif dict(asked[provider]) != dict(held[provider]):
-            parts.append(f'requested {words(asked[provider])}, held {words(held[provider])} on {provider}')
+        elif provider not in requested:
+            parts.append(f'{format_resources(held[provider])} held on {provider} was not requested')
+        elif dict(requested[provider]) != dict(held[provider]):
+            parts.append(
+                f'requested {format_resources(requested[provider])}, '
+                f'held {format_resources(held[provider])} on {provider}'
+            )
     sentence = 'the request and placement differ: ' + '; '.join(parts)
-    return sentence if len(sentence) <= SENTENCE else f'{sentence[:SENTENCE]}…'
+    return sentence if len(sentence) <= MAX_DIFFERENCE_CHARACTERS else f'{sentence[:MAX_DIFFERENCE_CHARACTERS]}…'
 
 
-def words(resources: Resources) -> str:
+def format_resources(resources: Resources) -> str:
     """Format the amounts as in a query, sorted by class: DISK_GB:1,VCPU:1."""
     return ','.join(f'{name}:{amount}' for name, amount in sorted(resources.items()))

@@ -12,19 +12,19 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, capacity, difference, summed, words
+from ecomp.model.allocation import Resources, calculate_capacity, describe_difference, format_resources, sum_resources
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
-from ecomp.model.host import QUOTED, SILENT
-from ecomp.model.order import Invalid, Request
-from ecomp.model.planes import Leftover, Planes, World
-from ecomp.model.quota import Quota, counted
+from ecomp.model.host import MAX_QUOTED_INSTANCES, SILENT
+from ecomp.model.order import InvalidRequest, Request
+from ecomp.model.planes import AuditIndex, Leftover, Planes
+from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.record import ACTIVE, ERROR, Record
-from ecomp.model.text import some
+from ecomp.model.text import join_some
 
 # The exit code of `audit` and `doctor` with findings.
-FOUND = 8
+EXIT_FINDINGS = 8
 
 
 class Repair(Enum):
@@ -49,134 +49,158 @@ class Code(NamedTuple):
     meaning: str
     repair: Repair | None = None
     # The manual repair. `<key>` stands for the finding's key, or for all of its keys if one of them is wrong.
-    how: str = ''
+    manual_repair: str = ''
 
     @property
     def fix(self) -> str:
-        """The repair of `audit --fix` in words, '' if there is none."""
+        """The repair of `audit --fix` in words, '' if absent."""
         return self.repair.value if self.repair else ''
 
 
-WRONG_KEY = 'delete the wrong one: etcdctl del <key>'
-UNREADABLE = 'if no newer ecomp wrote it, delete the key: etcdctl del <key>'
-UNREADABLE_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del <key>'
+REPAIR_WRONG_KEY = 'delete the wrong one: etcdctl del <key>'
+REPAIR_MALFORMED = 'if no newer ecomp wrote it, delete the key: etcdctl del <key>'
+REPAIR_MALFORMED_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del <key>'
 
 CODES = {
     # placement
     'provider-missing': Code(
-        'a living compute is no provider', how='its ecompute registers it within a minute, else see its log'
+        'a living compute is no provider', manual_repair='its ecompute registers it within a minute, else see its log'
     ),
     'inventory-missing': Code(
-        'a living compute has no inventory', how='its ecompute sets it within a minute, else see its log'
+        'a living compute has no inventory', manual_repair='its ecompute sets it within a minute, else see its log'
     ),
     'capacity-exceeded': Code(
-        'more of a class is used than there is', how='destroy some of its instances, or raise `inventory:` there'
+        'more of a class is used than there is',
+        manual_repair='destroy some of its instances, or raise `inventory:` there',
     ),
     'allocation-orphaned': Code('an allocation nobody stands behind', Repair.RELEASE),
     'allocation-missing': Code('an instance lives and holds nothing', Repair.CLAIM),
     'allocation-differs': Code(
-        'an instance holds other than was requested', how='destroy it, or correct it: PUT /allocations/<instance>'
+        'an instance holds other than was requested',
+        manual_repair='destroy it, or correct it: PUT /allocations/<instance>',
     ),
     'allocation-doubled': Code(
-        'an instance holds on two computes', how='correct it with its generation: PUT /allocations/<instance>'
+        'an instance holds on two computes', manual_repair='correct it with its generation: PUT /allocations/<instance>'
     ),
     # etcd
-    'request-doubled': Code('an instance is requested of two computes', how=WRONG_KEY),
-    'request-misplaced': Code('an instance is requested of one compute and recorded by another', how=WRONG_KEY),
-    'request-missing': Code('an instance lives without a request', how='eschedule destroy <instance> removes it whole'),
+    'request-doubled': Code('an instance is requested of two computes', manual_repair=REPAIR_WRONG_KEY),
+    'request-misplaced': Code(
+        'an instance is requested of one compute and recorded by another', manual_repair=REPAIR_WRONG_KEY
+    ),
+    'request-missing': Code(
+        'an instance lives without a request', manual_repair='eschedule destroy <instance> removes it whole'
+    ),
     'request-ended': Code('a request of an instance that has ended', Repair.DELETE_REQUEST),
-    'request-unreadable': Code('a request that cannot be understood', how=UNREADABLE_REQUEST),
-    'queued-unreadable': Code('a waiting request that cannot be understood', how=UNREADABLE_REQUEST),
+    'request-unreadable': Code('a request that cannot be understood', manual_repair=REPAIR_MALFORMED_REQUEST),
+    'queued-unreadable': Code('a waiting request that cannot be understood', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-flavorless': Code(
         'a request waits for a flavor that is not there',
-        how='eschedule flavor set it again, or eschedule destroy <instance>',
+        manual_repair='eschedule flavor set it again, or eschedule destroy <instance>',
     ),
-    'queued-doubled': Code('a request waits that was delivered already', Repair.UNQUEUE, WRONG_KEY),
-    'taker-unleased': Code('a compute is taking a request for ever', how='if it is not: etcdctl del <key>'),
-    'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
-    'record-doubled': Code('another compute has a record of it, too', how=WRONG_KEY),
-    'record-unreadable': Code('a record that cannot be understood', how='etcdctl del <key>, and restart its ecompute'),
+    'queued-doubled': Code('a request waits that was delivered already', Repair.UNQUEUE, REPAIR_WRONG_KEY),
+    'taker-unleased': Code('a compute is taking a request for ever', manual_repair='if it is not: etcdctl del <key>'),
+    'record-missing': Code(
+        'an instance runs and has no record', manual_repair='restart its ecompute, which writes it again'
+    ),
+    'record-doubled': Code('another compute has a record of it, too', manual_repair=REPAIR_WRONG_KEY),
+    'record-unreadable': Code(
+        'a record that cannot be understood', manual_repair='etcdctl del <key>, and restart its ecompute'
+    ),
     'record-unleased': Code('the record of what has ended will stay for ever', Repair.PUT_ON_LEASE),
     'record-leased': Code(
         'the record of what lives will vanish',
-        how='put it again without a lease: etcdctl get --print-value-only <key> | etcdctl put <key>',
+        manual_repair='put it again without a lease: etcdctl get --print-value-only <key> | etcdctl put <key>',
     ),
     'booted-orphaned': Code('an address of no living instance', Repair.DELETE),
     'booted-differs': Code(
-        'an address other than the recorded one', how='put the right one: etcdctl put <key> ADDRESS'
+        'an address other than the recorded one', manual_repair='put the right one: etcdctl put <key> ADDRESS'
     ),
-    'name-orphaned': Code('a name of no living instance', Repair.DELETE, how=UNREADABLE),
+    'name-orphaned': Code('a name of no living instance', Repair.DELETE, manual_repair=REPAIR_MALFORMED),
     'name-missing': Code(
         'a living instance does not have its name',
         Repair.RESTORE_NAME,
-        how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
+        manual_repair='another one has it: destroy one of the two, or let both be and say the uuid of this one',
     ),
-    'name-reserved': Code('a living instance has the name of a command', how='give its uuid in place of its name'),
-    'group-unreadable': Code('a group that cannot be understood', how=UNREADABLE),
-    'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
+    'name-reserved': Code(
+        'a living instance has the name of a command', manual_repair='give its uuid in place of its name'
+    ),
+    'group-unreadable': Code('a group that cannot be understood', manual_repair=REPAIR_MALFORMED),
+    'group-broken': Code('the rule of a strict group does not hold', manual_repair='destroy what is not to be there'),
     'group-orphaned': Code('a member of a group that is no living instance', Repair.LEAVE_GROUP),
     'group-missing': Code('a living instance is not in its group', Repair.JOIN_GROUP),
-    'quota-unreadable': Code('a quota that cannot be understood', how=UNREADABLE),
+    'quota-unreadable': Code('a quota that cannot be understood', manual_repair=REPAIR_MALFORMED),
     'quota-differs': Code('a quota counts other than is requested', Repair.RECOUNT),
     'usage-differs': Code(
-        "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
+        'a quota counts other than placement does for its project',
+        manual_repair='whose claim it is: openstack allocation show',
     ),
-    'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is: etcdctl del <key>'),
+    'attempt-unleased': Code('somebody is at a request for ever', manual_repair='if nobody is: etcdctl del <key>'),
     'hostname-orphaned': Code('the host name of a compute that is not there', Repair.DELETE),
-    'presence-unleased': Code('a compute says it is alive, and on no lease', how='etcdctl del <key>'),
+    'presence-unleased': Code('a compute says it is alive, and on no lease', manual_repair='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
         'a silent compute holds claims, or may run what waits in a queue, and was not compared',
-        how='bring it back (after a restore of etcd: ecompute --accept-new-etcd there); of a machine that is off for '
-        'good: eschedule host forget <host> --fenced',
+        manual_repair='bring it back (after a restore of etcd: ecompute --accept-new-etcd there); of a machine that is '
+        'off for good: eschedule host forget <host> --fenced',
     ),
-    'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
-    'domain-missing': Code('an instance lives and has no domain', how='eschedule destroy <instance>'),
-    'domain-off': Code('an active instance is off', how="see its ecompute's log: it has not noticed"),
+    'compute-mute': Code('a living compute gives no digest', manual_repair="see its ecompute's log; restart it"),
+    'domain-missing': Code('an instance lives and has no domain', manual_repair='eschedule destroy <instance>'),
+    'domain-off': Code('an active instance is off', manual_repair="see its ecompute's log: it has not noticed"),
     'domain-running': Code(
-        'an instance runs that is recorded as off or ended', how="see its ecompute's log; virsh destroy ends it"
+        'an instance runs that is recorded as off or ended',
+        manual_repair="see its ecompute's log; virsh destroy ends it",
     ),
-    'domain-differs': Code('a domain is not as its record and claim say', how='undo with virsh what its fault says'),
+    'domain-differs': Code(
+        'a domain is not as its record and claim say', manual_repair='undo with virsh what its fault says'
+    ),
     'domain-undefined': Code(
-        'a running domain that will vanish', how='virsh dumpxml <instance> into a file, then virsh define it'
+        'a running domain that will vanish', manual_repair='virsh dumpxml <instance> into a file, then virsh define it'
     ),
     'domain-orphaned': Code(
         'a domain nobody asks for',
-        how='after a restore of etcd: ecompute --accept-new-etcd on its host; else virsh destroy, virsh undefine; its '
-        'disk is then found by the next audit',
+        manual_repair='after a restore of etcd: ecompute --accept-new-etcd on its host; else virsh destroy, virsh '
+        'undefine; its disk is then found by the next audit',
     ),
     'domain-misplaced': Code(
-        'a domain with the mark of another compute', how='stop one: virsh destroy, virsh undefine on that host'
+        'a domain with the mark of another compute',
+        manual_repair='stop one: virsh destroy, virsh undefine on that host',
     ),
     'domain-doubled': Code(
-        'an instance has domains on two computes', how='end the wrong one: virsh destroy, virsh undefine on its host'
+        'an instance has domains on two computes',
+        manual_repair='end the wrong one: virsh destroy, virsh undefine on its host',
     ),
-    'disk-missing': Code('an instance has no disk', how='eschedule destroy <instance>'),
+    'disk-missing': Code('an instance has no disk', manual_repair='eschedule destroy <instance>'),
     'base-missing': Code(
-        'a disk lies on a base volume that is gone', how='put the same image file back, or eschedule destroy <instance>'
+        'a disk lies on a base volume that is gone',
+        manual_repair='put the same image file back, or eschedule destroy <instance>',
     ),
-    'disk-orphaned': Code('a disk nobody asks for', Repair.CLEAR, how='look, and remove it by hand'),
+    'disk-orphaned': Code('a disk nobody asks for', Repair.CLEAR, manual_repair='look, and remove it by hand'),
     'seed-orphaned': Code('metadata of no instance', Repair.CLEAR),
     'iso-orphaned': Code('a NoCloud disk of no instance', Repair.CLEAR),
     'reservation-orphaned': Code('an address reserved for no instance', Repair.CLEAR),
     'reservation-missing': Code(
-        'the address of a living instance is not reserved', how='restart its ecompute, which reserves it again'
+        'the address of a living instance is not reserved',
+        manual_repair='restart its ecompute, which reserves it again',
     ),
     'reservation-differs': Code(
         'another address is reserved for a living instance than its record says',
-        how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
+        manual_repair='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
-    'metadata-refused': Code('a guest gets no metadata', how='correct what its fault says, and reboot the guest'),
+    'metadata-refused': Code(
+        'a guest gets no metadata', manual_repair='correct what its fault says, and reboot the guest'
+    ),
     'part-orphaned': Code('a file left half written', Repair.CLEAR),
     'base-differs': Code(
         'a base volume is not what was fetched',
-        how='eschedule destroy the instances on it, which its ecompute named; the next of that image fetches it again',
+        manual_repair='eschedule destroy the instances on it, which its ecompute named; '
+        'the next of that image fetches it again',
     ),
     'dhcp-open': Code(
         'a guest can take every address of a network',
-        how="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and before "
-        "</network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; then virsh "
-        'net-destroy and net-start it, which cuts its guests off for the second until its ecompute plugs them in again',
+        manual_repair="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, "
+        "and before </network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
+        'then virsh net-destroy and net-start it, which cuts its guests off for the second until its ecompute plugs '
+        'them in again',
     ),
 }
 
@@ -194,23 +218,23 @@ class Finding(NamedTuple):
     sentence: str
     compute: str = ''
     leftover: Leftover | None = None
-    mendable: bool = True
+    is_repairable: bool = True
     keys: tuple[str, ...] = ()
 
     @property
     def repair(self) -> Repair | None:
         """The repair of `audit --fix`, None if it leaves the finding alone."""
-        return CODES[self.code].repair if self.mendable else None
+        return CODES[self.code].repair if self.is_repairable else None
 
     @property
     def fix(self) -> str:
-        """The repair in words, '' if there is none."""
+        """The repair in words, '' if absent."""
         return self.repair.value if self.repair else ''
 
     @property
     def how(self) -> str:
         """The manual repair, '' if `audit --fix` repairs it."""
-        text = '' if self.fix else CODES[self.code].how
+        text = '' if self.fix else CODES[self.code].manual_repair
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +245,9 @@ class Finding(NamedTuple):
 Revisions = Mapping[str, Mapping[str, int]]
 
 
-def confirmed(first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]) -> list[Finding]:
+def confirm_findings(
+    first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
+) -> list[Finding]:
     """Return the findings that both checks have, and about whose subject no key changed.
 
     Work on an instance changes keys, so planes that were read at different moments need not disagree about it.
@@ -236,16 +262,26 @@ def confirmed(first: Iterable[Finding], second: Iterable[Finding], revisions: Se
 
 
 # The code for each trouble of a living guest that its compute detects itself and writes into the record's fault.
-TROUBLES = {**dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'), REFUSED_METADATA: 'metadata-refused'}
+CODES_BY_TROUBLE = {
+    **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'),
+    REFUSED_METADATA: 'metadata-refused',
+}
 
 
 def audit(planes: Planes) -> list[Finding]:
     """Return every disagreement between the planes, starting with those about computes."""
-    world = World(planes)
-    findings = [*_computes(world), *_attempts(world), *_queues(world), *_names(world), *groups(world), *quotas(world)]
-    for instance in world.instances():
-        if instance not in world.at_it:
-            findings += _instance(world, instance)
+    world = AuditIndex(planes)
+    findings = [
+        *_audit_computes(world),
+        *_audit_attempts(world),
+        *_audit_queues(world),
+        *_audit_names(world),
+        *audit_groups(world),
+        *audit_quotas(world),
+    ]
+    for instance in world.list_instances():
+        if instance not in world.in_flight:
+            findings += _audit_instance(world, instance)
     for compute, digest in planes.digests.items():
         findings += (
             Finding('part-orphaned', compute, f'{name} is on compute {compute}, and nobody is writing it', compute,
@@ -261,102 +297,104 @@ def audit(planes: Planes) -> list[Finding]:
     return findings
 
 
-def _computes(world: World) -> Iterator[Finding]:
-    known_computes = {*world.alive, *world.planes.providers, *world.away()}
+def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
+    known_computes = {*world.living_computes, *world.planes.providers, *world.list_absent_computes()}
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
-            compute = keys.last(key)
+            compute = keys.get_last_part(key)
             yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it', keys=(key,))
-        if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known_computes:
+        if key.startswith(keys.HOSTNAMES) and keys.get_last_part(key) not in known_computes:
             detail = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
-            presence = keys.compute(keys.last(key))
-            yield Finding('hostname-orphaned', keys.last(key), detail, keys=(key, presence))
-    for compute in sorted(world.alive):
+            presence = keys.compute(keys.get_last_part(key))
+            yield Finding('hostname-orphaned', keys.get_last_part(key), detail, keys=(key, presence))
+    for compute in sorted(world.living_computes):
         provider = world.planes.providers.get(compute)
         if provider is None:
             yield Finding('provider-missing', compute, f'etcd says compute {compute} lives, placement does not know it')
         elif not provider.inventory:
             yield Finding('inventory-missing', compute, f'compute {compute} lives, placement has no inventory of it')
-        if compute in world.planes.mute:
-            reason = world.planes.mute[compute]
+        if compute in world.planes.mute_reasons:
+            reason = world.planes.mute_reasons[compute]
             yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {reason}')
-    for compute, state in world.away().items():
-        held = world.planes.providers[compute].held if compute in world.planes.providers else {}
-        if state == SILENT and (held or world.queued):
+    for compute, state in world.list_absent_computes().items():
+        held = world.planes.providers[compute].allocations if compute in world.planes.providers else {}
+        if state == SILENT and (held or world.queue_entries):
             reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'requests wait that it may run'
             sentence = f'compute {compute} is silent, and {reason}: what it has was not compared'
             yield Finding('compute-silent', compute, sentence, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
-        for name, amount in sorted(summed(provider.held.values()).items()):
+        for name, amount in sorted(sum_resources(provider.allocations.values()).items()):
             inventory = provider.inventory.get(name, {})
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
-            total = capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
+            total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
                 yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {total}')
 
 
-def _attempts(world: World) -> Iterator[Finding]:
-    for key, entry in world.under(keys.ATTEMPTS).items():
+def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
+    for key, entry in world.select_prefix(keys.ATTEMPTS).items():
         if not entry.lease:
             sentence = f'{key} is on no lease: it will stay for ever'
-            yield Finding('attempt-unleased', keys.last(key), sentence, keys=(key,))
+            yield Finding('attempt-unleased', keys.get_last_part(key), sentence, keys=(key,))
 
 
-def _queues(world: World) -> Iterator[Finding]:
-    for key, entry in world.under(keys.QUEUES).items():
+def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
+    for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
             sentence = f'{key} is on no lease: nobody else ever takes it'
-            yield Finding('taker-unleased', keys.in_queue(key), sentence, keys=(key,))
-    for instance, queues in sorted(world.queued.items()):
+            yield Finding('taker-unleased', keys.get_queued_instance(key), sentence, keys=(key,))
+    for instance, queues in sorted(world.queue_entries.items()):
         wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
         others = [f'it is requested of compute {", ".join(wishes)}'] if wishes else []
         others += [f'its record says {record.state}'] if record else []
         for flavor, waiting in sorted(queues.items()):
             key = keys.queue(flavor, instance)
-            if isinstance(waiting, Invalid):
+            if isinstance(waiting, InvalidRequest):
                 sentence = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
                 yield Finding('queued-unreadable', instance, sentence, keys=(key,))
             elif others or len(queues) > 1:
                 other_queues = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
                 sentence = f'{key} says that it waits, and {"; ".join([*others, *other_queues])}'
                 is_repairable = bool(others) and len(queues) == 1
-                related_keys = world.keys_of(instance) if is_repairable else ()
-                yield Finding('queued-doubled', instance, sentence, mendable=is_repairable, keys=(key, *related_keys))
-            elif world.kept(keys.flavor(flavor)) is None:
+                related_keys = world.list_instance_keys(instance) if is_repairable else ()
+                yield Finding(
+                    'queued-doubled', instance, sentence, is_repairable=is_repairable, keys=(key, *related_keys)
+                )
+            elif world.get_value(keys.flavor(flavor)) is None:
                 sentence = f'it waits for flavor {flavor}, which is not there: nobody takes it'
                 yield Finding('queued-flavorless', instance, sentence)
 
 
-def _names(world: World) -> Iterator[Finding]:
-    for name, instance in world.names.items():
+def _audit_names(world: AuditIndex) -> Iterator[Finding]:
+    for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
-            yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False, keys=(key,))
+            yield Finding('name-orphaned', name, f'{key} cannot be understood', is_repairable=False, keys=(key,))
             continue
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
-        waiting = world.queued.get(instance, {}).values()
-        if instance in world.unreadable or any(isinstance(wish, Invalid) for wish in (*wishes, *waiting)):
+        waiting = world.queue_entries.get(instance, {}).values()
+        if instance in world.malformed_records or any(isinstance(wish, InvalidRequest) for wish in (*wishes, *waiting)):
             continue  # its name is unknown
-        entry = world.kept(key)
+        entry = world.get_value(key)
         if record is not None and not world.is_living(instance):
             # A failed instance keeps its name, on a lease, for as long as its record.
             if record.state == ERROR and entry is not None and entry.lease:
                 continue
             detail = f'its record says {record.state}'
-        elif name not in world.called(instance) and not world.is_in_work(instance):
+        elif name not in world.list_names(instance) and not world.is_in_work(instance):
             detail = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
         else:
             continue
         sentence = f'{key} is of instance {instance}: {detail}'
-        yield Finding('name-orphaned', name, sentence, keys=(key, *world.keys_of(instance)))
+        yield Finding('name-orphaned', name, sentence, keys=(key, *world.list_instance_keys(instance)))
 
 
-def _called(world: World, record: Record) -> Iterator[Finding]:
-    for name in sorted(world.called(record.instance)):
+def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
+    for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'it is called {name}, which is reserved for a command')
-        entry, owner = world.kept(keys.name(name)), world.names.get(name)
+        entry, owner = world.get_value(keys.name(name)), world.name_owners.get(name)
         is_own = owner == record.instance
         if entry is None:
             detail = 'is not there'
@@ -367,92 +405,98 @@ def _called(world: World, record: Record) -> Iterator[Finding]:
         else:
             continue
         sentence = f'it is called {name}, and {keys.name(name)} {detail}'
-        related_keys = world.keys_of(record.instance)
-        yield Finding('name-missing', record.instance, sentence, mendable=entry is None or is_own, keys=related_keys)
+        related_keys = world.list_instance_keys(record.instance)
+        yield Finding(
+            'name-missing', record.instance, sentence, is_repairable=entry is None or is_own, keys=related_keys
+        )
 
 
-def _instance(world: World, instance: str) -> Iterator[Finding]:
-    if instance in world.unreadable:
-        key = world.record_key(instance)
-        sentence = f'{key} cannot be understood: {world.unreadable[instance]}'
+def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
+    if instance in world.malformed_records:
+        key = world.get_record_key(instance)
+        sentence = f'{key} cannot be understood: {world.malformed_records[instance]}'
         yield Finding('record-unreadable', instance, sentence, keys=(key,))
         return
     for compute, wish in world.wishes.get(instance, {}).items():
-        if isinstance(wish, Invalid):
+        if isinstance(wish, InvalidRequest):
             key = keys.request(compute, instance)
-            key = key if world.kept(key) else keys.HOSTS + compute  # a key without an instance part
+            key = key if world.get_value(key) else keys.HOSTS + compute  # a key without an instance part
             sentence = f'{key} cannot be understood: {wish.reason}'
             yield Finding('request-unreadable', instance, sentence, compute, keys=(key,))
             return
     record = world.records.get(instance)
-    for compute, state in sorted(world.contradicting.get(instance, {}).items()):
+    for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
         conflict = f'compute {compute} has a record that says {state}'
         current_key = keys.record(compute, instance)
-        other_key = current_key if world.kept(current_key) else keys.old_record(instance)
+        other_key = current_key if world.get_value(current_key) else keys.old_record(instance)
         if record is not None:
             text = f'its record says {record.state} on compute {record.compute}, and {conflict}'
-            yield Finding('record-doubled', instance, text, compute, keys=(world.record_key(instance), other_key))
+            yield Finding('record-doubled', instance, text, compute, keys=(world.get_record_key(instance), other_key))
         else:
             text = f'{conflict}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
-            yield Finding('request-misplaced', instance, text, compute, keys=(*world.request_keys(instance), other_key))
+            yield Finding(
+                'request-misplaced', instance, text, compute, keys=(*world.list_request_keys(instance), other_key)
+            )
     if record is not None and world.is_living(instance):
-        yield from _living(world, record)
+        yield from _audit_living(world, record)
         home = {record.compute}
     elif record is not None:
-        yield from _ended(world, record)
+        yield from _audit_ended(world, record)
         home = set()
     else:
-        yield from _unrecorded(world, instance)
+        yield from _audit_unrecorded(world, instance)
         home = set(world.wishes.get(instance, {}))
-    yield from _elsewhere(world, instance, home | world.contradicting.get(instance, {}).keys())
+    yield from _audit_elsewhere(world, instance, home | world.contradicting_states.get(instance, {}).keys())
 
 
-def _doubled(world: World, instance: str) -> Finding:
+def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
     sentence = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
-    return Finding('request-doubled', instance, sentence, keys=world.request_keys(instance))
+    return Finding('request-doubled', instance, sentence, keys=world.list_request_keys(instance))
 
 
-def _living(world: World, record: Record) -> Iterator[Finding]:
+def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     instance, compute = record.instance, record.compute
     summary = f'its record says {record.state} on compute {compute}'
-    entry = world.kept(world.record_key(instance))
+    entry = world.get_value(world.get_record_key(instance))
     if entry is not None and entry.lease:
         sentence = f'{summary}, and is on a lease: it will vanish'
-        yield Finding('record-leased', instance, sentence, keys=(world.record_key(instance),))
+        yield Finding('record-leased', instance, sentence, keys=(world.get_record_key(instance),))
     wishes = world.wishes.get(instance, {})
     if not wishes:
         yield Finding('request-missing', instance, f'{summary}, and no compute is asked for it', compute)
     elif len(wishes) > 1:
-        yield _doubled(world, instance)
+        yield _make_doubled_request(world, instance)
     if world.is_in_work(instance):
         return
-    yield from _claim(world, record, summary)
-    booted = world.kept(keys.booted(instance))
+    yield from _audit_claim(world, record, summary)
+    booted = world.get_value(keys.address(instance))
     booted_address = booted.value.decode(errors='replace') if booted else 'nothing'
     if booted_address != (record.address or 'nothing'):
         sentence = f'/booted says {booted_address}, its record {record.address or "nothing"}'
-        yield Finding('booted-differs', instance, sentence, keys=(keys.booted(instance),))
-    yield from _called(world, record)
-    yield from membership(world, instance)
-    yield from _guest(world, record, summary)
-    for code in dict.fromkeys(code for trouble, code in TROUBLES.items() if trouble in (record.fault or '')):
+        yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
+    yield from _audit_own_names(world, record)
+    yield from audit_membership(world, instance)
+    yield from _audit_guest(world, record, summary)
+    for code in dict.fromkeys(code for trouble, code in CODES_BY_TROUBLE.items() if trouble in (record.fault or '')):
         yield Finding(code, instance, f'{summary}, and {record.fault}', compute)
 
 
-def _claim(world: World, record: Record, said: str) -> Iterator[Finding]:
+def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
     instance = record.instance
-    held = world.held.get(instance, {})
+    held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
     wish = world.wishes.get(instance, {}).get(record.compute)
     if not held:
-        yield Finding('allocation-missing', instance, f'{said}, placement holds nothing for it', record.compute)
+        yield Finding('allocation-missing', instance, f'{summary}, placement holds nothing for it', record.compute)
     elif len(held_on) > 1:
-        yield Finding('allocation-doubled', instance, f'{said}, placement holds for it on {" and on ".join(held_on)}')
-    elif isinstance(wish, Request) and (sentence := difference(wish.allocations, held)):
+        yield Finding(
+            'allocation-doubled', instance, f'{summary}, placement holds for it on {" and on ".join(held_on)}'
+        )
+    elif isinstance(wish, Request) and (sentence := describe_difference(wish.allocations, held)):
         yield Finding('allocation-differs', instance, sentence, record.compute)
 
 
-def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
+def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
     """Compare a living instance's record with its compute's digest, if there is one."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
@@ -461,29 +505,29 @@ def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
     guest = digest.guests.get(instance)
     if guest is None or not (guest.defined or guest.running):
         detail = 'neither its domain nor its disk is there' if guest is None else 'its domain is not there'
-        yield Finding('domain-missing', instance, f'{said}, and {detail}', compute)
+        yield Finding('domain-missing', instance, f'{summary}, and {detail}', compute)
         return
     if guest.compute != compute:
         return  # _audit_elsewhere() reports it
     if not guest.disk:
-        yield Finding('disk-missing', instance, f'{said}, and its domain is there without its disk', compute)
+        yield Finding('disk-missing', instance, f'{summary}, and its domain is there without its disk', compute)
     elif instance in digest.without_base:
         path = digest.without_base[instance]
-        yield Finding('base-missing', instance, f'{said}, and its disk lies on {path}, which is not there', compute)
+        yield Finding('base-missing', instance, f'{summary}, and its disk lies on {path}, which is not there', compute)
     switching = world.is_switching(instance)
     if not guest.defined:
-        yield Finding('domain-undefined', instance, f'{said}, and its domain runs and is not defined', compute)
+        yield Finding('domain-undefined', instance, f'{summary}, and its domain runs and is not defined', compute)
     elif record.state == ACTIVE and not guest.running and not switching:
-        yield Finding('domain-off', instance, f'{said}, and its domain is off', compute)
+        yield Finding('domain-off', instance, f'{summary}, and its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
-        yield Finding('domain-running', instance, f'{said}, and its domain runs', compute)
-    yield from _reserved(world, record)
+        yield Finding('domain-running', instance, f'{summary}, and its domain runs', compute)
+    yield from _audit_reservations(world, record)
 
 
-def _reserved(world: World, record: Record) -> Iterator[Finding]:
+def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
     """Find addresses that the record expects and that its compute's networks do not reserve."""
     instance, compute = record.instance, record.compute
-    reserved = world.reserved.get(instance, {}).get(compute, {})
+    reserved = world.reservations.get(instance, {}).get(compute, {})
     for interface in record.addresses:
         address = reserved.get(interface.mac)
         if interface.expected is None or address == interface.expected:
@@ -496,56 +540,62 @@ def _reserved(world: World, record: Record) -> Iterator[Finding]:
         yield Finding(code, instance, sentence, compute)
 
 
-def _ended(world: World, record: Record) -> Iterator[Finding]:
+def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
     instance = record.instance
     summary = f'its record says {record.state}'
     for compute in world.wishes.get(instance, {}):
         sentence = f'{summary}, and it is requested of compute {compute}'
-        related_keys = (keys.request(compute, instance), *world.keys_of(instance))
+        related_keys = (keys.request(compute, instance), *world.list_instance_keys(instance))
         yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
-    entry = world.kept(world.record_key(instance))
+    entry = world.get_value(world.get_record_key(instance))
     if entry is not None and not entry.lease:
         sentence = f'{summary}, and is on no lease: it will stay for ever'
-        yield Finding('record-unleased', instance, sentence, keys=world.keys_of(instance))
-    yield from _traces(world, instance, summary)
+        yield Finding('record-unleased', instance, sentence, keys=world.list_instance_keys(instance))
+    yield from _audit_traces(world, instance, summary)
 
 
-def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
+def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
     wishes = world.wishes.get(instance, {})
     if len(wishes) > 1:
-        yield _doubled(world, instance)
+        yield _make_doubled_request(world, instance)
     if not wishes:
-        yield from _traces(world, instance, 'no request and no record speaks of it')
+        yield from _audit_traces(world, instance, 'no request and no record speaks of it')
     elif not world.is_in_work(instance):
-        for compute, guest in _domains(world, instance).items():
+        for compute, guest in _find_domains(world, instance).items():
             if compute in wishes:
                 condition = 'runs' if guest else 'is defined'
                 sentence = f'it is requested of compute {compute}, its domain {condition} there, and it has no record'
                 yield Finding('record-missing', instance, sentence, compute)
 
 
-def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
+def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Finding]:
     """Find the address and claim that remain of an instance that is finished or unknown."""
-    booted = world.kept(keys.booted(instance))
+    booted = world.get_value(keys.address(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
-        sentence = f'{said}, and /booted has the address {address}'
-        yield Finding('booted-orphaned', instance, sentence, keys=(keys.booted(instance), *world.keys_of(instance)))
-    held = {name: resources for name, resources in world.held.get(instance, {}).items() if name in world.computes}
+        sentence = f'{summary}, and /booted has the address {address}'
+        yield Finding(
+            'booted-orphaned', instance, sentence, keys=(keys.address(instance), *world.list_instance_keys(instance))
+        )
+    held = {
+        name: resources for name, resources in world.allocations.get(instance, {}).items() if name in world.computes
+    }
     # A guest needs its claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
-        yield Finding('allocation-orphaned', instance, f'placement holds {_words(held)}; {said}')
+        yield Finding('allocation-orphaned', instance, f'placement holds {_format_held(held)}; {summary}')
 
 
-def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]:
+def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
     """Find parts of the instance on computes other than `home_computes`."""
     record = world.records.get(instance)
     if record is None:
-        summary = f'it is requested of compute {", ".join(sorted(home))}' if home else 'nothing asks for it'
+        summary = (
+            f'it is requested of compute {", ".join(sorted(home_computes))}' if home_computes else 'nothing asks for it'
+        )
     else:
-        summary = f'its record says {record.state}' + (f' on compute {record.compute}' if home else '')
-    domains = _domains(world, instance)
+        summary = f'its record says {record.state}' + (f' on compute {record.compute}' if home_computes else '')
+    domains = _find_domains(world, instance)
     if len(domains) > 1:
         yield Finding(
             'domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}; {summary}'
@@ -556,33 +606,40 @@ def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]
             if guest.compute not in world.guests[instance]:
                 mark = f'its domain is on compute {compute} and has the mark of compute {guest.compute}'
                 yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
-        elif compute in home:
+        elif compute in home_computes:
             continue
         elif compute not in domains:
             sentence = f'its disk is on compute {compute}; {summary}'
             # Not repaired automatically while the instance lives elsewhere: this may be the only copy of its disk.
-            yield Finding('disk-orphaned', instance, sentence, compute, Leftover('disk', instance), mendable=not home)
+            yield Finding(
+                'disk-orphaned',
+                instance,
+                sentence,
+                compute,
+                Leftover('disk', instance),
+                is_repairable=not home_computes,
+            )
         elif len(domains) == 1:
-            code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
+            code = 'domain-running' if guest.running and record is not None and not home_computes else 'domain-orphaned'
             condition = 'runs' if guest.running else 'is defined'
             yield Finding(code, instance, f'its domain {condition} on compute {compute}; {summary}', compute)
     for compute in sorted(world.seeds.get(instance, ())):
         # On a compute that has the disk, the disk is the finding, and the repair removes both.
-        if compute not in home and compute not in world.guests.get(instance, {}):
+        if compute not in home_computes and compute not in world.guests.get(instance, {}):
             iso_sentence = f'its NoCloud disk is on compute {compute}; {summary}'
             yield Finding('iso-orphaned', instance, iso_sentence, compute, Leftover('iso', instance))
-    for compute, reserved in sorted(world.reserved.get(instance, {}).items()):
-        if compute not in home and compute not in domains:
+    for compute, reserved in sorted(world.reservations.get(instance, {}).items()):
+        if compute not in home_computes and compute not in domains:
             leftover = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {summary}'
             yield Finding('reservation-orphaned', instance, leftover, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.metadata.get(instance, {}).items()):
-        if compute not in home and compute not in domains:
+        if compute not in home_computes and compute not in domains:
             for mac in sorted(macs):
                 leftover = f'compute {compute} has metadata of {mac} for it; {summary}'
                 yield Finding('seed-orphaned', instance, leftover, compute, Leftover('seed', mac, instance))
 
 
-def _domains(world: World, instance: str) -> Mapping[str, bool]:
+def _find_domains(world: AuditIndex, instance: str) -> Mapping[str, bool]:
     """Return {compute: is it running} for the computes that have and own the instance's domain."""
     return {
         compute: guest.running
@@ -591,31 +648,38 @@ def _domains(world: World, instance: str) -> Mapping[str, bool]:
     }
 
 
-def _words(held: Mapping[str, Resources]) -> str:
-    return ' and '.join(f'{words(resources)} on {provider}' for provider, resources in sorted(held.items()))
+def _format_held(held: Mapping[str, Resources]) -> str:
+    return ' and '.join(f'{format_resources(resources)} on {provider}' for provider, resources in sorted(held.items()))
 
 
-def groups(world: World) -> Iterator[Finding]:
+def audit_groups(world: AuditIndex) -> Iterator[Finding]:
     """Find malformed groups, broken strict rules, and members that are not living instances."""
     for name, group in world.groups.items():
         if not isinstance(group, Group):
             key = keys.group(name)
             yield Finding('group-unreadable', name, f'{key} cannot be understood: {group}', keys=(key,))
             continue
-        for line in group.broken():
+        for line in group.list_breaches():
             yield Finding('group-broken', name, f'it is {group.rule}, and {line}')
-        orphans = [instance for instance in sorted(group.members) if not _is_there(world, instance)]
+        orphans = [instance for instance in sorted(group.members) if not _is_requested_or_living(world, instance)]
         if orphans:
             sentence = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
-            yield Finding('group-orphaned', name, f'{sentence}: {some(orphans, QUOTED)}', keys=(keys.group(name),))
+            yield Finding(
+                'group-orphaned',
+                name,
+                f'{sentence}: {join_some(orphans, MAX_QUOTED_INSTANCES)}',
+                keys=(keys.group(name),),
+            )
 
 
-def _is_there(world: World, instance: str) -> bool:
-    is_requested = instance in world.at_it or instance in world.unreadable or bool(world.wishes.get(instance))
+def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
+    is_requested = (
+        instance in world.in_flight or instance in world.malformed_records or bool(world.wishes.get(instance))
+    )
     return is_requested or world.is_living(instance)
 
 
-def membership(world: World, instance: str) -> Iterator[Finding]:
+def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Find requests of a living instance whose group does not contain it on the same compute."""
     for compute, wish in world.wishes.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
@@ -630,41 +694,41 @@ def membership(world: World, instance: str) -> Iterator[Finding]:
             detail = f'has it on compute {group_compute}' if group_compute else 'does not have it'
         name = wish.group.name
         sentence = f'it is in group {name} on compute {compute}, and {keys.group(name)} {detail}'
-        yield Finding('group-missing', instance, sentence, compute, keys=world.keys_of(instance))
+        yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
 
-def quotas(world: World) -> Iterator[Finding]:
+def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
     """Find malformed quotas, and quotas that differ from the requests or placement's usage."""
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             key = keys.quota(project)
             yield Finding('quota-unreadable', project, f'{key} cannot be understood: {quota}', keys=(key,))
             continue
-        requested = _requested(world, project)
-        difference_words = _differs(quota.used, requested)
+        requested = _count_requested(world, project)
+        difference_words = _describe_difference(quota.used, requested)
         if difference_words:
             sentence = f'{keys.quota(project)} counts {difference_words[0]}, its requests {difference_words[1]}'
             yield Finding('quota-differs', project, sentence)
             continue
         claimed = world.planes.usages.get(project)
         # Not compared while work is in progress: an attempt claims before it delivers, a destroy releases the claim.
-        in_work = world.at_it or any(map(world.is_in_work, world.wishes))
-        difference_words = None if claimed is None or in_work else _differs(quota.used, claimed)
+        in_work = world.in_flight or any(map(world.is_in_work, world.wishes))
+        difference_words = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
         if difference_words:
             sentence = f'{keys.quota(project)} counts {difference_words[0]}, placement {difference_words[1]}'
             yield Finding('usage-differs', project, sentence)
 
 
-def _requested(world: World, project: str) -> dict[str, int]:
-    waiting_requests = (waiting for places in world.queued.values() for waiting in places.values())
+def _count_requested(world: AuditIndex, project: str) -> dict[str, int]:
+    waiting_requests = (waiting for places in world.queue_entries.values() for waiting in places.values())
     wishes = (wish for by_compute in world.wishes.values() for wish in by_compute.values())
-    return counted(project, (*waiting_requests, *wishes), world.records.get)
+    return sum_charges(project, (*waiting_requests, *wishes), world.records.get)
 
 
-def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the differing amounts as text, of the first and the second; None if there is none."""
-    names = sorted(name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0))
+def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:
+    """Return the differing amounts as text, of the first and the second; None if absent."""
+    names = sorted(name for name in {*first, *second} if first.get(name, 0) != second.get(name, 0))
     if not names:
         return None
-    texts = [', '.join(f'{name} {amounts.get(name, 0)}' for name in names) for amounts in (one, other)]
+    texts = [', '.join(f'{name} {amounts.get(name, 0)}' for name in names) for amounts in (first, second)]
     return texts[0], texts[1]

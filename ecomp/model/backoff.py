@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class Backoff:
     """Delays before retries: `initial_seconds`, then doubled each time up to `max_seconds`."""
 
-    first: float
-    last: float
-    delay: float = 0.0
+    initial_seconds: float
+    max_seconds: float
+    delay_seconds: float = 0.0
 
     def next(self) -> float:
         """Advance to the next delay and return it, in seconds."""
-        self.delay = min(max(2 * self.delay, self.first), self.last)
-        return self.delay
+        self.delay_seconds = min(max(2 * self.delay_seconds, self.initial_seconds), self.max_seconds)
+        return self.delay_seconds
 
     def reset(self) -> None:
         """Start again with the initial delay, after a successful try."""
-        self.delay = 0.0
+        self.delay_seconds = 0.0

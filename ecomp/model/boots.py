@@ -13,13 +13,13 @@ from typing import Any
 
 STARTED, ADDRESSED, READY, STOPPED = STAGES = ('started', 'addressed', 'ready', 'stopped')
 CREATED = 'created'
-BY_HAND = 'by hand'
-AFTER_HOST = 'host reboot'
+MANUAL = 'by hand'
+HOST_REBOOT = 'host reboot'
 # Why a guest was started; `by hand` is outside ecomp, `host reboot` is after its host went down while it was running.
-REASONS = (CREATED, 'start', 'reboot', AFTER_HOST, BY_HAND)
+REASONS = (CREATED, 'start', 'reboot', HOST_REBOOT, MANUAL)
 
-KEPT = 5  # boots that a record keeps, the newest ones
-MOST = 2**53
+MAX_BOOTS = 5  # boots that a record keeps, the newest ones
+MAX_BOOT_NUMBER = 2**53
 
 
 @dataclass(frozen=True)
@@ -34,34 +34,34 @@ class Boot:
 Boots = tuple[Boot, ...]
 
 
-def of(boots: Boots, stages: Mapping[str, str]) -> Boots:
+def infer_boots(boots: Boots, stages: Mapping[str, str]) -> Boots:
     """Return a record's boots; if it has none, the first boot as its `stages` show it."""
     if boots or STARTED not in stages:
         return boots
     return (Boot(1, CREATED, {name: stages[name] for name in (STARTED, ADDRESSED, READY) if name in stages}),)
 
 
-def begun(boots: Boots, reason: str, now: str) -> Boots:
+def record_running(boots: Boots, reason: str, now: str) -> Boots:
     """Return the boots of a running guest; a new one is added unless the last one still runs."""
     if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
-    return (*boots, Boot(number, reason, {STARTED: now}))[-KEPT:]
+    return (*boots, Boot(number, reason, {STARTED: now}))[-MAX_BOOTS:]
 
 
-def reached(boots: Boots, stage: str, now: str) -> Boots:
+def add_stage(boots: Boots, stage: str, now: str) -> Boots:
     """Return the boots with a stage added to the last one, unless it has reached it before."""
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))
 
 
-def off_until(boots: Boots) -> str:
+def find_previous_stop(boots: Boots) -> str:
     """Return the ISO time at which the boot before the last one stopped, or '' if unknown."""
     return boots[-2].stages.get(STOPPED, '') if len(boots) > 1 else ''
 
 
-def numbered(boots: Boots, number: int | None) -> Boot | None:
+def find_boot(boots: Boots, number: int | None) -> Boot | None:
     """Return the boot with this number (None: the last boot), or None if there is no such boot."""
     return next((boot for boot in reversed(boots) if number in (None, boot.number)), None)
 
@@ -72,13 +72,13 @@ def parse(data: Any) -> Boots:
         return ()
     if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):
         raise ValueError('not a record: boots is no list of boots')
-    boots = [Boot(entry['number'], entry['reason'], _known(entry['stages'])) for entry in data[-KEPT:]]
+    boots = [Boot(entry['number'], entry['reason'], _select_stages(entry['stages'])) for entry in data[-MAX_BOOTS:]]
     if [boot.number for boot in boots] != sorted({boot.number for boot in boots}):
         raise ValueError('not a record: boots are not in their order')
     return tuple(boots)
 
 
-def _known(stages: Mapping[str, str]) -> dict[str, str]:
+def _select_stages(stages: Mapping[str, str]) -> dict[str, str]:
     return {name: stages[name] for name in STAGES if name in stages}
 
 
@@ -86,6 +86,6 @@ def _is_boot(data: Any) -> bool:
     if not isinstance(data, dict) or not isinstance(data.get('reason'), str) or len(data['reason']) > 40:
         return False
     number, stages = data.get('number'), data.get('stages')
-    if type(number) is not int or not 0 < number <= MOST or not isinstance(stages, dict):
+    if type(number) is not int or not 0 < number <= MAX_BOOT_NUMBER or not isinstance(stages, dict):
         return False
     return all(isinstance(stages.get(name, ''), str) for name in STAGES)

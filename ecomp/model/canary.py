@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 CHECK = 'canary'
 # The default query of a canary.
-SMALL = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+DEFAULT_QUERY = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 BOOTED = 'addressed'
 READY = STAGES[-1]
 ENTERED = 'entered'  # logged in to: the result after the last stage
 
-CHECKED = 'ecompute --check, there, and the log of its ecompute say more'
+DEFAULT_CURE = 'ecompute --check, there, and the log of its ecompute say more'
 # The cure by the stage in which a canary failed; for other stages it is DEFAULT_CURE.
 CURES: Mapping[str, str] = {
     STAGES[0]: 'the same command again; what is wrong with etcd and placement eschedule doctor alone says, too',
@@ -40,21 +40,21 @@ class Canary(NamedTuple):
 
     compute: str
     host: str | None
-    called: str
+    display_name: str
     instance: str | None = None
     name: str | None = None
     reached: str | None = None
     seconds: float | None = None
-    why: str = ''
-    broken: str = ''
-    left: str = ''
+    reason: str = ''
+    failed_stage: str = ''
+    leftover_reason: str = ''
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON object of the canary; `gone` is null if no canary was placed."""
         names = ('compute', 'host', 'instance', 'name', 'reached')
-        gone = None if self.reached is None else not self.left
+        gone = None if self.reached is None else not self.leftover_reason
         fields = {name: getattr(self, name) for name in names}
-        return {**fields, 'seconds': self.seconds and round(self.seconds, 3), 'said': self.why or None, 'gone': gone}
+        return {**fields, 'seconds': self.seconds and round(self.seconds, 3), 'said': self.reason or None, 'gone': gone}
 
 
 def check_names_no_host(query: str) -> None:
@@ -63,31 +63,35 @@ def check_names_no_host(query: str) -> None:
         raise ValueError('a canary is placed on every host: say --on HOST, for one alone, in place of in_tree=')
 
 
-def line(canary: Canary) -> str:
+def format_line(canary: Canary) -> str:
     """Return the result as one line, which begins with the compute's uuid."""
     if canary.name is None:
-        return f'{canary.compute}: no canary: {canary.why}'
-    end = f'it may be left: {canary.left}' if canary.left else 'gone'
+        return f'{canary.compute}: no canary: {canary.reason}'
+    end = f'it may be left: {canary.leftover_reason}' if canary.leftover_reason else 'gone'
     if canary.reached == ENTERED:
         return f'{canary.compute}: {canary.name} was entered after {canary.seconds:.1f} s; {end}'
     if canary.seconds is None:
-        return f'{canary.compute}: {canary.name}: {canary.why}; {end}'
+        return f'{canary.compute}: {canary.name}: {canary.reason}; {end}'
     how_far = 'booted' if canary.reached in (BOOTED, READY) else f'reached {canary.reached}'
-    return f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, not entered: {canary.why}; {end}'
+    return (
+        f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, not entered: {canary.reason}; {end}'
+    )
 
 
-def of_canaries(found: Iterable[Canary], interrupted: bool) -> list[Ailment]:
+def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:
     """List failed and leftover canaries, and a run that placed none unless it was interrupted."""
     from ecomp.model.health import Ailment  # every command loads this module, but few need Ailment
 
-    ailments, was_tried = [], interrupted
-    for canary in found:
+    ailments, was_tried = [], was_interrupted
+    for canary in canaries:
         was_tried = was_tried or canary.name is not None
-        if canary.broken:
-            cure = CURES.get(canary.broken, CHECKED)
-            ailments.append(Ailment(CHECK, f'on {canary.called} a canary did not come through: {canary.why}', cure))
-        if canary.left:
-            problem = f'{canary.name} on {canary.called} may be left: {canary.left}'
+        if canary.failed_stage:
+            cure = CURES.get(canary.failed_stage, DEFAULT_CURE)
+            ailments.append(
+                Ailment(CHECK, f'on {canary.display_name} a canary did not come through: {canary.reason}', cure)
+            )
+        if canary.leftover_reason:
+            problem = f'{canary.name} on {canary.display_name} may be left: {canary.leftover_reason}'
             ailments.append(Ailment(CHECK, problem, f'eschedule destroy --wait {canary.instance}'))
     if not was_tried:
         problem = 'no canary was placed: there is no compute that is up and has room for one'
@@ -95,14 +99,14 @@ def of_canaries(found: Iterable[Canary], interrupted: bool) -> list[Ailment]:
     return ailments
 
 
-def how_far(record: Record | None) -> tuple[str, str]:
+def find_stages(record: Record | None) -> tuple[str, str]:
     """Return the last stage that a guest reached, and the stage that it is or failed in.
 
     Without a record both are the first stage.
     """
     if record is None:
         return STAGES[0], STAGES[0]
-    reached = [stage for stage in STAGES if stage in record.reached] or [STAGES[0]]
+    reached = [stage for stage in STAGES if stage in record.reached_stages] or [STAGES[0]]
     if record.error is not None:
         return reached[-1], record.error.stage
     if record.state == SCHEDULED:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ecomp.model.allocation import LARGEST, Allocations, Resources, Room, Rooms, is_amount
+from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms, is_amount
 from ecomp.model.group import AFFINITY, Group
 
 SPREAD = 'spread'
@@ -16,13 +16,13 @@ PACK = 'pack'
 RANDOM = 'random'
 FIRST = 'first'
 # Strategies: the emptiest compute first, the fullest one that has room first, a random one, or placement's own order.
-WEIGHS = (SPREAD, PACK, RANDOM, FIRST)
+STRATEGIES = (SPREAD, PACK, RANDOM, FIRST)
 
 # The weight of a candidate that has no room left or that the group excludes; below every other weight.
-GONE = (-math.inf, 0.0)
+EXCLUDED_WEIGHT = (-math.inf, 0.0)
 
 # Stands for the strategy in PlacementReason if a compute took the request from a queue, so nothing was weighed.
-QUEUE = 'queue'
+FROM_QUEUE = 'queue'
 
 
 class Offer(NamedTuple):
@@ -30,7 +30,7 @@ class Offer(NamedTuple):
 
     candidates: Sequence[Allocations]
     rooms: Rooms = {}
-    asked: float = -math.inf
+    queried_at: float = -math.inf
 
 
 class Candidate(NamedTuple):
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
     weight: float | None
 
 
-class Why(NamedTuple):
+class PlacementReason(NamedTuple):
     """Why an instance is on its compute: strategy, weight, and number of possible computes."""
 
     weigh: str
@@ -49,17 +49,17 @@ class Why(NamedTuple):
     of: int
 
 
-def why_from(data: Any) -> Why | None:
+def parse_placement_reason(data: Any) -> PlacementReason | None:
     """Parse the reason in a request or record; None if malformed, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
-    strategy, weight, compute_count = (data.get(name) for name in Why._fields)
-    if not isinstance(strategy, str) or not is_amount(compute_count, LARGEST) or not compute_count:
+    strategy, weight, compute_count = (data.get(name) for name in PlacementReason._fields)
+    if not isinstance(strategy, str) or not is_amount(compute_count, MAX_AMOUNT) or not compute_count:
         return None
     # NaN fails both comparisons.
-    if weight is not None and (type(weight) not in (int, float) or not -LARGEST <= weight <= LARGEST):
+    if weight is not None and (type(weight) not in (int, float) or not -MAX_AMOUNT <= weight <= MAX_AMOUNT):
         return None
-    return Why(strategy[:40], weight, int(compute_count))
+    return PlacementReason(strategy[:40], weight, int(compute_count))
 
 
 class Choice(NamedTuple):
@@ -68,63 +68,70 @@ class Choice(NamedTuple):
     `skipped` are the providers of the other candidates, without living computes: dead computes, or another cloud's.
     """
 
-    tries: Sequence[Candidate]
+    candidates: Sequence[Candidate]
     skipped: Sequence[str]
 
 
-def choose(offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None) -> Choice:
+def choose(
+    offer: Offer, living_computes: Iterable[str], strategy: str, rng: random.Random, group: Group | None = None
+) -> Choice:
     """Order the candidates on living computes by the group's preference, then by weight.
 
     Candidates that the group excludes are left out. Equal ones are shuffled, so that racing schedulers do not all want
     the same one; FIRST keeps placement's order. A candidate may name several providers (shared storage). One that names
     no living compute, or two, is left out: no compute would get the request.
     """
-    living = set(alive)
+    living = set(living_computes)
     candidates: list[Candidate] = []
     skipped: set[str] = set()
     for allocations in offer.candidates:
         computes = [provider for provider in allocations if provider in living]
         if len(computes) == 1:
             candidates.append(
-                Candidate(computes[0], allocations, _weight(computes[0], allocations, offer.rooms, weigh))
+                Candidate(computes[0], allocations, _calculate_weight(computes[0], allocations, offer.rooms, strategy))
             )
         else:
             skipped.update(allocations)
-    if weigh != FIRST:
+    if strategy != FIRST:
         rng.shuffle(candidates)
         candidates.sort(key=lambda each: -(each.weight or 0))
     candidate_computes = {candidate.compute for candidate in candidates}
     skipped -= candidate_computes | living
     if group is not None:
-        candidates = [candidate for candidate in candidates if group.excludes(candidate.compute) is None]
-        candidates.sort(key=lambda each: -group.preference(each.compute))
+        candidates = [candidate for candidate in candidates if group.explain_exclusion(candidate.compute) is None]
+        candidates.sort(key=lambda each: -group.get_preference(each.compute))
     return Choice(candidates, sorted(skipped))
 
 
-def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
+def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
     """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
 
     It is rounded to hundredths, so that computes that differ by less are equal, and 0 if `room` lacks all the classes.
     """
-    usages = [(room[name], amount) for name, amount in asked.items() if name in room and room[name].capacity]
+    usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
 def distribute(
-    tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
+    candidates: Sequence[Candidate],
+    rooms: Rooms,
+    count: int,
+    strategy: str,
+    rng: random.Random,
+    group: Group | None = None,
 ) -> list[Candidate]:
     """Return a candidate for each of `count` instances, or for fewer if room or group end.
 
     `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
     """
-    if group is None or not group.strict or group.policy != AFFINITY or group.on:
-        return _distribute(tries, rooms, count, weigh, rng, group)
+    if group is None or not group.strict or group.policy != AFFINITY or group.member_counts:
+        return _distribute(candidates, rooms, count, strategy, rng, group)
     # A strict affinity group without members: take the first compute with room for all, or the one with room for most.
     best: list[Candidate] = []
-    for compute in dict.fromkeys(candidate.compute for candidate in tries):
-        on_compute = [candidate for candidate in tries if candidate.compute == compute]
-        distributed = _distribute(on_compute, rooms, count, weigh, rng, None)
+    for compute in dict.fromkeys(candidate.compute for candidate in candidates):
+        on_compute = [candidate for candidate in candidates if candidate.compute == compute]
+        distributed = _distribute(on_compute, rooms, count, strategy, rng, None)
         if len(distributed) > len(best):
             best = distributed
         if len(distributed) == count:
@@ -133,42 +140,46 @@ def distribute(
 
 
 def _distribute(
-    tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None
+    candidates: Sequence[Candidate], rooms: Rooms, count: int, strategy: str, rng: random.Random, group: Group | None
 ) -> list[Candidate]:
     remaining = {provider: dict(room) for provider, room in rooms.items()}
-    counts = Counter(group.on if group is not None else ())
+    counts = Counter(group.member_counts if group is not None else ())
     indices: dict[str, list[int]] = {}
-    for index, chosen in enumerate(tries):
+    for index, chosen in enumerate(candidates):
         indices.setdefault(chosen.compute, []).append(index)
 
-    def weight(each: Candidate) -> tuple[float, float]:
-        preference = 0 if group is None else group.sign * counts[each.compute]
-        return preference, 0.0 if weigh == RANDOM else _weight(each.compute, each.allocations, remaining, weigh) or 0.0
+    def weigh_candidate(candidate: Candidate) -> tuple[float, float]:
+        preference = 0 if group is None else group.preference_sign * counts[candidate.compute]
+        return preference, 0.0 if strategy == RANDOM else _calculate_weight(
+            candidate.compute, candidate.allocations, remaining, strategy
+        ) or 0.0
 
-    weights = [weight(contender) for contender in tries]
+    weights = [weigh_candidate(contender) for contender in candidates]
     distributed: list[Candidate] = []
     while len(distributed) < count:
-        best = max(weights, default=GONE)
-        if best == GONE:
+        best = max(weights, default=EXCLUDED_WEIGHT)
+        if best == EXCLUDED_WEIGHT:
             break
         # Candidates come shuffled, so the first of equals will do. RANDOM chooses again for each instance.
-        equals = [index for index, value in enumerate(weights) if value == best] if weigh == RANDOM else []
+        equals = [index for index, value in enumerate(weights) if value == best] if strategy == RANDOM else []
         index = rng.choice(equals) if equals else weights.index(best)
-        chosen = tries[index]
-        if not _take(chosen.allocations, remaining):
-            weights[index] = GONE
+        chosen = candidates[index]
+        if not _add_usage(chosen.allocations, remaining):
+            weights[index] = EXCLUDED_WEIGHT
             continue
         distributed.append(chosen)
         counts[chosen.compute] += 1
         for other in indices[chosen.compute]:
-            weights[other] = GONE if weights[other] == GONE else weight(tries[other])
+            weights[other] = (
+                EXCLUDED_WEIGHT if weights[other] == EXCLUDED_WEIGHT else weigh_candidate(candidates[other])
+            )
         if group is not None and group.strict:
-            for other, contender in enumerate(tries):
-                weights[other] = weights[other] if group.admits(contender.compute, counts) else GONE
+            for other, contender in enumerate(candidates):
+                weights[other] = weights[other] if group.can_admit(contender.compute, counts) else EXCLUDED_WEIGHT
     return distributed
 
 
-def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
+def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
     """Add the allocations to the usage in `rooms`; if they do not fit, change nothing (False)."""
     usages = [
         (room, name, amount)
@@ -183,6 +194,6 @@ def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
     return True
 
 
-def _weight(compute: str, allocations: Allocations, rooms: Rooms, weigh: str) -> float | None:
-    free_share = share_left(allocations[compute], rooms.get(compute, {}))
-    return {SPREAD: free_share, PACK: 1 - free_share}.get(weigh)
+def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:
+    free_share = calculate_free_share(allocations[compute], rooms.get(compute, {}))
+    return {SPREAD: free_share, PACK: 1 - free_share}.get(strategy)

@@ -20,7 +20,7 @@ VERSION = 1
 
 # The first patch release of each minor version without a known vulnerability. Maintained versions are listed at
 # https://etcd.io/docs/v3.6/op-guide/versioning/, advisories at https://github.com/etcd-io/etcd/security/advisories.
-MENDED = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
+FIXED_PATCHES = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KnownCluster:
         )
 
 
-def accepted_in(entries: Iterable[keys.StoredValue]) -> int:
+def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
     """Return the highest revision in the values of the keys below /accepted/, or 0.
 
     A number above the key's own revision cannot be true and counts as that revision; other text is ignored.
@@ -57,38 +57,38 @@ def accepted_in(entries: Iterable[keys.StoredValue]) -> int:
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 
 
-def unfamiliar(known: KnownCluster, header: Header) -> str | None:
+def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | None:
     """Explain why a reply's header is not from the remembered etcd; return None if it may be.
 
     It is valid for a linearizable reply to a call that was sent after `remembered` was read: no member of a healthy
     cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
     """
-    if known.cluster and header.cluster != known.cluster:
-        return f'its cluster id is {header.cluster:x}, and {known.cluster:x} was known'
-    if header.revision < known.revision:
-        return f'it is at revision {header.revision}, and {known.revision} was seen'
-    if header.term < known.term:
-        return f'it is at raft term {header.term}, and {known.term} was seen'
+    if remembered.cluster and header.cluster != remembered.cluster:
+        return f'its cluster id is {header.cluster:x}, and {remembered.cluster:x} was known'
+    if header.revision < remembered.revision:
+        return f'it is at revision {header.revision}, and {remembered.revision} was seen'
+    if header.term < remembered.term:
+        return f'it is at raft term {header.term}, and {remembered.term} was seen'
     return None
 
 
-def unlike(known: KnownCluster, value: bytes | None) -> str | None:
+def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> str | None:
     """Explain why a value of /cluster (None: no key) is not the remembered etcd's, or None."""
     if value is None:
-        return f'{keys.CLUSTER} is not there, and identity {known.identity} was known'
+        return f'{keys.CLUSTER} is not there, and identity {remembered.identity} was known'
     try:
-        current = identity(value)
+        current = read_identity(value)
     except ValueError as error:
-        return f'{keys.CLUSTER} cannot be read ({error}), and identity {known.identity} was known'
-    return None if current == known.identity else f'its identity is {current}, and {known.identity} was known'
+        return f'{keys.CLUSTER} cannot be read ({error}), and identity {remembered.identity} was known'
+    return None if current == remembered.identity else f'its identity is {current}, and {remembered.identity} was known'
 
 
-def new(identity: str, now: str) -> str:
+def make_identity_value(identity: str, now: str) -> str:
     """Return the value of /cluster for this identity; `now` is an ISO time."""
     return dump({'version': VERSION, 'identity': identity, 'since': now})
 
 
-def identity(value: bytes) -> str:
+def read_identity(value: bytes) -> str:
     """Return the identity in a value of /cluster; raise ValueError if it has none."""
     text = load_object(value).get('identity')
     if not isinstance(text, str) or not keys.is_uuid(text):
@@ -96,9 +96,9 @@ def identity(value: bytes) -> str:
     return text
 
 
-def to_json(known: KnownCluster) -> str:
+def to_json(remembered: KnownCluster) -> str:
     """Return the text that the state directory keeps."""
-    return dump({'version': VERSION, **asdict(known)})
+    return dump({'version': VERSION, **asdict(remembered)})
 
 
 def from_json(value: bytes) -> KnownCluster:
@@ -112,15 +112,17 @@ def from_json(value: bytes) -> KnownCluster:
     return KnownCluster(**data)
 
 
-def holes(version: str) -> str | None:
+def describe_vulnerabilities(version: str) -> str | None:
     """Return a log line if this etcd version is end-of-life or known as vulnerable, else None."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None
     major, minor, patch = (int(part) for part in parts.groups())
-    cure = f'{", ".join(f"{m}.{n}.{fixed}" for (m, n), fixed in MENDED.items())} and newer have none that is known'
-    if (major, minor) < min(MENDED):
+    cure = (
+        f'{", ".join(f"{m}.{n}.{fixed}" for (m, n), fixed in FIXED_PATCHES.items())} and newer have none that is known'
+    )
+    if (major, minor) < min(FIXED_PATCHES):
         return f'etcd {version} is end-of-life, and its roles are no boundary: {cure}'
-    if patch < MENDED.get((major, minor), 0):
+    if patch < FIXED_PATCHES.get((major, minor), 0):
         return f'etcd {version} has holes that are known: {cure}'
     return None

@@ -15,18 +15,26 @@ from typing import Any, NamedTuple
 from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
 from ecomp.model.group import from_json as group_from_json
-from ecomp.model.json_object import is_text, load_if_object
-from ecomp.model.order import ASKED, OFF, Invalid, Request, named, parse_request, phase
-from ecomp.model.queue import marked_by, parse_waiting
+from ecomp.model.json_object import is_utf8_text, load_object_or_empty
+from ecomp.model.order import (
+    SHUT_OFF,
+    SHUTDOWN_ASKED,
+    InvalidRequest,
+    Request,
+    parse_name_owner,
+    parse_phase,
+    parse_request,
+)
+from ecomp.model.queue import parse_queue_entry, parse_taker
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, Interface, Record, from_json
 
 # Characters of an event's text, which may quote values of any length from etcd.
-LONGEST = 500
+MAX_TEXT_CHARACTERS = 500
 KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'cluster')
 
 # Returns the display name of a compute, by its uuid.
-Host = Callable[[str], str]
+NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
@@ -43,7 +51,7 @@ class Change(NamedTuple):
 class Event:
     """One event, at a revision of etcd. `kind` is one of KINDS, `says` is the text.
 
-    `instance` and `compute` are uuids, `name` is the instance's name, `time` is ISO; each is '' if there is none.
+    `instance` and `compute` are uuids, `name` is the instance's name, `time` is ISO; each is '' if absent.
     """
 
     revision: int
@@ -55,35 +63,49 @@ class Event:
     time: str = ''
 
 
-Told = Iterator[tuple[Event, Iterable[str]]]
+DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
-def told(changes: Sequence[Change], host: Host, seen: str = '') -> list[Event]:
+def make_events(changes: Sequence[Change], name_compute: NameCompute, seen_at: str = '') -> list[Event]:
     """Return the events of the changes of one revision.
 
     All get the latest time in the new values, or else `seen_at`, when the changes were received ('' for past ones).
     """
-    takers = {keys.last(request.key): request.key.split('/')[2] for request in changes if _is_request(request)}
-    timed = [entry for change in changes for entry in _TOLD.get(_family(change.key), _nothing)(change, host, takers)]
+    takers = {
+        keys.get_last_part(request.key): request.key.split('/')[2] for request in changes if _is_new_request(request)
+    }
+    timed = [
+        entry
+        for change in changes
+        for entry in _DESCRIBERS.get(_get_family(change.key), _ignore)(change, name_compute, takers)
+    ]
     times = [time for _, stamps in timed for time in stamps if _is_time(time)]
-    when = max(times, default=seen)
+    when = max(times, default=seen_at)
     return [
-        Event(event.revision, event.kind, event.says[:LONGEST], event.instance, event.name, event.compute, when)
+        Event(
+            event.revision,
+            event.kind,
+            event.says[:MAX_TEXT_CHARACTERS],
+            event.instance,
+            event.name,
+            event.compute,
+            when,
+        )
         for event, _ in timed
     ]
 
 
-def as_object(event: Event) -> dict[str, Any]:
+def event_to_dict(event: Event) -> dict[str, Any]:
     """Return the event as the JSON object that users see; empty fields are null."""
     names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
     return {name: getattr(event, name) or None for name in names}
 
 
-def _family(key: str) -> str:
+def _get_family(key: str) -> str:
     return '/'.join(key.split('/')[:2]) + '/' if key.count('/') > 1 else key
 
 
-def _is_request(change: Change) -> bool:
+def _is_new_request(change: Change) -> bool:
     return change.key.startswith(keys.HOSTS) and change.before is None and change.key.count('/') == 3
 
 
@@ -94,18 +116,18 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def _nothing(_change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
+def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     return iter(())
 
 
-def _record(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
-    compute, instance = keys.recorded(change.key)
+def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    compute, instance = keys.parse_record_key(change.key)
     if change.after is None and compute is None:
         return  # a record of ecomp 1.0 that moved below its compute
     if change.after is None:
         yield Event(change.revision, 'instance', 'its record is gone', instance, compute=compute or ''), ()
         return
-    before, after = (_read(value, instance, compute) for value in (change.before, change.after))
+    before, after = (_parse_record(value, instance, compute) for value in (change.before, change.after))
     if after is None:
         yield Event(change.revision, 'instance', 'its record cannot be read', instance, compute=compute or ''), ()
         return
@@ -113,100 +135,106 @@ def _record(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     times += [
         time for boot in after.boots if before is None or boot not in before.boots for time in boot.stages.values()
     ]
-    for text in _news(before, after, host, change.is_known):
+    for text in _describe_record_changes(before, after, name_compute, change.is_known):
         yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
 
 
-def _read(value: bytes | None, instance: str, compute: str | None) -> Record | None:
+def _parse_record(value: bytes | None, instance: str, compute: str | None) -> Record | None:
     try:
         return from_json(value, instance, compute) if value is not None else None
     except ValueError:
         return None
 
 
-def _news(before: Record | None, after: Record, host: Host, is_known: bool) -> Iterator[str]:
+def _describe_record_changes(
+    before: Record | None, after: Record, name_compute: NameCompute, is_known: bool
+) -> Iterator[str]:
     """Describe what is new in a record; only its state if the earlier value is unknown."""
     old = before or Record(after.instance, '', QUEUED)
     if after.state != old.state:
-        on = f' on {host(after.compute)}' if before is None and after.compute else ''
+        on = f' on {name_compute(after.compute)}' if before is None and after.compute else ''
         yield f'{after.state}{on}' + (f': at stage {after.error.stage}: {after.error.reason}' if after.error else '')
     if not is_known:
         return
     for stage in ('image', 'disk'):
         if stage in after.stages and stage not in old.stages and after.state not in (ACTIVE, ERROR):
             yield f'{after.state}: {stage}'
-    boot = after.boot
-    if boot is not None and boot.number > 1 and (old.boot is None or old.boot.number < boot.number):
+    boot = after.last_boot
+    if boot is not None and boot.number > 1 and (old.last_boot is None or old.last_boot.number < boot.number):
         yield f'boot {boot.number}: {boot.reason}'
-    addresses = list(_addresses(old.addresses, after.addresses))
+    addresses = list(_describe_addresses(old.addresses, after.addresses))
     yield from addresses
-    old_stages = old.boot.stages if old.boot and boot and old.boot.number == boot.number else {}
+    old_stages = old.last_boot.stages if old.last_boot and boot and old.last_boot.number == boot.number else {}
     if boot is not None and boots.ADDRESSED in boot.stages and not (boots.ADDRESSED in old_stages or addresses):
         yield f'has its address {after.address} again'
     if boot is not None and boots.READY in boot.stages and boots.READY not in old_stages:
         yield 'ready'
     if after.cloud_init is not None and after.cloud_init != old.cloud_init:
         yield f'cloud-init failed at stage {after.cloud_init.stage}: {after.cloud_init.reason}'
-    if after.power != old.power and phase(after.power) in _MIDWAY:
-        yield _MIDWAY[phase(after.power)]
+    if after.power != old.power and parse_phase(after.power) in _POWER_PHASES:
+        yield _POWER_PHASES[parse_phase(after.power)]
     if after.attempts > old.attempts:
         yield f'attempt {after.attempts} failed'
     if after.fault != old.fault:
         yield f'fault: {after.fault}' if after.fault else f'is over: {old.fault}'
 
 
-_MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'is off, and about to be started'}
+_POWER_PHASES = {SHUTDOWN_ASKED: 'its guest was asked to turn itself off', SHUT_OFF: 'is off, and about to be started'}
 
 
-def _addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
+def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
     old_addresses = {interface.mac: interface.address for interface in before}
     for interface in after:
         if interface.address is not None and old_addresses.get(interface.mac) != interface.address:
             yield f'address {interface.address} on {interface.network}'
 
 
-def _request(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
+def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
     before = parse_request(compute, change.key, change.before) if change.before is not None else None
     after = parse_request(compute, change.key, change.after)
-    if isinstance(after, Invalid):
-        text = f'its request to {host(compute)} cannot be understood: {after.reason}'
-        yield Event(change.revision, 'request', text, instance, after.shares.name or '', compute), ()
+    if isinstance(after, InvalidRequest):
+        text = f'its request to {name_compute(compute)} cannot be understood: {after.reason}'
+        yield Event(change.revision, 'request', text, instance, after.holdings.name or '', compute), ()
         return
     old = before if isinstance(before, Request) else None
-    text = _asked(old, after, host(compute)) if change.is_known else ''
+    text = _describe_request_change(old, after, name_compute(compute)) if change.is_known else ''
     if text:
         times = after.stages.values() if old is None and not after.is_tombstone else ()  # later ones repeat the record
         yield Event(change.revision, 'request', text, after.instance, after.name or '', compute), times
 
 
-def _asked(was: Request | None, after: Request, host: str) -> str:
+def _describe_request_change(before: Request | None, after: Request, compute_name: str) -> str:
     if after.is_tombstone:
-        return '' if was is not None and was.is_tombstone else 'destroy accepted'
-    if was is None:
-        return f'request accepted, for {host}'
-    return f'{after.power.action} accepted' if after.power is not None and after.power != was.power else ''
+        return '' if before is not None and before.is_tombstone else 'destroy accepted'
+    if before is None:
+        return f'request accepted, for {compute_name}'
+    return f'{after.power.action} accepted' if after.power is not None and after.power != before.power else ''
 
 
-def _queue(change: Change, host: Host, taken: Mapping[str, str]) -> Told:
-    place = keys.queued(change.key)
+def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
+    place = keys.parse_queue_key(change.key)
     if place is None:
-        flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.in_queue(change.key)
-        compute = marked_by(change.after) if change.after is not None else None
+        flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
+        compute = parse_taker(change.after) if change.after is not None else None
         if compute and change.key.endswith(keys.TAKER) and change.before is None:
-            text = f'queue {flavor}: {host(compute)} is taking it'
+            text = f'queue {flavor}: {name_compute(compute)} is taking it'
             yield Event(change.revision, 'queue', text, instance, compute=compute), ()
         return
     flavor, instance = place
-    waiting = parse_waiting(change.key, change.after if change.after is not None else change.before or b'')
-    name = '' if isinstance(waiting, Invalid) else waiting.name or ''
-    compute = taken.get(instance, '')
+    waiting = parse_queue_entry(change.key, change.after if change.after is not None else change.before or b'')
+    name = '' if isinstance(waiting, InvalidRequest) else waiting.name or ''
+    compute = takers.get(instance, '')
     times: Iterable[str] = ()
     if change.after is None:
-        text = f'queue {flavor}: taken by {host(compute)}' if compute else f'queue {flavor}: left, and nobody has it'
-    elif isinstance(waiting, Invalid):
+        text = (
+            f'queue {flavor}: taken by {name_compute(compute)}'
+            if compute
+            else f'queue {flavor}: left, and nobody has it'
+        )
+    elif isinstance(waiting, InvalidRequest):
         text = f'queue {flavor}: waits, and nobody takes it: {waiting.reason}'
     else:
         text, times = f'queue {flavor}: waits', waiting.stages.values()
@@ -214,11 +242,11 @@ def _queue(change: Change, host: Host, taken: Mapping[str, str]) -> Told:
         yield Event(change.revision, 'queue', text, instance, name, compute), times
 
 
-def _name(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
+def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
-            holders.append(named(value) if value is not None else '')
+            holders.append(parse_name_owner(value) if value is not None else '')
         except ValueError:
             holders.append('?')
     before, after = holders
@@ -227,13 +255,13 @@ def _name(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
         yield Event(change.revision, 'name', text, after or before, name), ()
 
 
-def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
-    compute = keys.last(change.key)
-    before, after = (load_if_object(value or b'') for value in (change.before, change.after))
+def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    compute = keys.get_last_part(change.key)
+    before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     presence = after or before
     fields = (presence.get(name) for name in ('hostname', 'version', 'since'))
-    hostname, version, since = (field if is_text(field) else '' for field in fields)
-    label = hostname if isinstance(hostname, str) and hostname else host(compute)
+    hostname, version, since = (field if is_utf8_text(field) else '' for field in fields)
+    label = hostname if isinstance(hostname, str) and hostname else name_compute(compute)
     if change.after is None:
         yield Event(change.revision, 'compute', f'compute {label} went away', compute=compute), ()
     elif change.before is None or before.get('since') != since:
@@ -242,20 +270,22 @@ def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
         yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), (str(since),)
 
 
-def _shared(kind: str, describe: Callable[[str, bytes], str]) -> Callable[[Change, Host, Mapping[str, str]], Told]:
+def _make_describer(
+    kind: str, describe: Callable[[str, bytes], str]
+) -> Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]:
     """Make the function that reports a key that operators write, if its description changed."""
 
-    def say(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
+    def describe_change(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
         name = change.key.split('/', 2)[2]
-        old, new = (_described(describe, name, value) for value in (change.before, change.after))
+        old, new = (_describe_value(describe, name, value) for value in (change.before, change.after))
         if new != old and (change.is_known or new is None):
             text = f'{kind} {name}: {new if new is not None else "removed"}'
             yield Event(change.revision, kind, text), ()
 
-    return say
+    return describe_change
 
 
-def _described(describe: Callable[[str, bytes], str], name: str, value: bytes | None) -> str | None:
+def _describe_value(describe: Callable[[str, bytes], str], name: str, value: bytes | None) -> str | None:
     if value is None:
         return None
     try:
@@ -264,22 +294,22 @@ def _described(describe: Callable[[str, bytes], str], name: str, value: bytes | 
         return f'cannot be understood: {error}'
 
 
-def _limits(project: str, value: bytes) -> str:
+def _describe_limits(project: str, value: bytes) -> str:
     return ', '.join(f'{name} {limit}' for name, limit in quota_from_json(project, value).limits.items()) or 'no limits'
 
 
-def _cluster(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
+def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     yield Event(change.revision, 'cluster', 'this etcd got its identity'), ()
 
 
-_TOLD: Mapping[str, Callable[[Change, Host, Mapping[str, str]], Told]] = {
-    keys.INSTANCES: _record,
-    keys.HOSTS: _request,
-    keys.QUEUES: _queue,
-    keys.NAMES: _name,
-    keys.COMPUTES: _compute,
-    keys.GROUPS: _shared('group', lambda name, value: group_from_json(name, value).rule),
-    keys.QUOTAS: _shared('quota', _limits),
-    keys.FLAVORS: _shared('flavor', lambda name, value: flavor_from_json(name, value).query),
-    keys.CLUSTER: _cluster,
+_DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]] = {
+    keys.INSTANCES: _describe_record,
+    keys.HOSTS: _describe_request,
+    keys.QUEUES: _describe_queue,
+    keys.NAMES: _describe_name,
+    keys.COMPUTES: _describe_compute,
+    keys.GROUPS: _make_describer('group', lambda name, value: group_from_json(name, value).rule),
+    keys.QUOTAS: _make_describer('quota', _describe_limits),
+    keys.FLAVORS: _make_describer('flavor', lambda name, value: flavor_from_json(name, value).query),
+    keys.CLUSTER: _describe_cluster,
 }

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ecomp.model.allocation import NEEDED, Inventory, Resources, summed
+from ecomp.model.allocation import REQUIRED_CLASSES, Inventory, Resources, sum_resources
 from ecomp.model.group import Group
-from ecomp.model.query import Amount, Constraint, Has, HasNot
+from ecomp.model.query import Amount, Constraint, Exclusion, Requirement
 from ecomp.model.status import DISABLED
 
 ORDINALS = ('first', 'second', 'third')
@@ -26,24 +26,24 @@ class Provider:
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
     traits: Collection[str] = ()
     aggregates: Collection[str] = ()
-    alone: bool = True
+    is_standalone: bool = True
     taken_count: int = 0
 
     @property
     def is_closed(self) -> bool:
         """True if all its VCPU is reserved, because its ecompute stopped cleanly."""
-        return 'VCPU' in self.inventories and self.inventories['VCPU'].is_shut
+        return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
-    def less(self, given: Sequence[Resources]) -> Provider:
+    def with_usage(self, amounts: Sequence[Resources]) -> Provider:
         """Return the provider with the usage of other instances of the same set added."""
-        sums = summed(given)
+        sums = sum_resources(amounts)
         increased = {
             name: inventory._replace(used=inventory.used + sums.get(name, 0))
             for name, inventory in self.inventories.items()
         }
-        return replace(self, inventories=increased, taken_count=len(given))
+        return replace(self, inventories=increased, taken_count=len(amounts))
 
-    def what(self, key: str) -> Collection[str]:
+    def get_names(self, key: str) -> Collection[str]:
         """Return the aggregates, tree or traits that the query parameter `key` is about."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
@@ -63,8 +63,8 @@ class Cure:
     """Request `replacement` (None: drop it) for a constraint once `amount_to_free` is free."""
 
     constraint: Constraint | GroupConstraint
-    instead: Constraint | None
-    freed: int = 0
+    replacement: Constraint | None
+    amount_to_free: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class UnmetConstraint:
     """A constraint that fails; `shortage` is 0 (almost met) to 1, `cure` None if nothing helps."""
 
     constraint: Constraint | GroupConstraint
-    why: str
+    reason: str
     shortage: float
     cure: Cure | None
 
     @property
     def is_disabled(self) -> bool:
         """True if it fails because the provider is disabled, which no change of the query can fix."""
-        return _is_enabled(self.constraint)
+        return _is_enabled_constraint(self.constraint)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Miss:
     failures: tuple[UnmetConstraint, ...]
 
     @property
-    def fits(self) -> bool:
+    def is_candidate(self) -> bool:
         """True if placement would name the provider as a candidate."""
         return not self.failures
 
@@ -106,15 +106,17 @@ class Miss:
         return cures if len(cures) == len(self.failures) else None
 
 
-def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterable[Provider]) -> str | None:
+def explain_uncovered(
+    query: Iterable[Constraint], provider: Provider, sharing_providers: Iterable[Provider]
+) -> str | None:
     """Say, as the end of a sentence, why this module does not cover a provider, or None.
 
     `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
     """
-    if not provider.alone:
+    if not provider.is_standalone:
         return 'its resource providers are nested'
     classes = {constraint.name for constraint in query if isinstance(constraint, Amount)}
-    for other in sharing:
+    for other in sharing_providers:
         if other.uuid == provider.uuid:
             return 'it shares with others'
         common_aggregates = set(other.aggregates) & set(provider.aggregates)
@@ -123,61 +125,69 @@ def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterab
     return None
 
 
-def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
+def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
     """Find the constraints that fail on a provider for which explain_uncovered() is None."""
     # Required classes are never dropped, so a query that has one still has resources after another class is dropped.
-    can_drop = any(isinstance(constraint, Amount) and constraint.name in NEEDED for constraint in query)
-    results = (_failure(constraint, provider, can_drop) for constraint in query)
+    can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
+    results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
     failures = (failure for failure in results if failure is not None)
     return Miss(provider.uuid, tuple(sorted(failures, key=lambda each: not each.is_disabled)))
 
 
-def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str) -> Miss:
+def add_group_failure(
+    original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
+) -> Miss:
     """Return the miss, with a failure added if the group (None: no group) bars the provider.
 
     `taken_computes` are those that the other instances of its set take, in order; they count as members of the group.
     """
     if group is None:
-        return found
-    reason = group.excludes(found.provider, called)
-    if reason is None and taken:
-        others = group.with_members({str(number): compute for number, compute in enumerate(taken)})
-        if others.excludes(found.provider) is not None:
-            index = taken.index(found.provider) if found.provider in taken else 0
+        return original
+    reason = group.explain_exclusion(original.provider, name_compute)
+    if reason is None and taken_computes:
+        others = group.with_members({str(number): compute for number, compute in enumerate(taken_computes)})
+        if others.explain_exclusion(original.provider) is not None:
+            index = taken_computes.index(original.provider) if original.provider in taken_computes else 0
             ordinal = ORDINALS[index] if index < len(ORDINALS) else f'no. {index + 1}'
-            reason = f"the set's {ordinal} takes {called(taken[index])} (group {group.name}, {group.rule})"
+            reason = (
+                f"the set's {ordinal} takes {name_compute(taken_computes[index])} (group {group.name}, {group.rule})"
+            )
     if reason is None:
-        return found
+        return original
     constraint = GroupConstraint(group.name)
-    return Miss(found.provider, (*found.failures, UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None))))
+    return Miss(
+        original.provider, (*original.failures, UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None)))
+    )
 
 
-def nearest(misses: Iterable[Miss]) -> list[Miss]:
+def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
     """Sort the misses by number of failures, then by total shortage, the smallest first."""
     return sorted(misses, key=lambda each: (len(each.failures), sum(failure.shortage for failure in each.failures)))
 
 
-def smallest(misses: Iterable[Miss]) -> Miss | None:
+def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
     """Find the miss with the smallest cure, or None; cures that free nothing come first."""
-    curable = [candidate for candidate in nearest(misses) if candidate.cures]
-    by_query = (candidate for candidate in curable if not any(cure.freed for cure in candidate.cures or ()))
+    curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
+    by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
-def changed(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
+def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
     """Return the query with the constraints that have a cure replaced or dropped."""
     replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
-        cure.constraint: cure.instead for cure in cures
+        cure.constraint: cure.replacement for cure in cures
     }
     replaced = (replacements.get(constraint, constraint) for constraint in query)
     return tuple(remaining for remaining in replaced if remaining is not None)
 
 
-def in_words(cures: Sequence[Cure], host: str) -> str:
+def format_cures(cures: Sequence[Cure], host: str) -> str:
     """Format the cures: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
-    amounts_to_free = [f'{cure.freed} {_name(cure.constraint)}' for cure in cures if cure.freed]
-    replacements = [str(cure.instead) for cure in cures if cure.instead not in (None, cure.constraint)]
-    dropped = [_name(cure.constraint) for cure in cures if cure.instead is None]
+    amounts_to_free = [
+        f'{cure.amount_to_free} {_format_constraint(cure.constraint)}' for cure in cures if cure.amount_to_free
+    ]
+    replacements = [str(cure.replacement) for cure in cures if cure.replacement not in (None, cure.constraint)]
+    dropped = [_format_constraint(cure.constraint) for cure in cures if cure.replacement is None]
     parts = []
     if amounts_to_free:
         parts.append(f'free {" and ".join(amounts_to_free)} on {host}')
@@ -188,36 +198,36 @@ def in_words(cures: Sequence[Cure], host: str) -> str:
     return ', '.join(parts)
 
 
-def _name(constraint: Constraint | GroupConstraint) -> str:
-    if isinstance(constraint, Has) and constraint.typed:
-        return constraint.typed
+def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
+    if isinstance(constraint, Requirement) and constraint.argument:
+        return constraint.argument
     return constraint.name if isinstance(constraint, Amount) else str(constraint)
 
 
-def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> UnmetConstraint | None:
+def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
     if isinstance(constraint, Amount):
-        return _short(constraint, provider.inventories.get(constraint.name), may_drop, provider.taken_count)
-    names = provider.what(constraint.key)
-    if isinstance(constraint, HasNot):
+        return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
+    names = provider.get_names(constraint.key)
+    if isinstance(constraint, Exclusion):
         is_met = constraint.name not in names
     else:
         is_met = any(name in names for name in constraint.any_of)
     if is_met:
         return None
-    # Dropping it cannot help: enabled_only() adds it to each query that is sent.
-    cure = None if _is_enabled(constraint) else Cure(constraint, None)
-    return UnmetConstraint(constraint, _lack(constraint), 1.0, cure)
+    # Dropping it cannot help: exclude_disabled() adds it to each query that is sent.
+    cure = None if _is_enabled_constraint(constraint) else Cure(constraint, None)
+    return UnmetConstraint(constraint, _describe_lack(constraint), 1.0, cure)
 
 
-def _is_enabled(constraint: Constraint | GroupConstraint) -> bool:
+def _is_enabled_constraint(constraint: Constraint | GroupConstraint) -> bool:
     """Return True for the constraint that forbids the trait of disabled computes."""
-    return isinstance(constraint, HasNot) and constraint.name == DISABLED
+    return isinstance(constraint, Exclusion) and constraint.name == DISABLED
 
 
-def _lack(constraint: Has | HasNot) -> str:
-    if _is_enabled(constraint):
+def _describe_lack(constraint: Requirement | Exclusion) -> str:
+    if _is_enabled_constraint(constraint):
         return 'is disabled'
-    if isinstance(constraint, HasNot):
+    if isinstance(constraint, Exclusion):
         return f'{"is in aggregate" if constraint.key == "member_of" else "has"} {constraint.name}'
     names = ', '.join(constraint.any_of)
     has_several = len(constraint.any_of) > 1
@@ -228,37 +238,45 @@ def _lack(constraint: Has | HasNot) -> str:
     return f'lacks each of {names}' if has_several else f'lacks {names}'
 
 
-def _short(asked: Amount, have: Inventory | None, may_drop: bool, taken_count: int) -> UnmetConstraint | None:
-    name, amount = asked.name, asked.amount
-    drop_cure = Cure(asked, None) if may_drop and name not in NEEDED else None
-    if have is None:
-        return UnmetConstraint(asked, f'has no {name}', 1.0, drop_cure)
+def _check_amount(
+    requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
+) -> UnmetConstraint | None:
+    name, amount = requested.name, requested.amount
+    drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
+    if inventory is None:
+        return UnmetConstraint(requested, f'has no {name}', 1.0, drop_cure)
     reasons = []
-    if have.used + amount > have.capacity:
-        usage = f'free {have.free} of {have.capacity}'
-        if have.used > have.capacity:
-            usage = f'used {have.used} of {have.capacity}'
-        lacking = f'short by {have.used + amount - have.capacity}'
+    if inventory.used + amount > inventory.capacity:
+        usage = f'free {inventory.free} of {inventory.capacity}'
+        if inventory.used > inventory.capacity:
+            usage = f'used {inventory.used} of {inventory.capacity}'
+        lacking = f'short by {inventory.used + amount - inventory.capacity}'
         reasons.append(f'{name} is {lacking}' if taken_count else f'{name} {lacking} ({usage})')
-    if amount > have.max_unit:
-        reasons.append(f'{name}:{amount} is more than one may have (max_unit {have.max_unit})')
-    if amount < have.min_unit:
-        reasons.append(f'{name}:{amount} is less than one has to have (min_unit {have.min_unit})')
-    if amount % have.step_size:
-        reasons.append(f'{name}:{amount} is not a multiple of {have.step_size} (step_size)')
+    if amount > inventory.max_unit:
+        reasons.append(f'{name}:{amount} is more than one may have (max_unit {inventory.max_unit})')
+    if amount < inventory.min_unit:
+        reasons.append(f'{name}:{amount} is less than one has to have (min_unit {inventory.min_unit})')
+    if amount % inventory.step_size:
+        reasons.append(f'{name}:{amount} is not a multiple of {inventory.step_size} (step_size)')
     if not reasons:
         return None
-    possible = have.nearest(amount, have.free)
+    possible = inventory.find_nearest_amount(amount, inventory.free)
     shortage = 1.0 if possible is None else min(abs(amount - possible) / amount, 1.0)
-    return UnmetConstraint(asked, '; '.join(reasons), shortage, _cure(asked, have, possible, drop_cure))
+    return UnmetConstraint(
+        requested, '; '.join(reasons), shortage, _find_cure(requested, inventory, possible, drop_cure)
+    )
 
 
-def _cure(asked: Amount, have: Inventory, possible: int | None, without: Cure | None) -> Cure | None:
-    if possible is not None:
-        return Cure(asked, Amount(asked.name, possible))
-    if without is not None:
-        return without
-    amount_if_empty = have.nearest(asked.amount, have.capacity)
+def _find_cure(
+    requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
+) -> Cure | None:
+    if possible_amount is not None:
+        return Cure(requested, Amount(requested.name, possible_amount))
+    if drop_cure is not None:
+        return drop_cure
+    amount_if_empty = inventory.find_nearest_amount(requested.amount, inventory.capacity)
     if amount_if_empty is None:
         return None
-    return Cure(asked, Amount(asked.name, amount_if_empty), have.used + amount_if_empty - have.capacity)
+    return Cure(
+        requested, Amount(requested.name, amount_if_empty), inventory.used + amount_if_empty - inventory.capacity
+    )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ecomp.model.allocation import LARGEST, Resources, is_class
-from ecomp.model.json_object import DIGITS, dump, is_version, load_object
-from ecomp.model.text import check_plain
+from ecomp.model.allocation import MAX_AMOUNT, Resources, is_class
+from ecomp.model.json_object import MAX_DIGITS, dump, is_supported_version, load_object
+from ecomp.model.text import check_plain_name
 
 VERSION = 1
 
@@ -29,17 +29,17 @@ class Flavor:
 
     @property
     def traits(self) -> str:
-        """The traits as a query writes them, '' if there are none."""
+        """The traits as a query writes them, '' if absent."""
         return ','.join([*self.required, *(f'!{trait}' for trait in self.forbidden)])
 
     @cached_property
     def query(self) -> str:
-        return on_top(self, '')
+        return merge_query(self, '')
 
 
 def check_flavor_name(name: str) -> str:
     """Return the name unchanged; raise ValueError if it is not a valid flavor name."""
-    return check_plain(name, 'a flavor')
+    return check_plain_name(name, 'a flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
@@ -51,11 +51,13 @@ def parse_flavor(name: str, text: str) -> Flavor:
     for part in filter(None, text.split('&')):
         key, _, value = part.partition('=')
         if key == 'resources':
-            for resource_class, amount in _amounts(value).items():
-                resources[resource_class] = _amount(resource_class, amount)
+            for resource_class, amount in _parse_amounts(value).items():
+                resources[resource_class] = _parse_amount(resource_class, amount)
         elif key == 'required' and not value.startswith('in:'):
             for trait in value.split(','):
-                (forbidden if trait.startswith('!') else required).append(_name_of('trait', trait.removeprefix('!')))
+                (forbidden if trait.startswith('!') else required).append(
+                    _check_class_name('trait', trait.removeprefix('!'))
+                )
         else:
             raise ValueError(f'{part[:80]!r}: a flavor has resources=… and required=…, and nothing else')
     if not resources:
@@ -65,7 +67,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
     return Flavor(name, resources, tuple(dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
 
 
-def on_top(flavor: Flavor, query: str) -> str:
+def merge_query(flavor: Flavor, query: str) -> str:
     """Return the flavor's query with `query` added, whose amounts replace the flavor's.
 
     Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class.
@@ -74,7 +76,7 @@ def on_top(flavor: Flavor, query: str) -> str:
     rest = []
     for part in filter(None, query.split('&')):
         if part.startswith('resources='):
-            amounts |= _amounts(part.removeprefix('resources='))
+            amounts |= _parse_amounts(part.removeprefix('resources='))
         else:
             rest.append(part)
     resources = ','.join(f'{name}:{amount}' for name, amount in amounts.items())
@@ -82,10 +84,12 @@ def on_top(flavor: Flavor, query: str) -> str:
 
 
 def to_json(flavor: Flavor) -> str:
+    """Return the value of the flavor's key in etcd, with its format version."""
     return dump({'version': VERSION, **to_dict(flavor)})
 
 
 def to_dict(flavor: Flavor) -> dict[str, Any]:
+    """Return the JSON object that users see; it has no format version."""
     return {
         'name': flavor.name,
         'resources': dict(flavor.resources),
@@ -98,7 +102,7 @@ def from_json(name: str, value: bytes) -> Flavor:
     """Parse the value of a flavor's key; raise ValueError if malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version', VERSION)
-    if not is_version(version, VERSION):
+    if not is_supported_version(version, VERSION):
         raise ValueError(f'version {version!r:.40} of a flavor is not known here')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
@@ -110,23 +114,23 @@ def from_json(name: str, value: bytes) -> Flavor:
     return parse_flavor(name, f'resources={amounts}' + (f'&required={",".join(required)}' if required else ''))
 
 
-def _amounts(value: str) -> dict[str, str]:
+def _parse_amounts(value: str) -> dict[str, str]:
     amounts = {}
     for part in value.split(','):
         name, colon, amount = part.partition(':')
         if not colon:
             raise ValueError(f'{part[:80]!r} is not CLASS:AMOUNT')
-        amounts[_name_of('resource class', name)] = amount
+        amounts[_check_class_name('resource class', name)] = amount
     return amounts
 
 
-def _amount(name: str, text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or len(text) > DIGITS or not 0 < int(text) <= LARGEST:
-        raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {LARGEST}')
+def _parse_amount(name: str, text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or len(text) > MAX_DIGITS or not 0 < int(text) <= MAX_AMOUNT:
+        raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
     return int(text)
 
 
-def _name_of(what: str, text: str) -> str:
+def _check_class_name(kind: str, text: str) -> str:
     if not is_class(text):
-        raise ValueError(f'{text[:80]!r} is no {what}: those are of A-Z, 0-9 and _')
+        raise ValueError(f'{text[:80]!r} is no {kind}: those are of A-Z, 0-9 and _')
     return text

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.json_object import dump, is_version, load_object
-from ecomp.model.text import check_plain
+from ecomp.model.json_object import dump, is_supported_version, load_object
+from ecomp.model.text import check_plain_name
 
 VERSION = 1
 AFFINITY = 'affinity'
 ANTI_AFFINITY = 'anti-affinity'
 POLICIES = (AFFINITY, ANTI_AFFINITY)
 # More members are refused: each new one rewrites the group's key, in a transaction that may hold a set of up to 1.4 MB.
-LARGEST = 1000
+MAX_MEMBERS = 1000
 
 
 class Membership(NamedTuple):
@@ -53,7 +53,7 @@ class Group:
         return f'{"strict" if self.strict else "soft"} {self.policy}'
 
     @cached_property
-    def on(self) -> Counter[str]:
+    def member_counts(self) -> Counter[str]:
         """The number of members on each compute."""
         return Counter(compute for compute in self.members.values() if compute)
 
@@ -61,36 +61,36 @@ class Group:
         """Return the group with these members added, or moved if they are in it already."""
         return replace(self, members={**self.members, **members})
 
-    def without(self, *instances: str) -> Group:
+    def without_members(self, *instances: str) -> Group:
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
-    def admits(self, compute: str, on: Mapping[str, int]) -> bool:
+    def can_admit(self, compute: str, member_counts: Mapping[str, int]) -> bool:
         """Return True if one more member may be on the compute, given the members on each."""
-        if not self.strict or not compute or not any(on.values()):
+        if not self.strict or not compute or not any(member_counts.values()):
             return True
-        return bool(on.get(compute)) == (self.policy == AFFINITY)
+        return bool(member_counts.get(compute)) == (self.policy == AFFINITY)
 
-    def excludes(self, compute: str, called: Callable[[str], str] = str) -> str | None:
+    def explain_exclusion(self, compute: str, name_compute: Callable[[str], str] = str) -> str | None:
         """Say, as the end of a sentence, why no member may be added on a compute; None if one may."""
-        counts = self.on
-        if self.admits(compute, counts):
+        counts = self.member_counts
+        if self.can_admit(compute, counts):
             return None
         if self.policy == ANTI_AFFINITY:
             return f'group {self.name} has a member there ({self.rule})'
-        return f'group {self.name} is on {", ".join(sorted(map(called, counts)))} ({self.rule})'
+        return f'group {self.name} is on {", ".join(sorted(map(name_compute, counts)))} ({self.rule})'
 
     @property
-    def sign(self) -> int:
+    def preference_sign(self) -> int:
         """1 for affinity, -1 for anti-affinity."""
         return 1 if self.policy == AFFINITY else -1
 
-    def preference(self, compute: str) -> int:
+    def get_preference(self, compute: str) -> int:
         """Return the preference for a compute of the next member; the largest number comes first."""
-        return self.sign * self.on[compute]
+        return self.preference_sign * self.member_counts[compute]
 
-    def broken(self) -> list[str]:
+    def list_breaches(self) -> list[str]:
         """List breaches of a strict rule: members on several computes, or several on one."""
-        counts = self.on
+        counts = self.member_counts
         if not self.strict:
             return []
         if self.policy == AFFINITY:
@@ -103,36 +103,37 @@ class Group:
 
 def check_group_name(name: str) -> str:
     """Return the name unchanged; raise ValueError if it is not a valid group name."""
-    return check_plain(name, 'a group')
+    return check_plain_name(name, 'a group')
 
 
-def settle(there: Group | None, wanted: Membership) -> Group:
+def resolve_group(existing: Group | None, membership: Membership) -> Group:
     """Return the existing group, or a new one if it is None, for a request's membership.
 
     Raises UsageError if a new group has no policy, and Conflict if the request's policy or `strict` differs.
     """
-    name = wanted.name
-    if there is None:
-        if wanted.policy is None:
+    name = membership.name
+    if existing is None:
+        if membership.policy is None:
             raise UsageError(f'there is no group {name} yet: --policy {" or ".join(POLICIES)} says what it is')
-        return Group(name, wanted.policy, wanted.strict is not False)
-    if wanted.policy not in (None, there.policy) or wanted.strict not in (None, there.strict):
-        raise Conflict(f'group {name} is {there.rule}, as its first member said, until its last one has gone')
-    return there
+        return Group(name, membership.policy, membership.strict is not False)
+    if membership.policy not in (None, existing.policy) or membership.strict not in (None, existing.strict):
+        raise Conflict(f'group {name} is {existing.rule}, as its first member said, until its last one has gone')
+    return existing
 
 
-def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
+def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
     """Return the instances of {instance: compute} that the group admits, joining in this order."""
     admitted: list[str] = []
-    joined = group.without(*places)
+    joined = group.without_members(*places)
     for instance, compute in places.items():
-        if joined.excludes(compute) is None:
+        if joined.explain_exclusion(compute) is None:
             admitted.append(instance)
             joined = joined.with_members({instance: compute})
     return admitted
 
 
 def to_json(group: Group) -> str:
+    """Return the value of the group's key in etcd; the key holds its name."""
     value = {'version': VERSION, 'policy': group.policy, 'strict': group.strict, 'members': dict(group.members)}
     return dump(value, separators=(',', ':'))
 
@@ -141,24 +142,24 @@ def from_json(name: str, value: bytes) -> Group:
     """Parse the value of a group's key; raise ValueError if malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version')
-    if not is_version(version, VERSION):
+    if not is_supported_version(version, VERSION):
         raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
         raise ValueError('not a group: members is no object of instances and computes')
-    return Group(check_group_name(name), *_rule(data), dict(members))
+    return Group(check_group_name(name), *_parse_rule(data), dict(members))
 
 
-def membership_from(data: Any) -> Membership | None:
+def parse_membership(data: Any) -> Membership | None:
     """Parse the group in a request, an object or None; raise ValueError if malformed."""
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):
         raise ValueError('group: expected an object with a name')
-    return Membership(check_group_name(data['name']), *_rule(data))
+    return Membership(check_group_name(data['name']), *_parse_rule(data))
 
 
-def _rule(data: Mapping[str, Any]) -> tuple[str, bool]:
+def _parse_rule(data: Mapping[str, Any]) -> tuple[str, bool]:
     policy, strict = data.get('policy'), data.get('strict')
     if policy not in POLICIES or not isinstance(strict, bool):
         raise ValueError(f'not a group: policy is {str(policy)[:40]!r}, strict {str(strict)[:40]!r}')

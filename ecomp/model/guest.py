@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from ecomp.errors import BuildFailed
-from ecomp.model.json_object import dump, load_if_object, load_object
-from ecomp.model.text import printable
+from ecomp.model.json_object import dump, load_object, load_object_or_empty
+from ecomp.model.text import make_printable
 
 # A configuration with more interfaces for each guest is refused.
-MOST_INTERFACES = 8
+MAX_INTERFACES = 8
 
 
 class Attachment(NamedTuple):
@@ -35,10 +35,10 @@ METADATA_ADDRESS = '169.254.169.254'
 DEFAULT_NETWORKS = (Attachment('network', 'default'),)
 
 # The route metric of the first interface, the default of networkd and NetworkManager; further ones get multiples.
-METRIC = 100
+FIRST_ROUTE_METRIC = 100
 
 
-def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
+def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
     """Return cloud-init's network configuration: DHCP on each interface.
 
     It is None for a single interface, on which every image uses DHCP by default. The routes of the first interface are
@@ -54,7 +54,7 @@ def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
             'match': {'macaddress': mac},
             'dhcp4': True,
             # With equal metrics a guest may use either default route.
-            'dhcp4-overrides': {'route-metric': METRIC * (index + 1)},
+            'dhcp4-overrides': {'route-metric': FIRST_ROUTE_METRIC * (index + 1)},
             # Do not delay the boot for a network without DHCP.
             **({'optional': True} if index else {}),
         }
@@ -62,12 +62,12 @@ def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
 
 
 # Host keys of other types, further keys, and longer ones are dropped. 3000 characters hold an RSA key of 16384 bits.
-KINDS = ('ssh-ed25519', 'ecdsa-sha2-nistp256', 'ecdsa-sha2-nistp384', 'ecdsa-sha2-nistp521', 'ssh-rsa')
-MOST_KEYS = 4
-LARGEST_KEY = 3000
+HOST_KEY_TYPES = ('ssh-ed25519', 'ecdsa-sha2-nistp256', 'ecdsa-sha2-nistp384', 'ecdsa-sha2-nistp521', 'ssh-rsa')
+MAX_HOST_KEYS = 4
+MAX_HOST_KEY_CHARACTERS = 3000
 # Characters of cloud-init's failed stage and error; longer text is truncated and ends in `…`.
-LONGEST_STAGE = 40
-LONGEST_REASON = 500
+MAX_STAGE_CHARACTERS = 40
+MAX_REASON_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -78,48 +78,50 @@ class GuestFailure:
     reason: str
 
 
-class GuestWord(NamedTuple):
+class GuestReport(NamedTuple):
     """A guest's report. `host_keys` are `<type> <base64>`; no `failure`: cloud-init succeeded."""
 
     host_keys: tuple[str, ...] = ()
-    failed: GuestFailure | None = None
+    failure: GuestFailure | None = None
 
 
-def parse_word(data: bytes) -> GuestWord:
+def parse_guest_report(data: bytes) -> GuestReport:
     """Parse a stored report; a malformed or empty one (from an older server) contains nothing."""
-    report = load_if_object(data)
-    return GuestWord(host_keys(report.get('host_keys')), failed(report.get('stage'), report.get('error')))
+    report = load_object_or_empty(data)
+    return GuestReport(
+        parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))
+    )
 
 
-def host_keys(value: object) -> tuple[str, ...]:
+def parse_host_keys(value: object) -> tuple[str, ...]:
     """Return up to MAX_HOST_KEYS valid OpenSSH public keys, each once, without comments."""
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
-        fields = text.split()[:2] if isinstance(text, str) and len(text) <= LARGEST_KEY else ['']
+        fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
         try:
-            if fields and fields[0] in KINDS:
-                accepted[public_key(fields)] = None
+            if fields and fields[0] in HOST_KEY_TYPES:
+                accepted[parse_public_key(fields)] = None
         except ValueError:
             continue
-    return tuple(accepted)[:MOST_KEYS]
+    return tuple(accepted)[:MAX_HOST_KEYS]
 
 
-def failed(stage: object, reason: object) -> GuestFailure | None:
+def parse_failure(stage: object, reason: object) -> GuestFailure | None:
     """Return the failure of a report; None unless both are strings and the stage is not empty."""
     if not isinstance(stage, str) or not isinstance(reason, str) or not stage:
         return None
-    return GuestFailure(printable(stage, LONGEST_STAGE), printable(reason, LONGEST_REASON))
+    return GuestFailure(make_printable(stage, MAX_STAGE_CHARACTERS), make_printable(reason, MAX_REASON_CHARACTERS))
 
 
 # More user-data, or more ssh keys of an instance in total, are refused. A request contains user-data as base64.
-USER_DATA_LIMIT = 256 * 1024
-KEYS_LIMIT = 32 * 1024
+MAX_USER_DATA_BYTES = 256 * 1024
+MAX_SSH_KEYS_BYTES = 32 * 1024
 
-GZIP = b'\x1f\x8b'
+GZIP_MAGIC = b'\x1f\x8b'
 # The beginnings of user-data that cloud-init accepts; it also accepts a MIME header near the beginning.
-KNOWN = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#part-handler', '## template: jinja')
+USER_DATA_PREFIXES = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#part-handler', '## template: jinja')
 # Gzipped user-data that unpacks to more bytes is not inspected.
-UNPACKED_LIMIT = 16 * 1024 * 1024
+MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
 class SharedUserData(NamedTuple):
@@ -129,14 +131,14 @@ class SharedUserData(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes) -> Self:
         import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
         encoded = binascii.b2a_base64(data, newline=False).decode()
         return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
 
 
-def shared_user_data(value: bytes, sha256: str) -> bytes:
+def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
     """Return the user-data of a set's key; raise ValueError if malformed, too large or altered."""
     import hashlib
 
@@ -144,8 +146,8 @@ def shared_user_data(value: bytes, sha256: str) -> bytes:
         data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError('it cannot be read') from error
-    if len(data) > USER_DATA_LIMIT:
-        raise ValueError(f'it has {len(data)} bytes; the limit is {USER_DATA_LIMIT}')
+    if len(data) > MAX_USER_DATA_BYTES:
+        raise ValueError(f'it has {len(data)} bytes; the limit is {MAX_USER_DATA_BYTES}')
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError('it has another hash')
     return data
@@ -155,7 +157,7 @@ def check_user_data(data: bytes) -> bytes:
     """Return the user-data of any size; raise ValueError if cloud-init cannot read it."""
     if not data:
         raise ValueError('is empty')
-    if data.startswith(GZIP):
+    if data.startswith(GZIP_MAGIC):
         return data
     try:
         text = data.decode()
@@ -167,33 +169,33 @@ def check_user_data(data: bytes) -> bytes:
     return data
 
 
-def unpacked(data: bytes) -> bytes | None:
+def unpack_user_data(data: bytes) -> bytes | None:
     """Unpack gzip user-data; None if corrupt, unchanged if it exceeds MAX_UNPACKED_BYTES."""
-    if not data.startswith(GZIP):
+    if not data.startswith(GZIP_MAGIC):
         return data
     import gzip  # loaded late: few users pass gzip
     import io
     import zlib
 
     try:
-        content = gzip.GzipFile(fileobj=io.BytesIO(data)).read(UNPACKED_LIMIT + 1)
+        content = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MAX_UNPACKED_BYTES + 1)
     except (OSError, EOFError, zlib.error):
         return None
-    return content if len(content) <= UNPACKED_LIMIT else data
+    return content if len(content) <= MAX_UNPACKED_BYTES else data
 
 
-def looks_unknown(data: bytes) -> bool:
+def is_unknown_user_data(data: bytes) -> bool:
     """Return True for user-data that cloud-init would ignore: of no known format.
 
     It compares as type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case,
     without leading white space.
     """
     text = data.decode(errors='replace')
-    is_known = text.encode() == data and text.lower().lstrip().startswith(KNOWN)
-    return not (is_known or data.startswith(GZIP) or b'mime-version:' in data[:4096].lower())
+    is_known = text.encode() == data and text.lower().lstrip().startswith(USER_DATA_PREFIXES)
+    return not (is_known or data.startswith(GZIP_MAGIC) or b'mime-version:' in data[:4096].lower())
 
 
-def public_keys(data: bytes) -> tuple[str, ...]:
+def parse_public_keys(data: bytes) -> tuple[str, ...]:
     """Return the OpenSSH public keys in a file; raise ValueError for a bad line, or no key."""
     try:
         lines = data.decode().splitlines()
@@ -203,7 +205,7 @@ def public_keys(data: bytes) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith('#'):
             try:
-                accepted.append(public_key(line.split()))
+                accepted.append(parse_public_key(line.split()))
             except ValueError as error:
                 raise ValueError(f'line {number}: {error}') from error
     if not accepted:
@@ -211,7 +213,7 @@ def public_keys(data: bytes) -> tuple[str, ...]:
     return tuple(dict.fromkeys(accepted))
 
 
-def public_key(fields: list[str]) -> str:
+def parse_public_key(fields: list[str]) -> str:
     """Join type, base64 and comment to an OpenSSH public key; raise ValueError if invalid."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
@@ -229,12 +231,12 @@ def public_key(fields: list[str]) -> str:
     if not blob.startswith(len(kind).to_bytes(4, 'big') + kind):
         raise ValueError(wrong)
     # A certificate's blob is not checked, because it also contains plain numbers.
-    if b'-cert-v' not in kind and not _is_whole(blob):
+    if b'-cert-v' not in kind and not _is_complete_blob(blob):
         raise ValueError('is a part of a public key only: copy the whole line')
     return key
 
 
-def _is_whole(blob: bytes) -> bool:
+def _is_complete_blob(blob: bytes) -> bool:
     """Return True if the blob consists of two or more complete length-prefixed strings."""
     position = count = 0
     while position < len(blob):
@@ -297,12 +299,12 @@ class GuestSpec:
     virt_type: str
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
     seed: Mapping[str, bytes] | None = field(default=None, repr=False)
-    reserved: tuple[str | None, ...] = ()
+    reserved_addresses: tuple[str | None, ...] = ()
 
     @property
     def macs(self) -> tuple[str, ...]:
         """The MAC addresses of the interfaces, in the order of `networks`."""
-        return tuple(mac_address(self.instance, index) for index in range(len(self.networks)))
+        return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,7 @@ class Guest:
         return self.running or (self.defined and self.disk)
 
 
-def mac_address(instance: str, number: int) -> str:
+def make_mac_address(instance: str, number: int) -> str:
     """Return the MAC of an interface: a hash of both arguments in QEMU's range 52:54:00."""
     import hashlib
 
@@ -340,12 +342,12 @@ def mac_address(instance: str, number: int) -> str:
     return f'52:54:00:{digest[0:2]}:{digest[2:4]}:{digest[4:6]}'
 
 
-def all_macs(instance: str) -> tuple[str, ...]:
+def list_macs(instance: str) -> tuple[str, ...]:
     """Return every MAC that an interface of the instance can have."""
-    return tuple(mac_address(instance, index) for index in range(MOST_INTERFACES))
+    return tuple(make_mac_address(instance, index) for index in range(MAX_INTERFACES))
 
 
-def same_mac(mac: str, other: str) -> BuildFailed:
+def make_mac_conflict(mac: str, other: str) -> BuildFailed:
     """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too."""
     reason = f'its MAC {mac} is that of instance {other} here'
     return BuildFailed('scheduled', f'{reason}: ask again, a new uuid has another')

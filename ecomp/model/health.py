@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from ecomp.errors import Unreachable
 from ecomp.model.allocation import MICROVERSION
-from ecomp.model.audit import FOUND
-from ecomp.model.cluster import holes
+from ecomp.model.audit import EXIT_FINDINGS
+from ecomp.model.cluster import describe_vulnerabilities
 from ecomp.model.guest import Attachment
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host
 
 _PEM = re.compile(rb'-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END CERTIFICATE-----')
-VERSION = 0xA0
-UTC_TIME = 0x17
-GENERALIZED_TIME = 0x18
+VERSION_TAG = 0xA0
+UTC_TIME_TAG = 0x17
+GENERALIZED_TIME_TAG = 0x18
 
 
-def ends(content: bytes) -> datetime:
+def read_certificate_end(content: bytes) -> datetime:
     """Return when the first certificate in a PEM file expires; raise ValueError if malformed.
 
     RFC 5280, 4.1: a Certificate contains a TBSCertificate: (version), serial, signature, issuer, validity, ...
@@ -35,22 +35,22 @@ def ends(content: bytes) -> datetime:
     if match is None:
         raise ValueError('there is no certificate in it')
     try:
-        _, certificate, _ = _next(base64.b64decode(match[1]))
-        _, rest, _ = _next(certificate)
-        tag, _, following = _next(rest)
-        rest = following if tag == VERSION else rest
+        _, certificate, _ = _read_element(base64.b64decode(match[1]))
+        _, rest, _ = _read_element(certificate)
+        tag, _, following = _read_element(rest)
+        rest = following if tag == VERSION_TAG else rest
         for _ in ('serial', 'signature', 'issuer'):
-            _, _, rest = _next(rest)
-        _, validity, _ = _next(rest)
-        _, _, following = _next(validity)
-        tag, time, _ = _next(following)
-        date_format = {UTC_TIME: '%y%m%d%H%M%SZ', GENERALIZED_TIME: '%Y%m%d%H%M%SZ'}[tag]
+            _, _, rest = _read_element(rest)
+        _, validity, _ = _read_element(rest)
+        _, _, following = _read_element(validity)
+        tag, time, _ = _read_element(following)
+        date_format = {UTC_TIME_TAG: '%y%m%d%H%M%SZ', GENERALIZED_TIME_TAG: '%Y%m%d%H%M%SZ'}[tag]
         return datetime.strptime(time.decode('ascii'), date_format).replace(tzinfo=UTC)
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError('what is in it is no certificate') from error
 
 
-def _next(der: bytes) -> tuple[int, bytes, bytes]:
+def _read_element(der: bytes) -> tuple[int, bytes, bytes]:
     """Return the tag and content of the first DER element, and the bytes after it."""
     tag, length, start = der[0], der[1], 2
     if length > 0x7F:
@@ -59,13 +59,13 @@ def _next(der: bytes) -> tuple[int, bytes, bytes]:
     return tag, der[start : start + length], der[start + length :]
 
 
-THERE = 'there'
+USABLE = 'there'
 OFF = 'off'
 MISSING = 'missing'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Libvirt:
+class LibvirtFacts:
     """Facts about libvirt on this host; a reason or directory is '' if there is no problem.
 
     `version` is the daemon's, `library_version` ours, both as libvirt counts. `qemu_user` is the user that runs QEMU.
@@ -75,18 +75,18 @@ class Libvirt:
     """
 
     version: int
-    library: int
-    qemu: bool
+    library_version: int
+    has_qemu: bool
     qemu_user: str = ''
-    kvm_device: bool = False
-    kvm_closed: bool = False
-    kvm: str = ''
-    blocked: str = ''
-    pool: str = ''
+    has_kvm_device: bool = False
+    is_kvm_closed: bool = False
+    no_kvm_reason: str = ''
+    blocked_directory: str = ''
+    foreign_pool_directory: str = ''
     networks: Mapping[Attachment, str] = field(default_factory=dict)
     has_bridge: bool = True
-    filters: str = ''
-    unfit: tuple[str, ...] = ()
+    no_filters_reason: str = ''
+    network_problems: tuple[str, ...] = ()
     computes: frozenset[str] = frozenset()
 
 
@@ -97,15 +97,15 @@ class StateDirectory(NamedTuple):
     """
 
     path: str
-    caller: int
-    owner: int | None
+    caller_uid: int
+    owner_uid: int | None
     uuid: str
-    uuid_is_right: bool
-    free: int
+    has_valid_uuid: bool
+    free_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """Facts about this machine; a reason or directory is '' if there is no problem.
 
     `no_library_reason` says that libvirt-python is missing, then a colon and the cure. `has_libvirtd`: its program is
@@ -116,131 +116,142 @@ class Machine:
     """
 
     state: StateDirectory
-    libvirt: Libvirt | None
-    no_libvirt: str = ''
-    no_library: str = ''
+    libvirt: LibvirtFacts | None
+    no_libvirt_reason: str = ''
+    no_library_reason: str = ''
     has_libvirtd: bool = True
-    configured: str | None = None
-    wanted: str = 'auto'
-    metadata: str = 'network'
-    proxies: tuple[str, ...] = ()
-    image_proxy: bool = False
-    is_taken: bool = False
-    refused: tuple[str, ...] = ()
-    no_images: str = ''
+    configured_uuid: str | None = None
+    virt_type: str = 'auto'
+    metadata_mode: str = 'network'
+    proxy_variables: tuple[str, ...] = ()
+    has_image_proxy: bool = False
+    is_metadata_port_taken: bool = False
+    refused_settings: tuple[str, ...] = ()
+    missing_image_directory: str = ''
 
 
-def _root(facts: Machine) -> Iterator[Found]:
-    if facts.state.caller != 0:
+def _check_root(facts: MachineFacts) -> Iterator[Problem]:
+    if facts.state.caller_uid != 0:
         yield 'ecompute needs root', 'sudo ecompute --check'
 
 
-def _directory(facts: Machine) -> Iterator[Found]:
+def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
     state = facts.state
-    if state.owner not in (None, state.caller):
-        text = f'state directory {state.path} belongs to user {state.owner}, and ecompute runs as user {state.caller}'
-        yield text, f'chown {state.caller} {shlex.quote(state.path)}'
+    if state.owner_uid not in (None, state.caller_uid):
+        text = (
+            f'state directory {state.path} belongs to user {state.owner_uid}, '
+            f'and ecompute runs as user {state.caller_uid}'
+        )
+        yield text, f'chown {state.caller_uid} {shlex.quote(state.path)}'
 
 
-def _disk(facts: Machine) -> Iterator[Found]:
-    if facts.state.free < LEAST_DISK:
-        free = f'{facts.state.free // 1024**2} MiB free'
+def _check_disk(facts: MachineFacts) -> Iterator[Problem]:
+    if facts.state.free_bytes < MIN_FREE_BYTES:
+        free = f'{facts.state.free_bytes // 1024**2} MiB free'
         yield f'the disk of {facts.state.path} is full ({free})', 'make room there, or set another `state:`'
 
 
-def _uuid(facts: Machine) -> Iterator[Found]:
+def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
     state = facts.state
-    if state.uuid and not state.uuid_is_right and facts.configured is None:
+    if state.uuid and not state.has_valid_uuid and facts.configured_uuid is None:
         yield f'{state.path}/uuid holds no uuid', f'put the right one there, or rm {shlex.quote(state.path)}/uuid'
         return
-    ours = facts.configured or state.uuid
+    ours = facts.configured_uuid or state.uuid
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
         problem = f'guests of compute {other} are on this host, and this is compute {ours or "of no uuid yet"}'
         yield problem, f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
 
 
-def _proxy(facts: Machine) -> Iterator[Found]:
-    if facts.proxies and not facts.image_proxy:
-        names = ', '.join(facts.proxies)
+def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
+    if facts.proxy_variables and not facts.has_image_proxy:
+        names = ', '.join(facts.proxy_variables)
         problem = f'{names} is in the environment, and ecompute asks nobody by it, not even for images'
         yield problem, f'`image_proxy: http://…` in compute.yaml has images fetched by it; else: unset {names}'
 
 
-def _refused(facts: Machine) -> Iterator[Found]:
-    for error in facts.refused:
+def _check_settings(facts: MachineFacts) -> Iterator[Problem]:
+    for error in facts.refused_settings:
         yield f'ecompute would not start: {error}', 'correct it in compute.yaml'
 
 
-def _images(facts: Machine) -> Iterator[Found]:
-    if facts.no_images:
-        problem = f'`images:` {facts.no_images} is no directory: whatever is asked for by file:// fails'
-        yield problem, f'mkdir -p {shlex.quote(facts.no_images)}, or correct it in compute.yaml'
+def _check_images(facts: MachineFacts) -> Iterator[Problem]:
+    if facts.missing_image_directory:
+        problem = f'`images:` {facts.missing_image_directory} is no directory: whatever is asked for by file:// fails'
+        yield problem, f'mkdir -p {shlex.quote(facts.missing_image_directory)}, or correct it in compute.yaml'
 
 
-def _no_libvirt(facts: Machine) -> Iterator[Found]:
-    if facts.no_library:
-        problem, _, cure = facts.no_library.partition(': ')
+def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
+    if facts.no_library_reason:
+        problem, _, cure = facts.no_library_reason.partition(': ')
         yield problem, cure
-    elif facts.no_libvirt:
+    elif facts.no_libvirt_reason:
         cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'
-        yield facts.no_libvirt, cure
+        yield facts.no_libvirt_reason, cure
 
 
-OF_MACHINE: Mapping[str, Callable[[Machine], Iterable[Found]]] = {
-    'root': _root,
-    'state': _directory,
-    'disk': _disk,
-    'uuid': _uuid,
-    'proxy': _proxy,
-    'configuration': _refused,
-    'images': _images,
-    'libvirt': _no_libvirt,
+MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
+    'root': _check_root,
+    'state': _check_directory,
+    'disk': _check_disk,
+    'uuid': _check_uuid,
+    'proxy': _check_proxy,
+    'configuration': _check_settings,
+    'images': _check_images,
+    'libvirt': _check_libvirt,
 }
 
 
-def _version(there: Libvirt, _: Machine) -> Iterator[Found]:
-    if there.version < OLDEST_LIBVIRT:
-        problem = f'libvirt {_as_text(there.version)} is older than any that ecomp was tried with'
-        yield problem, f'install {_as_text(OLDEST_LIBVIRT)} or a newer one'
-    elif there.version < there.library:
-        problem = f'libvirtd is {_as_text(there.version)} still, and {_as_text(there.library)} is installed'
+def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    if libvirt.version < MIN_LIBVIRT_VERSION:
+        problem = f'libvirt {_format_version(libvirt.version)} is older than any that ecomp was tried with'
+        yield problem, f'install {_format_version(MIN_LIBVIRT_VERSION)} or a newer one'
+    elif libvirt.version < libvirt.library_version:
+        problem = (
+            f'libvirtd is {_format_version(libvirt.version)} still, '
+            f'and {_format_version(libvirt.library_version)} is installed'
+        )
         yield problem, 'systemctl restart libvirtd'
 
 
-def _as_text(version: int) -> str:
+def _format_version(version: int) -> str:
     return f'{version // 10**6}.{version // 1000 % 1000}.{version % 1000}'
 
 
-def _qemu(there: Libvirt, _: Machine) -> Iterator[Found]:
-    if not there.qemu:
+def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    if not libvirt.has_qemu:
         yield 'libvirt knows no QEMU for x86_64 guests', 'apt install qemu-system-x86; systemctl restart libvirtd'
 
 
-def _kvm(there: Libvirt, facts: Machine) -> Iterator[Found]:
-    if there.kvm_device and there.kvm_closed:
+def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
+    if libvirt.has_kvm_device and libvirt.is_kvm_closed:
         problem = (
-            f'/dev/kvm cannot be opened by {there.qemu_user}: guests are emulated, and every start of one, and of '
+            f'/dev/kvm cannot be opened by {libvirt.qemu_user}: guests are emulated, and every start of one, and of '
             'ecompute, takes up to a minute longer'
         )
         yield problem, 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
-    elif there.kvm and facts.wanted == 'kvm':
-        yield f'virt_type kvm cannot be had: {there.kvm}', 'say `virt_type: auto` in compute.yaml'
+    elif libvirt.no_kvm_reason and facts.virt_type == 'kvm':
+        yield f'virt_type kvm cannot be had: {libvirt.no_kvm_reason}', 'say `virt_type: auto` in compute.yaml'
 
 
-def _way(there: Libvirt, _: Machine) -> Iterator[Found]:
-    if there.blocked:
-        problem = f'QEMU runs as {there.qemu_user}, who cannot enter {there.blocked}, on the way to the disks'
-        yield problem, f'chmod o+x {shlex.quote(there.blocked)}'
+def _check_path_to_disks(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    if libvirt.blocked_directory:
+        problem = (
+            f'QEMU runs as {libvirt.qemu_user}, who cannot enter {libvirt.blocked_directory}, on the way to the disks'
+        )
+        yield problem, f'chmod o+x {shlex.quote(libvirt.blocked_directory)}'
 
 
-def _pool(there: Libvirt, _: Machine) -> Iterator[Found]:
-    if there.pool:
-        problem = f"the storage pool ecompute is over {there.pool}: another ecompute's, or `state:` was changed"
+def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    if libvirt.foreign_pool_directory:
+        problem = (
+            f'the storage pool ecompute is over {libvirt.foreign_pool_directory}: '
+            "another ecompute's, or `state:` was changed"
+        )
         yield problem, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
 
 
-def _networks(there: Libvirt, _facts: Machine) -> Iterator[Found]:
-    for (kind, name), state in there.networks.items():
+def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Problem]:
+    for (kind, name), state in libvirt.networks.items():
         if kind == 'bridge' and state == MISSING:
             yield f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up'
         elif state == MISSING and name == 'default':
@@ -250,55 +261,60 @@ def _networks(there: Libvirt, _facts: Machine) -> Iterator[Found]:
             yield f'libvirt has no network {name}', 'virsh net-list --all has those there are: correct `networks:`'
         elif state == OFF:
             yield f'the network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
-    for reason in there.unfit:
+    for reason in libvirt.network_problems:
         problem, _, cure = reason.partition('. Fix: ')
         yield problem, cure
 
 
-def _metadata(there: Libvirt, facts: Machine) -> Iterator[Found]:
-    if facts.metadata == 'network' and facts.is_taken and there.has_bridge:
+def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
+    if facts.metadata_mode == 'network' and facts.is_metadata_port_taken and libvirt.has_bridge:
         problem = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
         yield problem, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
-    if facts.metadata == 'network' and not there.has_bridge:
+    if facts.metadata_mode == 'network' and not libvirt.has_bridge:
         problem = 'none of `networks:` is one whose bridge libvirt made: no metadata can be served at 169.254.169.254'
         yield problem, 'say `metadata: iso` in compute.yaml'
 
 
-def _filters(there: Libvirt, _: Machine) -> Iterator[Found]:
-    if there.filters:
-        text = f'libvirt cannot filter what guests send ({there.filters}): each can take the address of another one'
+def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    if libvirt.no_filters_reason:
+        text = (
+            f'libvirt cannot filter what guests send ({libvirt.no_filters_reason}): '
+            'each can take the address of another one'
+        )
         yield text, 'apt install iptables libvirt-daemon-system; systemctl restart libvirtd'
 
 
-OF_LIBVIRT: Mapping[str, Callable[[Libvirt, Machine], Iterable[Found]]] = {
-    'libvirt-version': _version,
-    'qemu': _qemu,
-    'kvm': _kvm,
-    'way': _way,
-    'pool': _pool,
-    'network': _networks,
-    'metadata': _metadata,
-    'filters': _filters,
+LIBVIRT_CHECKS: Mapping[str, Callable[[LibvirtFacts, MachineFacts], Iterable[Problem]]] = {
+    'libvirt-version': _check_libvirt_version,
+    'qemu': _check_qemu,
+    'kvm': _check_kvm,
+    'way': _check_path_to_disks,
+    'pool': _check_pool,
+    'network': _check_networks,
+    'metadata': _check_metadata,
+    'filters': _check_filters,
 }
 
 
-def of_machine(facts: Machine) -> list[Ailment]:
+def check_machine(facts: MachineFacts) -> list[Ailment]:
     """Run the checks of this machine, and those of libvirt if there are facts about it."""
-    ailments = [Ailment(name, *problem) for name, check in OF_MACHINE.items() for problem in check(facts)]
+    ailments = [Ailment(name, *problem) for name, check in MACHINE_CHECKS.items() for problem in check(facts)]
     libvirt = facts.libvirt
     if libvirt is not None:
-        ailments += [Ailment(name, *problem) for name, check in OF_LIBVIRT.items() for problem in check(libvirt, facts)]
+        ailments += [
+            Ailment(name, *problem) for name, check in LIBVIRT_CHECKS.items() for problem in check(libvirt, facts)
+        ]
     return ailments
 
 
 # Seconds by which two clocks may differ.
-LATE = 5.0
+MAX_CLOCK_DIFFERENCE_SECONDS = 5.0
 # A certificate that expires within this time is reported.
-SOON = timedelta(days=14)
+CERTIFICATE_WARNING_TIME = timedelta(days=14)
 # Enough for an image and for the first writes of its guest.
-LEAST_DISK = 2 * 1024**3
+MIN_FREE_BYTES = 2 * 1024**3
 # 9.0.0 as libvirt counts, the version of Debian 12; no older one has been tested.
-OLDEST_LIBVIRT = 9_000_000
+MIN_LIBVIRT_VERSION = 9_000_000
 
 
 class Ailment(NamedTuple):
@@ -309,7 +325,7 @@ class Ailment(NamedTuple):
     cure: str
 
 
-Found = tuple[str, str]
+Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -317,7 +333,7 @@ class Certificate:
     """A certificate file and the end of its validity; None: unreadable or malformed."""
 
     path: str
-    until: datetime | None
+    expires_at: datetime | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,21 +347,21 @@ class Backends:
 
     etcd: str
     placement: str
-    told: str | None
+    config_path: str | None
     now: datetime
-    usual: str = 'schedule.yaml'
-    no_etcd: str = ''
-    no_placement: str = ''
+    default_config_name: str = 'schedule.yaml'
+    etcd_failure: str = ''
+    placement_failure: str = ''
     etcd_version: str = ''
     placement_version: str = ''
-    ahead: float | None = None
+    ahead_seconds: float | None = None
     certificates: tuple[Certificate, ...] = ()
     open_secrets: tuple[str, ...] = ()
 
     @property
-    def away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """True if etcd or placement does not answer properly."""
-        return bool(self.no_etcd or self.no_placement)
+        return bool(self.etcd_failure or self.placement_failure)
 
 
 @dataclass(frozen=True)
@@ -357,37 +373,40 @@ class ComputeFacts:
 
     hosts: tuple[Host, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    ours: str = ''
-    unserved: str | None = None
+    own_version: str = ''
+    unserved_reason: str | None = None
 
 
-def _away(section: str, why: str, facts: Backends) -> Iterator[Found]:
-    if why:
-        yield why, _right(section, why, facts)
+def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Problem]:
+    if reason:
+        yield reason, _find_cure(section, reason, facts)
 
 
-def _right(section: str, why: str, facts: Backends) -> str:
+def _find_cure(section: str, reason: str, facts: Backends) -> str:
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
-    if 'is the clock right?' in why:
+    if 'is the clock right?' in reason:
         return 'timedatectl set-ntp true, here and on the control host'
-    if 'its certificate has expired' in why:
+    if 'its certificate has expired' in reason:
         return 'elab certs DIR, on the control host; and see that this clock is right'
     # A text that only asks whether our certificate is accepted does not match: the server may just be shutting down.
-    if any(text in why for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
+    if any(text in reason for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
         return f'elab certs DIR, on the control host; copy what it makes here, and name it in `{section}:`'
-    if facts.told is None:
-        return f'no {facts.usual} was found, so localhost was guessed: name one with --config or in ECOMP_CONFIG'
-    return f'{facts.told} told where it is: start it there, or correct `{section}:`'
+    if facts.config_path is None:
+        return (
+            f'no {facts.default_config_name} was found, so localhost was guessed: '
+            'name one with --config or in ECOMP_CONFIG'
+        )
+    return f'{facts.config_path} told where it is: start it there, or correct `{section}:`'
 
 
-def _etcd_version(facts: Backends) -> Iterator[Found]:
-    warning = holes(facts.etcd_version)
+def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
+    warning = describe_vulnerabilities(facts.etcd_version)
     if warning is not None:
         problem, _, cure = warning.partition(': ')
         yield problem, f'install one that is mended: {cure}'
 
 
-def _placement_version(facts: Backends) -> Iterator[Found]:
+def _check_placement_version(facts: Backends) -> Iterator[Problem]:
     if not facts.placement_version:
         return
     try:
@@ -400,30 +419,30 @@ def _placement_version(facts: Backends) -> Iterator[Found]:
         yield problem, "pip install 'openstack-placement>=7.0.0' where it runs, and restart it"
 
 
-def _clock(facts: Backends) -> Iterator[Found]:
-    if facts.ahead is not None and abs(facts.ahead) > LATE:
-        direction = 'ahead of' if facts.ahead > 0 else 'behind'
-        problem = f"this machine's clock is {abs(facts.ahead):.0f} s {direction} that of {facts.placement}"
+def _check_clock(facts: Backends) -> Iterator[Problem]:
+    if facts.ahead_seconds is not None and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS:
+        direction = 'ahead of' if facts.ahead_seconds > 0 else 'behind'
+        problem = f"this machine's clock is {abs(facts.ahead_seconds):.0f} s {direction} that of {facts.placement}"
         yield problem, 'timedatectl set-ntp true, on the one that is wrong'
 
 
-def _certificates(facts: Backends) -> Iterator[Found]:
+def _check_certificates(facts: Backends) -> Iterator[Problem]:
     for certificate in facts.certificates:
         cure = 'have it made anew: elab certs DIR, on the control host, and copy it here'
-        if certificate.until is None:
+        if certificate.expires_at is None:
             yield f'{certificate.path} cannot be read as a certificate', cure
-        elif certificate.until <= facts.now:
-            yield f'{certificate.path} has expired, {certificate.until:%Y-%m-%d %H:%M} UTC', cure
-        elif certificate.until <= facts.now + SOON:
-            yield f'{certificate.path} expires soon, {certificate.until:%Y-%m-%d %H:%M} UTC', cure
+        elif certificate.expires_at <= facts.now:
+            yield f'{certificate.path} has expired, {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
+        elif certificate.expires_at <= facts.now + CERTIFICATE_WARNING_TIME:
+            yield f'{certificate.path} expires soon, {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
 
 
-def _secrets(facts: Backends) -> Iterator[Found]:
+def _check_secrets(facts: Backends) -> Iterator[Problem]:
     for path in facts.open_secrets:
         yield f'{path} can be read or changed by every user of this machine', f'chmod o= {path}'
 
 
-def _computes(facts: ComputeFacts) -> Iterator[Found]:
+def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:
     for host in facts.hosts:
         name = host.hostname or host.compute
         if host.state == SILENT:
@@ -439,16 +458,16 @@ def _computes(facts: ComputeFacts) -> Iterator[Found]:
             yield f'compute {name} is orphaned: placement knows it alone', cure
 
 
-def _versions(facts: ComputeFacts) -> Iterator[Found]:
+def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
     for host in facts.hosts:
-        version = facts.versions.get(host.compute, facts.ours)
-        if not _are_same_version(version, facts.ours):
-            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.ours}'
+        version = facts.versions.get(host.compute, facts.own_version)
+        if not _are_same_version(version, facts.own_version):
+            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.own_version}'
             # Installed from a clone: the package that pip finds under the name ecomp is another one.
-            if _parts(version) == _parts(facts.ours):  # two commits of a release
+            if _parse_version(version) == _parse_version(facts.own_version):  # two commits of a release
                 yield problem, 'install the same commit on its host and here (docs/howto/upgrade.md)'
-            elif _parts(version) < _parts(facts.ours):
-                place = f'on its host, in a clone of ecomp {facts.ours}'
+            elif _parse_version(version) < _parse_version(facts.own_version):
+                place = f'on its host, in a clone of ecomp {facts.own_version}'
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
                 steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
                 yield problem, f'{place}: {steps} (docs/howto/upgrade.md)'
@@ -457,9 +476,9 @@ def _versions(facts: ComputeFacts) -> Iterator[Found]:
                 yield problem, f'{place}: pipx install --force ., or pip install . in its virtual environment'
 
 
-def _queue(facts: ComputeFacts) -> Iterator[Found]:
-    if facts.unserved is not None:
-        problem, _, cure = facts.unserved.partition(': ')
+def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
+    if facts.unserved_reason is not None:
+        problem, _, cure = facts.unserved_reason.partition(': ')
         yield problem, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
 
 
@@ -469,48 +488,50 @@ def _are_same_version(one: str, other: str) -> bool:
     return release == other_release and (commit == other_commit or not commit or not other_commit)
 
 
-def _parts(version: str) -> list[int]:
+def _parse_version(version: str) -> list[int]:
     return [int(part) for part in version.partition('+')[0].split('.') if part.isdecimal()]
 
 
-OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {
-    'etcd': lambda facts: _away('etcd', facts.no_etcd, facts),
-    'placement': lambda facts: _away('placement', facts.no_placement, facts),
-    'etcd-version': _etcd_version,
-    'placement-version': _placement_version,
-    'clock': _clock,
-    'certificate': _certificates,
-    'secret': _secrets,
+BACKEND_CHECKS: Mapping[str, Callable[[Backends], Iterable[Problem]]] = {
+    'etcd': lambda facts: _check_answer('etcd', facts.etcd_failure, facts),
+    'placement': lambda facts: _check_answer('placement', facts.placement_failure, facts),
+    'etcd-version': _check_etcd_version,
+    'placement-version': _check_placement_version,
+    'clock': _check_clock,
+    'certificate': _check_certificates,
+    'secret': _check_secrets,
 }
-OF_COMPUTES: Mapping[str, Callable[[ComputeFacts], Iterable[Found]]] = {
-    'compute': _computes,
-    'version': _versions,
-    'queue': _queue,
+COMPUTE_CHECKS: Mapping[str, Callable[[ComputeFacts], Iterable[Problem]]] = {
+    'compute': _check_computes,
+    'version': _check_versions,
+    'queue': _check_queue,
 }
 
 
-def of_backends(facts: Backends) -> list[Ailment]:
-    return [Ailment(name, *problem) for name, check in OF_BACKENDS.items() for problem in check(facts)]
+def check_backends(facts: Backends) -> list[Ailment]:
+    """Run all BACKEND_CHECKS; the list is empty if nothing is wrong."""
+    return [Ailment(name, *problem) for name, check in BACKEND_CHECKS.items() for problem in check(facts)]
 
 
-def of_computes(facts: ComputeFacts) -> list[Ailment]:
-    return [Ailment(name, *problem) for name, check in OF_COMPUTES.items() for problem in check(facts)]
+def check_computes(facts: ComputeFacts) -> list[Ailment]:
+    """Run all COMPUTE_CHECKS; the list is empty if nothing is wrong."""
+    return [Ailment(name, *problem) for name, check in COMPUTE_CHECKS.items() for problem in check(facts)]
 
 
-def lines(found: Sequence[Ailment]) -> list[str]:
+def format_lines(ailments: Sequence[Ailment]) -> list[str]:
     """Format each problem as one line: the check, the problem, and the cure."""
-    return [f'{ailment.check}: {ailment.what}. Mend it: {ailment.cure}' for ailment in found]
+    return [f'{ailment.check}: {ailment.what}. Mend it: {ailment.cure}' for ailment in ailments]
 
 
-def summary(facts: Backends, found: Sequence[Ailment]) -> str:
+def summarize(facts: Backends, ailments: Sequence[Ailment]) -> str:
     """Return one line with the number of problems, and etcd's and placement's versions."""
-    etcd = 'no answer' if facts.no_etcd else facts.etcd_version
-    placement = 'no answer' if facts.no_placement else f'microversion {facts.placement_version}'
-    count = f'{len(found)} finding{"" if len(found) == 1 else "s"}' if found else 'nothing is wrong'
-    configuration = facts.told or f'no {facts.usual}'
+    etcd = 'no answer' if facts.etcd_failure else facts.etcd_version
+    placement = 'no answer' if facts.placement_failure else f'microversion {facts.placement_version}'
+    count = f'{len(ailments)} finding{"" if len(ailments) == 1 else "s"}' if ailments else 'nothing is wrong'
+    configuration = facts.config_path or f'no {facts.default_config_name}'
     return f'{count}; {facts.etcd} ({etcd}), {facts.placement} ({placement}), by {configuration}'
 
 
-def exit_code(facts: Backends, found: Sequence[Ailment]) -> int:
+def get_exit_code(facts: Backends, ailments: Sequence[Ailment]) -> int:
     """Return 7 if etcd or placement does not answer properly, 8 for other problems, else 0."""
-    return Unreachable.exit_code if facts.away else FOUND if found else 0
+    return Unreachable.exit_code if facts.is_unavailable else EXIT_FINDINGS if ailments else 0

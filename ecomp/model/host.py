@@ -18,14 +18,23 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ecomp.model import keys, status
-from ecomp.model.allocation import LARGEST, MOST, Resources, Room, capacity, is_amount, is_class, summed
-from ecomp.model.json_object import dump, load_if_object
-from ecomp.model.order import Invalid, Request
+from ecomp.model.allocation import (
+    MAX_AMOUNT,
+    MAX_SUM,
+    Resources,
+    Room,
+    calculate_capacity,
+    is_amount,
+    is_class,
+    sum_resources,
+)
+from ecomp.model.json_object import dump, load_object_or_empty
+from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, from_json
-from ecomp.model.text import printable, renamed, some
+from ecomp.model.text import join_some, make_printable, replace_uuids
 
 
-class Pick(NamedTuple):
+class RecordFilter(NamedTuple):
     """A filter for records. A field that is None accepts all; `name` may contain * and ?."""
 
     states: Collection[str] | None = None
@@ -34,11 +43,11 @@ class Pick(NamedTuple):
     group: str | None = None
     name: str | None = None
 
-    def of(self, records: Iterable[Record]) -> list[Record]:
+    def select(self, records: Iterable[Record]) -> list[Record]:
         """Return the records that pass the filter, in their order."""
-        return [record for record in records if self._means(record)]
+        return [record for record in records if self._matches(record)]
 
-    def _means(self, record: Record) -> bool:
+    def _matches(self, record: Record) -> bool:
         return (
             (self.states is None or record.state in self.states)
             and self.compute in (None, record.compute)
@@ -49,12 +58,12 @@ class Pick(NamedTuple):
 
 
 # Returns the consumers that hold a claim on the compute with this uuid.
-Claims = Callable[[str], Container[str]]
+ConsumerLookup = Callable[[str], Container[str]]
 Kind = TypeVar('Kind', bound=keys.StoredValue)
 
 
 @dataclass
-class Places(Generic[Kind]):
+class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
 
     Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are
@@ -72,13 +81,13 @@ class Places(Generic[Kind]):
     record_keys: dict[str, str] = field(default_factory=dict)
     claimless: set[str] = field(default_factory=set)
 
-    def judge(self, instance: str, claims: Claims) -> None:
+    def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
         """Query computes, oldest request first, until one holds the claim; fill `claimless`."""
         if len(self.requests) < 2:
             return
-        for compute in sorted(self.requests, key=self._age):
+        for compute in sorted(self.requests, key=self._make_age_key):
             # A name that is not a uuid is not a compute: it is text from a key, and would become part of a URL path.
-            if keys.is_uuid(compute) and instance in claims(compute):
+            if keys.is_uuid(compute) and instance in consumer_lookup(compute):
                 return
             self.claimless.add(compute)
 
@@ -86,9 +95,9 @@ class Places(Generic[Kind]):
     def compute(self) -> str:
         """The trusted compute; '' without a request and without a record that names one."""
         claimants = [compute for compute in self.requests if compute not in self.claimless]
-        return min(claimants or self.requests or self.records, key=self._age, default='')
+        return min(claimants or self.requests or self.records, key=self._make_age_key, default='')
 
-    def _age(self, compute: str) -> tuple[int, str]:
+    def _make_age_key(self, compute: str) -> tuple[int, str]:
         return (self.requests or self.records)[compute].created, compute
 
     @property
@@ -104,39 +113,41 @@ class Places(Generic[Kind]):
         return self.record_keys.get(self.compute)
 
 
-def by_instance(found: Iterable[tuple[str, Kind]]) -> dict[str, Places[Kind]]:
+def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
     """Return {instance: requests and records} from pairs of a key and its stored value.
 
     Other keys are ignored. A malformed record of ecomp 1.0, whose key names no compute, counts only if the instance has
     no other: otherwise an invalid value written there would hide the record of a compute.
     """
-    by_uuid: dict[str, Places[Kind]] = {}
+    by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     old_records = []
-    for key, written in found:
+    for key, written in entries:
         if key.startswith(keys.HOSTS):
             compute, _, instance = key.removeprefix(keys.HOSTS).partition('/')
-            by_uuid.setdefault(instance, Places()).requests[compute] = written
+            by_uuid.setdefault(instance, EntriesByCompute()).requests[compute] = written
         elif key.startswith(keys.INSTANCES):
-            recorded_compute, instance = keys.recorded(key)
+            recorded_compute, instance = keys.parse_record_key(key)
             if recorded_compute is None:
                 old_records.append((key, instance, written))
             else:
-                _add(by_uuid, recorded_compute, key, instance, written)
+                _add_record(by_uuid, recorded_compute, key, instance, written)
     for key, instance, written in old_records:
-        records = by_uuid.setdefault(instance, Places()).records
-        named_compute = _compute_in(written.value)
+        records = by_uuid.setdefault(instance, EntriesByCompute()).records
+        named_compute = _parse_compute(written.value)
         if (not records) if named_compute is None else (named_compute not in records):
-            _add(by_uuid, named_compute or '', key, instance, written)
+            _add_record(by_uuid, named_compute or '', key, instance, written)
     return by_uuid
 
 
-def _add(places: dict[str, Places[Kind]], compute: str, key: str, instance: str, written: Kind) -> None:
-    entries = places.setdefault(instance, Places())
-    entries.records[compute] = written
+def _add_record(
+    by_uuid: dict[str, EntriesByCompute[Kind]], compute: str, key: str, instance: str, stored: Kind
+) -> None:
+    entries = by_uuid.setdefault(instance, EntriesByCompute())
+    entries.records[compute] = stored
     entries.record_keys[compute] = key
 
 
-def _compute_in(value: bytes) -> str | None:
+def _parse_compute(value: bytes) -> str | None:
     """Return the compute that a record names: '' for none, None for a malformed record."""
     try:
         return from_json(value).compute
@@ -145,75 +156,81 @@ def _compute_in(value: bytes) -> str | None:
 
 
 # A room hint with more resource classes than this is ignored.
-CLASSES = 40
+MAX_RESOURCE_CLASSES = 40
 
 
-class Left(NamedTuple):
+class ClassHint(NamedTuple):
     """One class of a hint: capacity, and how many percent are free (negative: over-allocated)."""
 
     capacity: int
-    hundredths: int
+    free_percent: int
 
     @property
-    def most(self) -> int:
+    def max_free(self) -> int:
         """The largest amount that may be free."""
-        return self.capacity * self.hundredths // 100
+        return self.capacity * self.free_percent // 100
 
 
-Hint = Mapping[str, Left]  # by resource class
+Hint = Mapping[str, ClassHint]  # by resource class
 
 
-def room_hint(inventory: Mapping[str, Mapping[str, float]], given: Iterable[Resources]) -> dict[str, list[int]]:
+def make_room_hint(
+    inventory: Mapping[str, Mapping[str, float]], allocations: Iterable[Resources]
+) -> dict[str, list[int]]:
     """Return the hint to publish for an inventory: {class: [capacity, free percent]}."""
-    used = summed(given)
+    used = sum_resources(allocations)
     hint = {}
     for name, entry in sorted(inventory.items()):
-        total = capacity(entry['total'], entry.get('allocation_ratio', 1.0), entry.get('reserved', 0))
+        total = calculate_capacity(entry['total'], entry.get('allocation_ratio', 1.0), entry.get('reserved', 0))
         free = total - used.get(name, 0)
         # Negating before and after the floor division rounds up.
-        hint[name] = [total, -(-100 * free // total) if free > 0 else max(100 * free // max(total, 1), -LARGEST)]
+        hint[name] = [total, -(-100 * free // total) if free > 0 else max(100 * free // max(total, 1), -MAX_AMOUNT)]
     return hint
 
 
 def parse_room_hint(value: Any) -> Hint | None:
     """Parse the hint in a presence; None if it is malformed."""
-    if not isinstance(value, dict) or not 0 < len(value) <= CLASSES:
+    if not isinstance(value, dict) or not 0 < len(value) <= MAX_RESOURCE_CLASSES:
         return None
     hint = {}
     for name, pair in value.items():
         if not isinstance(pair, list) or len(pair) != 2 or not is_class(name):
             return None
         class_capacity, free_percent = pair
-        if not is_amount(class_capacity, MOST) or type(free_percent) is not int or not -LARGEST <= free_percent <= 100:
+        if (
+            not is_amount(class_capacity, MAX_SUM)
+            or type(free_percent) is not int
+            or not -MAX_AMOUNT <= free_percent <= 100
+        ):
             return None
-        hint[name] = Left(class_capacity, free_percent)
+        hint[name] = ClassHint(class_capacity, free_percent)
     return hint
 
 
-def fits(hint: Hint, asked: Resources) -> bool:
+def has_room(hint: Hint, resources: Resources) -> bool:
     """Return whether there may be room for these resources; an absent class has none."""
-    return all(name in hint and amount <= hint[name].most for name, amount in asked.items())
+    return all(name in hint and amount <= hint[name].max_free for name, amount in resources.items())
 
 
-def share_left(hint: Hint, asked: Resources) -> float:
+def estimate_free_share(hint: Hint, resources: Resources) -> float:
     """Return the share (0 to 1) of the scarcest class that is free after placing `resources`.
 
     Rounded to hundredths. Classes that the hint lacks or whose capacity is 0 are ignored; 0 if no class is left.
     """
-    hinted = [(hint[name], amount) for name, amount in asked.items() if name in hint and hint[name].capacity]
-    shares = [class_hint.hundredths / 100 - amount / class_hint.capacity for class_hint, amount in hinted]
+    hinted = [(hint[name], amount) for name, amount in resources.items() if name in hint and hint[name].capacity]
+    shares = [class_hint.free_percent / 100 - amount / class_hint.capacity for class_hint, amount in hinted]
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
 VERSION = 1
 # A version or kind is cut off after this many characters.
-LONGEST = 64
+MAX_SHOWN_CHARACTERS = 64
 
-_SAID_VERSION = re.compile('[0-9A-Za-z.+!-]*')
-_HOSTNAME = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+_VERSION_PATTERN = re.compile('[0-9A-Za-z.+!-]*')
+_HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
-class Living(NamedTuple):
+class PresenceFacts(NamedTuple):
     """The content of a living compute's presence; absent or malformed fields are None.
 
     `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. ecomp 1.0 writes neither `queues` nor `room`.
@@ -226,37 +243,37 @@ class Living(NamedTuple):
     room: Hint | None = None
 
 
-class Naming(Protocol):
+class ComputeNames(Protocol):
     """The names of computes alone, for code that runs even if etcd could not be read."""
 
-    def host(self, compute: str) -> str | None: ...
-    def called(self, compute: str) -> str: ...
+    def find_hostname(self, compute: str) -> str | None: ...
+    def format_name(self, compute: str) -> str: ...
 
 
 @dataclass(frozen=True)
 class Computes:
     """All computes with a presence (`living`) or a stored host name in etcd."""
 
-    living: Mapping[str, Living] = field(default_factory=dict)
-    remembered: Mapping[str, str] = field(default_factory=dict)
+    living: Mapping[str, PresenceFacts] = field(default_factory=dict)
+    stored_hostnames: Mapping[str, str] = field(default_factory=dict)
 
-    def host(self, compute: str) -> str | None:
+    def find_hostname(self, compute: str) -> str | None:
         """Return the compute's host name, or None if it never published one."""
-        return self._hosts.get(compute)
+        return self._hostnames.get(compute)
 
-    def called(self, compute: str) -> str:
+    def format_name(self, compute: str) -> str:
         """Return the host name, with ` (uuid)` behind it if not unique; the uuid if there is none."""
-        host = self.host(compute)
+        host = self.find_hostname(compute)
         if host is None:
             return compute
-        return host if compute in self._alone else f'{host} ({compute})'
+        return host if compute in self._uniquely_named else f'{host} ({compute})'
 
-    def named(self, host: str) -> list[str]:
+    def find_by_hostname(self, hostname: str) -> list[str]:
         """Return the computes with this host name, sorted, also those that are away.
 
         A single living one is not preferred, because a compute may publish the name of one that is away.
         """
-        return self._by_host.get(host, [])
+        return self._by_hostname.get(hostname, [])
 
     @property
     def takers(self) -> list[str]:
@@ -264,58 +281,66 @@ class Computes:
         return sorted(compute for compute, presence in self.living.items() if presence.queues)
 
     @property
-    def no_taker(self) -> str | None:
+    def no_taker_reason(self) -> str | None:
         """One sentence that no compute takes from queues, or that it is unknown; None if one does."""
         if self.takers:
             return None
-        unknown = sorted(self.called(compute) for compute, presence in self.living.items() if presence.queues is None)
+        unknown = sorted(
+            self.format_name(compute) for compute, presence in self.living.items() if presence.queues is None
+        )
         if unknown:
-            uncertainty = f'of {some(unknown, 1)}, of an older version, it is not known'
+            uncertainty = f'of {join_some(unknown, 1)}, of an older version, it is not known'
             return f'no compute says that it takes from queues; {uncertainty}'
         return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
 
-    def unserved(self, waiting: Sequence[str]) -> str | None:
+    def describe_unserved(self, names: Sequence[str]) -> str | None:
         """Return one line that no compute takes these waiting requests, or None if one may."""
-        if not waiting or self.no_taker is None or any(presence.queues is None for presence in self.living.values()):
+        if (
+            not names
+            or self.no_taker_reason is None
+            or any(presence.queues is None for presence in self.living.values())
+        ):
             return None
-        return printable(f'{some(waiting, 1)} wait{"s" if len(waiting) == 1 else ""} in a queue, and {self.no_taker}')
+        return make_printable(
+            f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue, and {self.no_taker_reason}'
+        )
 
-    def translated(self, text: str) -> str:
+    def replace_uuids(self, text: str) -> str:
         """Return the text with uuids of computes replaced by names, except in paths of keys."""
-        return renamed(text, self.names)
+        return replace_uuids(text, self.display_names)
 
     @cached_property
-    def names(self) -> dict[str, str]:
+    def display_names(self) -> dict[str, str]:
         """{uuid: display name} of the computes that have a host name."""
-        return {compute: self.called(compute) for compute in self._hosts}
+        return {compute: self.format_name(compute) for compute in self._hostnames}
 
     @cached_property
-    def _hosts(self) -> dict[str, str]:
+    def _hostnames(self) -> dict[str, str]:
         published = {compute: facts.hostname for compute, facts in self.living.items() if facts.hostname is not None}
-        return {**self.remembered, **published}
+        return {**self.stored_hostnames, **published}
 
     @cached_property
-    def _alone(self) -> frozenset[str]:
+    def _uniquely_named(self) -> frozenset[str]:
         """The computes whose host name no other compute has."""
-        groups = map(self.named, self._by_host)
+        groups = map(self.find_by_hostname, self._by_hostname)
         return frozenset(computes[0] for computes in groups if len(computes) == 1)
 
     @cached_property
-    def _by_host(self) -> dict[str, list[str]]:
+    def _by_hostname(self) -> dict[str, list[str]]:
         by_hostname: dict[str, list[str]] = {}
-        for compute, host in sorted(self._hosts.items()):
+        for compute, host in sorted(self._hostnames.items()):
             by_hostname.setdefault(host, []).append(compute)
         return by_hostname
 
 
 # No names known: every compute is shown by its uuid. Code that has not read etcd passes this as a ComputeNames only: as
 # Computes it would claim that no compute takes from queues, which is not known.
-NOBODY = Computes()
+NO_COMPUTES = Computes()
 
 
 def is_hostname(text: object) -> bool:
     """Return whether a value may be shown and typed as a host name: safe text, and not a uuid."""
-    if not isinstance(text, str) or not _HOSTNAME.fullmatch(text):
+    if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
         return False
     if len(text.replace('-', '')) != 32:
         return True
@@ -328,26 +353,26 @@ def is_hostname(text: object) -> bool:
     return False
 
 
-def to_json(hostname: str) -> str:
+def hostname_to_json(hostname: str) -> str:
     """Return the value of a key below /hostnames/."""
     return dump({'version': VERSION, 'hostname': hostname})
 
 
-def hostname_in(value: bytes) -> str | None:
+def parse_hostname(value: bytes) -> str | None:
     """Parse the host name in a value below /hostnames/ or in a presence; None if not valid."""
-    return _hostname(load_if_object(value))
+    return _read_hostname(load_object_or_empty(value))
 
 
-def computes_of(lives: Mapping[str, keys.StoredValue], names: Mapping[str, keys.StoredValue]) -> Computes:
+def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
     """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/."""
-    by_uuid = {keys.last(key): hostname_in(stored.value) for key, stored in names.items()}
+    by_uuid = {keys.get_last_part(key): parse_hostname(stored.value) for key, stored in hostnames.items()}
     return Computes(
-        {keys.last(key): living_in(stored.value) for key, stored in lives.items() if stored.lease},
+        {keys.get_last_part(key): parse_presence(stored.value) for key, stored in presences.items() if stored.lease},
         {compute: hostname for compute, hostname in by_uuid.items() if hostname is not None and keys.is_uuid(compute)},
     )
 
 
-def silent_cure(host: str) -> str:
+def describe_silent_fix(host: str) -> str:
     """Return the remedies for a silent compute that holds a claim, in the order to try them."""
     argument = host.rpartition('(')[2].rstrip(')')
     return (
@@ -356,8 +381,11 @@ def silent_cure(host: str) -> str:
     )
 
 
-def unproven(
-    providers: Mapping[str, str], presence: Mapping[str, keys.StoredValue], began_at: int, has_lease_ended: bool
+def list_unproven(
+    providers: Mapping[str, str],
+    presences: Mapping[str, keys.StoredValue],
+    start_revision: int,
+    have_leases_expired: bool,
 ) -> list[str]:
     """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd.
 
@@ -366,32 +394,32 @@ def unproven(
     that are not named by their uuid are left out.
     """
     alive = {
-        keys.last(key)
-        for key, stored in presence.items()
-        if stored.lease and (has_lease_ended or stored.revision > began_at)
+        keys.get_last_part(key)
+        for key, stored in presences.items()
+        if stored.lease and (have_leases_expired or stored.revision > start_revision)
     }
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
 
 
-def living_in(value: bytes) -> Living:
+def parse_presence(value: bytes) -> PresenceFacts:
     """Parse a presence. An absent or malformed field is None."""
-    data = load_if_object(value)
-    version, kind = (_short(data.get(name)) for name in ('version', 'kind'))
+    data = load_object_or_empty(value)
+    version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
     # Doctor prints the version inside a command for the user to copy, so only harmless characters are accepted.
-    if version is not None and not _SAID_VERSION.fullmatch(version):
+    if version is not None and not _VERSION_PATTERN.fullmatch(version):
         version = None
     queues = data.get('queues')
     takes_queued = queues if isinstance(queues, bool) else None
-    return Living(_hostname(data), version, kind, takes_queued, parse_room_hint(data.get('room')))
+    return PresenceFacts(_read_hostname(data), version, kind, takes_queued, parse_room_hint(data.get('room')))
 
 
-def _hostname(said: Mapping[str, Any]) -> str | None:
-    name = said.get('hostname')
+def _read_hostname(data: Mapping[str, Any]) -> str | None:
+    name = data.get('hostname')
     return name if isinstance(name, str) and is_hostname(name) else None
 
 
-def _short(text: object) -> str | None:
-    return text[:LONGEST] if isinstance(text, str) and text else None
+def _shorten(text: object) -> str | None:
+    return text[:MAX_SHOWN_CHARACTERS] if isinstance(text, str) and text else None
 
 
 UP = 'up'
@@ -401,20 +429,20 @@ SILENT = 'silent'
 ORPHANED = 'orphaned'
 
 # States of an instance that exists and that nothing asked to destroy.
-LIVING = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
+LIVE_STATES = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
 
 # Instances that a refusal or a finding names at most; it counts the others.
-QUOTED = 3
+MAX_QUOTED_INSTANCES = 3
 
 
 @dataclass(frozen=True)
-class InPlacement:
+class ProviderSummary:
     """A resource provider. `status_traits` are its traits that mark it as disabled."""
 
     uuid: str
     name: str
-    shares: Mapping[str, Room] = field(default_factory=dict)
-    traits: frozenset[str] = frozenset()
+    rooms: Mapping[str, Room] = field(default_factory=dict)
+    status_traits: frozenset[str] = frozenset()
 
     @property
     def is_ours(self) -> bool:
@@ -422,23 +450,23 @@ class InPlacement:
 
         Others are not shown or removed: nova names its computes by host name, and a storage pool has no VCPU.
         """
-        return self.name == self.uuid and (not self.shares or 'VCPU' in self.shares)
+        return self.name == self.uuid and (not self.rooms or 'VCPU' in self.rooms)
 
 
 @dataclass(frozen=True)
-class InEtcd:
+class EtcdState:
     """etcd's state: computes, requests by compute and instance, records by instance.
 
     `malformed_records` has instances; `invalid_names` has, by compute, names of requests that are not uuids.
     """
 
-    computes: Computes = NOBODY
-    requests: Mapping[str, Mapping[str, Request | Invalid]] = field(default_factory=dict)
+    computes: Computes = NO_COMPUTES
+    requests: Mapping[str, Mapping[str, Request | InvalidRequest]] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
-    unreadable: Collection[str] = ()
-    junk: Mapping[str, Collection[str]] = field(default_factory=dict)
+    malformed_records: Collection[str] = ()
+    invalid_names: Mapping[str, Collection[str]] = field(default_factory=dict)
 
-    def called(self, instance: str) -> str:
+    def format_instance(self, instance: str) -> str:
         """Return an instance's name from its record, else from a request; its uuid without one."""
         record = self.records.get(instance)
         requests = (wish.get(instance) for wish in self.requests.values())
@@ -446,7 +474,7 @@ class InEtcd:
         return next(filter(None, names), None) or instance
 
     @property
-    def alive(self) -> Collection[str]:
+    def living_computes(self) -> Collection[str]:
         return self.computes.living
 
 
@@ -457,10 +485,10 @@ class Host:
     compute: str
     hostname: str | None
     state: str
-    instances: int
-    resources: Mapping[str, Room]
-    disabled: bool = False
-    said: Living = Living()
+    instance_count: int
+    rooms: Mapping[str, Room]
+    is_disabled: bool = False
+    facts: PresenceFacts = PresenceFacts()
 
 
 @dataclass(frozen=True)
@@ -471,21 +499,21 @@ class Leftovers:
     `stray_requests` are of instances that are gone or on another compute, or have a name that is not a uuid.
     """
 
-    ended: tuple[str, ...] = ()
-    stray: tuple[str, ...] = ()
+    destroyed: tuple[str, ...] = ()
+    stray_requests: tuple[str, ...] = ()
     orphans: tuple[str, ...] = ()
 
 
-def hosts(etcd: InEtcd, providers: Mapping[str, InPlacement]) -> list[Host]:
+def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> list[Host]:
     """Return all computes in etcd or placement by host name and uuid; nameless ones come last."""
-    uuids = {*etcd.alive, *etcd.requests, *etcd.junk}
-    uuids |= {record.compute for record in etcd.records.values() if record.state in LIVING}
+    uuids = {*etcd.living_computes, *etcd.requests, *etcd.invalid_names}
+    uuids |= {record.compute for record in etcd.records.values() if record.state in LIVE_STATES}
     uuids |= {provider.uuid for provider in providers.values() if provider.is_ours}
-    listed = [_host(compute, etcd, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
+    listed = [_make_host(compute, etcd, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
     return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))
 
 
-def living(compute: str, etcd: InEtcd) -> set[str]:
+def list_living(compute: str, etcd: EtcdState) -> set[str]:
     """Return the instances that live on a compute or are requested there, without tombstones."""
     requests = etcd.requests.get(compute, {})
     requested = {
@@ -493,43 +521,50 @@ def living(compute: str, etcd: InEtcd) -> set[str]:
         for name, request in requests.items()
         if not _is_tombstone(request) and not _is_stray(compute, etcd.records.get(name))
     }
-    recorded = {name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVING}
+    recorded = {
+        name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVE_STATES
+    }
     return requested | (recorded - requests.keys())
 
 
-def there(compute: str, etcd: InEtcd) -> set[str]:
+def list_present(compute: str, etcd: EtcdState) -> set[str]:
     """Return the instances that live, are requested or are being destroyed on a compute."""
-    remains = leftovers(compute, etcd, ())
-    return living(compute, etcd) | set(remains.ended)
+    remains = find_leftovers(compute, etcd, ())
+    return list_living(compute, etcd) | set(remains.destroyed)
 
 
-def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection[str]) -> str | None:
+def find_forget_obstacle(
+    compute: str, etcd: EtcdState, consumers: Collection[str], in_flight: Collection[str]
+) -> str | None:
     """Return one sentence why a compute must not be forgotten, or None if it may be.
 
     `consumers` have allocations there; `in_flight` are the instances with an attempt in flight.
     """
-    if compute in etcd.alive:
-        host = etcd.computes.host(compute)
+    if compute in etcd.living_computes:
+        host = etcd.computes.find_hostname(compute)
         return f'it is alive{f" on {host}" if host else ""}: stop its ecompute first'
-    live_instances = sorted(living(compute, etcd))
+    live_instances = sorted(list_living(compute, etcd))
     if live_instances:
-        return f'{_some(live_instances, etcd)} still there: destroy what is not wanted any more, then forget the host'
-    attempted = sorted(set(held) & set(at_it))
+        return (
+            f'{_format_instances(live_instances, etcd)} still there: '
+            'destroy what is not wanted any more, then forget the host'
+        )
+    attempted = sorted(set(consumers) & set(in_flight))
     if attempted:
         retry = f'try again when it has ended (a dead one: in {keys.ATTEMPT_SECONDS} s)'
-        return f'an eschedule is at work on {_some(attempted, etcd)} there: {retry}'
-    unreadable = sorted({*etcd.requests.get(compute, {}), *held} & set(etcd.unreadable))
+        return f'an eschedule is at work on {_format_instances(attempted, etcd)} there: {retry}'
+    unreadable = sorted({*etcd.requests.get(compute, {}), *consumers} & set(etcd.malformed_records))
     if unreadable:
-        return f'what is recorded of {_some(unreadable, etcd)} there cannot be read: see eschedule list'
-    for consumer in sorted(held):
-        others = [other for other in _homes(consumer, etcd) if other != compute]
+        return f'what is recorded of {_format_instances(unreadable, etcd)} there cannot be read: see eschedule list'
+    for consumer in sorted(consumers):
+        others = [other for other in _list_homes(consumer, etcd) if other != compute]
         if others:
-            where = f'{etcd.called(consumer)} of compute {etcd.computes.called(others[0])}'
+            where = f'{etcd.format_instance(consumer)} of compute {etcd.computes.format_name(others[0])}'
             return f'instance {where} holds a part of it: destroy it first'
     return None
 
 
-def leftovers(compute: str, etcd: InEtcd, held: Collection[str]) -> Leftovers:
+def find_leftovers(compute: str, etcd: EtcdState, consumers: Collection[str]) -> Leftovers:
     """Return what to remove with a compute that may be forgotten; `consumers` have allocations."""
     requests = etcd.requests.get(compute, {})
     stray = {name for name in requests if _is_stray(compute, etcd.records.get(name))}
@@ -539,33 +574,33 @@ def leftovers(compute: str, etcd: InEtcd, held: Collection[str]) -> Leftovers:
     }
     ended = ({name for name, request in requests.items() if _is_tombstone(request)} - stray) | destroying
     return Leftovers(
-        ended=tuple(sorted(ended)),
-        stray=tuple(sorted({*stray, *etcd.junk.get(compute, ())})),
-        orphans=tuple(sorted(set(held) - ended)),
+        destroyed=tuple(sorted(ended)),
+        stray_requests=tuple(sorted({*stray, *etcd.invalid_names.get(compute, ())})),
+        orphans=tuple(sorted(set(consumers) - ended)),
     )
 
 
-def _host(compute: str, etcd: InEtcd, provider: InPlacement | None) -> Host:
-    shares = provider.shares if provider else {}
-    has_requests = bool(etcd.requests.get(compute) or etcd.junk.get(compute))
-    traits = provider.traits if provider else frozenset()
-    disabled = status.BY_OPERATOR in traits
-    if compute in etcd.alive:
+def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) -> Host:
+    shares = provider.rooms if provider else {}
+    has_requests = bool(etcd.requests.get(compute) or etcd.invalid_names.get(compute))
+    traits = provider.status_traits if provider else frozenset()
+    disabled = status.DISABLED_BY_OPERATOR in traits
+    if compute in etcd.living_computes:
         disabled = disabled or status.DISABLED in traits
         state = DISABLED if disabled else UP
-    elif 'VCPU' in shares and shares['VCPU'].shut:
+    elif 'VCPU' in shares and shares['VCPU'].is_fully_reserved:
         state = CLOSED
     elif has_requests or any(record.compute == compute for record in etcd.records.values()):
         state = SILENT
     else:
         state = ORPHANED
-    instance_count = len(living(compute, etcd))
-    facts = etcd.computes.living.get(compute, Living())
-    return Host(compute, etcd.computes.host(compute), state, instance_count, shares, disabled, facts)
+    instance_count = len(list_living(compute, etcd))
+    facts = etcd.computes.living.get(compute, PresenceFacts())
+    return Host(compute, etcd.computes.find_hostname(compute), state, instance_count, shares, disabled, facts)
 
 
-def _is_tombstone(wish: Request | Invalid) -> bool:
-    return isinstance(wish, Request) and wish.is_tombstone
+def _is_tombstone(request: Request | InvalidRequest) -> bool:
+    return isinstance(request, Request) and request.is_tombstone
 
 
 def _is_stray(compute: str, record: Record | None) -> bool:
@@ -573,23 +608,23 @@ def _is_stray(compute: str, record: Record | None) -> bool:
     return record is not None and (record.compute != compute or record.state == GONE)
 
 
-def _homes(instance: str, etcd: InEtcd) -> Iterator[str]:
+def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
     yield from (compute for compute, requests in etcd.requests.items() if instance in requests)
     record = etcd.records.get(instance)
-    if record is not None and record.state in (*LIVING, DESTROYING):
+    if record is not None and record.state in (*LIVE_STATES, DESTROYING):
         yield record.compute
 
 
-def _some(instances: list[str], etcd: InEtcd) -> str:
-    text = some(list(map(etcd.called, instances)), QUOTED)
+def _format_instances(instances: list[str], etcd: EtcdState) -> str:
+    text = join_some(list(map(etcd.format_instance, instances)), MAX_QUOTED_INSTANCES)
     return f'instance{"s" if len(instances) > 1 else ""} {text}'
 
 
 Each = TypeVar('Each', bound=keys.StoredValue)
 
 
-def changed_hosts(
-    before: Mapping[str, Each], state: Mapping[str, Each], parts: Mapping[str, Mapping[str, Each]]
+def collect_changed_requests(
+    previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
 ) -> dict[str, dict[str, Each]]:
     """Return the current requests of the computes whose requests differ from `previous`.
 
@@ -598,23 +633,23 @@ def changed_hosts(
     """
     changed: dict[str, dict[str, Each]] = {}
 
-    def part(key: str) -> dict[str, Each]:
+    def get_copy(key: str) -> dict[str, Each]:
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         if compute not in changed:
-            changed[compute] = dict(parts.get(compute, {}))
+            changed[compute] = dict(previous_by_compute.get(compute, {}))
         return changed[compute]
 
-    removed_count = len(before) - len(state)
+    removed_count = len(previous) - len(state)
     for key, entry in state.items():
-        old_entry = before.get(key)
+        old_entry = previous.get(key)
         if old_entry is entry:
             continue
         if old_entry is None:
             removed_count += 1
-        elif keys.version(old_entry) == keys.version(entry):
+        elif keys.get_value_id(old_entry) == keys.get_value_id(entry):
             continue
-        part(key)[key] = entry
+        get_copy(key)[key] = entry
     if removed_count:
-        for key in before.keys() - state.keys():
-            del part(key)[key]
+        for key in previous.keys() - state.keys():
+            del get_copy(key)[key]
     return changed

@@ -15,11 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
 # An @ before the path, where URL parsers look for it; matches without // too.
-USERINFO = re.compile(r'([^/?#]*//)?[^/?#]*@')
-HOST = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
-PIN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
-GNU_SUM = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
-BSD_SUM = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
+USERINFO_PATTERN = re.compile(r'([^/?#]*//)?[^/?#]*@')
+HOST_PATTERN = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
+PIN_PATTERN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
+GNU_SUM_PATTERN = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
+BSD_SUM_PATTERN = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
 
 
 def check_image(url: str) -> str:
@@ -31,7 +31,7 @@ def check_image(url: str) -> str:
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
-    if USERINFO.match(url):
+    if USERINFO_PATTERN.match(url):
         raise ValueError(
             'the image has a user or a password in its URL, which everybody could read: put it where its server asks '
             'for none, or name a file of its compute (file:///…)'
@@ -50,7 +50,7 @@ def check_image(url: str) -> str:
     elif not parts.hostname:
         raise ValueError(f'the image {url} names no host')
     # Any other fragment would be ignored, and so would a mistyped checksum.
-    if parts.fragment and not PIN.fullmatch(parts.fragment):
+    if parts.fragment and not PIN_PATTERN.fullmatch(parts.fragment):
         raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
     return url
 
@@ -60,25 +60,25 @@ def check_source(text: str) -> str:
     try:
         return str(ip_network(text))
     except ValueError:
-        if HOST.fullmatch(text) and not text.replace('.', '').isdecimal():
+        if HOST_PATTERN.fullmatch(text) and not text.replace('.', '').isdecimal():
             return text.lower().rstrip('.')
     raise ValueError('must be the name of a host, or a network like 10.1.0.0/16')
 
 
-def pinned(url: str) -> tuple[str, str | None]:
+def split_pin(url: str) -> tuple[str, str | None]:
     """Split a checked URL into the URL without its fragment and the SHA-256 in that, or None."""
     bare, _, fragment = url.partition('#')
-    match = PIN.fullmatch(fragment)
+    match = PIN_PATTERN.fullmatch(fragment)
     return bare, match[1].lower() if match else None
 
 
-def sum_of(sums: str, url: str) -> str | None:
+def find_sha256(checksums: str, url: str) -> str | None:
     """Return the SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
-    for line in sums.splitlines():
-        if match := GNU_SUM.fullmatch(line.strip()):
+    for line in checksums.splitlines():
+        if match := GNU_SUM_PATTERN.fullmatch(line.strip()):
             digest, listed_name = match[1], match[2]
-        elif match := BSD_SUM.fullmatch(line.strip()):
+        elif match := BSD_SUM_PATTERN.fullmatch(line.strip()):
             listed_name, digest = match[1], match[2]
         else:
             continue
@@ -96,7 +96,7 @@ METADATA = 'the metadata address of a cloud'
 NO_HOST = 'not the address of a host'
 TRANSLATED = 'an address that is translated to another one'
 
-REFUSED = {
+REFUSED_NETWORKS = {
     LOOPBACK: ('127.0.0.0/8', '::1'),
     LINK_LOCAL: ('169.254.0.0/16', 'fe80::/10', 'fec0::/10'),
     NO_HOST: ('0.0.0.0/8', '::', '224.0.0.0/4', 'ff00::/8', '255.255.255.255'),
@@ -108,17 +108,17 @@ REFUSED = {
     TRANSLATED: ('64:ff9b:1::/48',),  # only the site's NAT64 knows the translated address
 }
 # The last four bytes are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64.
-EMBEDDING = ('::/96', '::ffff:0:0/96', '::ffff:0:0:0/96', '64:ff9b::/96')
+EMBEDDING_NETWORKS = ('::/96', '::ffff:0:0/96', '::ffff:0:0:0/96', '64:ff9b::/96')
 
 
 @cache  # not at import: it takes 2 ms, and most commands of eschedule do not need it
-def _refused() -> tuple[tuple[Network, str], ...]:
-    return tuple((ip_network(network), reason) for reason, networks in REFUSED.items() for network in networks)
+def _parse_refused_networks() -> tuple[tuple[Network, str], ...]:
+    return tuple((ip_network(network), reason) for reason, networks in REFUSED_NETWORKS.items() for network in networks)
 
 
 @cache
-def _embedding() -> tuple[Network, ...]:
-    return tuple(map(ip_network, EMBEDDING))
+def _parse_embedding_networks() -> tuple[Network, ...]:
+    return tuple(map(ip_network, EMBEDDING_NETWORKS))
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ class ImageSources:
     networks: tuple[Network, ...]
 
 
-def image_sources(said: Sequence[str]) -> ImageSources:
+def parse_image_sources(entries: Sequence[str]) -> ImageSources:
     """Return the ImageSources of entries that check_source() accepted."""
     networks: list[Network] = []
     names: list[str] = []
-    for entry in said:
+    for entry in entries:
         try:
             networks.append(ip_network(entry))
         except ValueError:
@@ -141,11 +141,11 @@ def image_sources(said: Sequence[str]) -> ImageSources:
     return ImageSources(tuple(names), tuple(networks))
 
 
-def all_of(address: Address) -> Iterator[Address]:
+def expand_address(address: Address) -> Iterator[Address]:
     """Yield the address and, if it is an IPv6 address, the IPv4 addresses embedded in it."""
     yield address
     if isinstance(address, IPv6Address):
-        if int(address) > 1 and any(address in network for network in _embedding()):
+        if int(address) > 1 and any(address in network for network in _parse_embedding_networks()):
             yield IPv4Address(int(address) & 0xFFFFFFFF)
         if address.sixtofour is not None:
             yield address.sixtofour
@@ -153,7 +153,7 @@ def all_of(address: Address) -> Iterator[Address]:
             yield from address.teredo
 
 
-def why_not_name(host: str, sources: ImageSources | None) -> str | None:
+def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
     """Return why no image may be downloaded from a host of this name, or None if one may."""
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
@@ -161,33 +161,37 @@ def why_not_name(host: str, sources: ImageSources | None) -> str | None:
     return LOOPBACK if name == 'localhost' or name.endswith('.localhost') else None
 
 
-def why_not(host: str, address: Address, sources: ImageSources | None) -> str | None:
+def find_address_refusal(host: str, address: Address, sources: ImageSources | None) -> str | None:
     """Return why no image may be downloaded from this address of a host, or None if one may.
 
     A listed network allows loopback addresses only if it lies within loopback, and no other refused address: 0.0.0.0/0
     is meant for addresses of other hosts. `sources` is None if `image_sources:` is not configured.
     """
     listed = sources.networks if sources is not None else ()
-    for inner in all_of(address):
-        for network, why in _refused():
-            if inner in network and not (why == LOOPBACK and any(_opens(source, network, inner) for source in listed)):
+    for inner in expand_address(address):
+        for network, why in _parse_refused_networks():
+            if inner in network and not (
+                why == LOOPBACK and any(_allows_loopback(source, network, inner) for source in listed)
+            ):
                 return why
     if sources is None or host.lower().rstrip('.') in sources.names:
         return None
-    is_listed = any(inner in network for network in listed for inner in all_of(address))
+    is_listed = any(inner in network for network in listed for inner in expand_address(address))
     return None if is_listed else 'not in the `image_sources:` of this compute'
 
 
-def is_listed_alone(address: Address, sources: ImageSources | None) -> bool:
+def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
     """Return whether `image_sources:` lists exactly this address, not only a network or name."""
     listed = sources.networks if sources is not None else ()
-    return any(network.num_addresses == 1 and inner in network for network in listed for inner in all_of(address))
+    return any(
+        network.num_addresses == 1 and inner in network for network in listed for inner in expand_address(address)
+    )
 
 
-def _opens(listed: Network, loopback: Network, address: Address) -> bool:
+def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bool:
     return address in listed and listed.prefixlen >= loopback.prefixlen
 
 
-def without_zone(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse an address as getaddrinfo writes it, without its zone; ValueError if malformed."""
     return ip_address(text.partition('%')[0])

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 # A longer value is refused, in bytes. The record of the largest request, with its text escaped, is shorter.
-VALUE_LIMIT = 1280 * 1024
+MAX_VALUE_BYTES = 1280 * 1024
 # A number with more digits is refused. Python writes at most 4,300, and sums of numbers of this size have fewer.
-DIGITS = 500
+MAX_DIGITS = 500
 # More levels of nested objects and lists are refused: an error message could not quote them.
-DEPTH = 64
+MAX_DEPTH = 64
 
 
 def load_object(value: bytes) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def load_object(value: bytes) -> dict[str, Any]:
     return data
 
 
-def load_if_object(value: bytes) -> dict[str, Any]:
+def load_object_or_empty(value: bytes) -> dict[str, Any]:
     """Parse a JSON object; return {} for anything else."""
     try:
         return load_object(value)
@@ -30,9 +30,9 @@ def load_if_object(value: bytes) -> dict[str, Any]:
         return {}
 
 
-def is_version(version: object, known: int) -> bool:
+def is_supported_version(version: object, newest: int) -> bool:
     """Return whether `version` is an int from 1 to `newest`; True, an int in Python, is not."""
-    return type(version) is int and 1 <= version <= known
+    return type(version) is int and 1 <= version <= newest
 
 
 def load(value: bytes) -> Any:
@@ -41,8 +41,8 @@ def load(value: bytes) -> Any:
     Refused are malformed JSON, NaN, infinite numbers, numbers of more than MAX_DIGITS, duplicate keys, nesting deeper
     than MAX_DEPTH and values longer than MAX_VALUE_BYTES.
     """
-    if len(value) > VALUE_LIMIT:
-        raise ValueError(f'it has {len(value)} bytes; the limit is {VALUE_LIMIT}')
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
     try:
         data = _DECODER.decode(value.decode())
     except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | Non
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
-def is_text(value: object) -> bool:
+def is_utf8_text(value: object) -> bool:
     """Return whether a value is text that UTF-8 can encode: JSON has half surrogate pairs, too."""
     if not isinstance(value, str):
         return False
@@ -74,7 +74,7 @@ def is_text(value: object) -> bool:
 
 def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
     level: list[Any] = [data]
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
         if not level:
@@ -82,24 +82,24 @@ def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
     return False
 
 
-def _float(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f'not JSON we take: {text[:40]} is too large a number')
     return number
 
 
-def _int(text: str) -> int:
-    if len(text) > DIGITS:
+def _parse_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
         raise ValueError(f'not JSON we take: a number of {len(text)} digits')
     return int(text)
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f'not JSON: {name} is not a number')
 
 
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError('not JSON we take: a key stands twice')
@@ -107,5 +107,8 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    parse_float=_float, parse_int=_int, parse_constant=_no_constant, object_pairs_hook=_no_doubles
+    parse_float=_parse_float,
+    parse_int=_parse_int,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=_refuse_duplicates,
 )

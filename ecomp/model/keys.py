@@ -54,7 +54,7 @@ DIGESTS = '/digests/'
 # request and no attempt for it (rule 4).
 ATTEMPT_SECONDS = 60
 # Stands for the compute in the record of an instance that was removed from its queue before a compute took it.
-NONE = 'none'
+NO_COMPUTE = 'none'
 
 _UUID = re.compile('(?![0-]+$)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 
@@ -72,29 +72,29 @@ class StoredValue(Protocol):
     def lease(self) -> int: ...
 
 
-def version(written: StoredValue) -> tuple[int, int]:
+def get_value_id(stored: StoredValue) -> tuple[int, int]:
     """Return an identity of a value: with its length, as a dropped value may be kept later."""
-    return written.revision, len(written.value)
+    return stored.revision, len(stored.value)
 
 
-def _below(prefix: str) -> Callable[[str], str]:
+def _make_key_function(prefix: str) -> Callable[[str], str]:
     return lambda part: prefix + part
 
 
 # Two attempts for one uuid collide at this key. The uuid is the one that was ordered: for a set, the set's.
-attempt = _below(ATTEMPTS)
-booted = _below(BOOTED)
-old_record = _below(INSTANCES)
-name = _below(NAMES)
-group = _below(GROUPS)
-quota = _below(QUOTAS)
-flavor = _below(FLAVORS)
-user_data = _below(USER_DATA)
-compute = _below(COMPUTES)
-hostname = _below(HOSTNAMES)
+attempt = _make_key_function(ATTEMPTS)
+address = _make_key_function(BOOTED)
+old_record = _make_key_function(INSTANCES)
+name = _make_key_function(NAMES)
+group = _make_key_function(GROUPS)
+quota = _make_key_function(QUOTAS)
+flavor = _make_key_function(FLAVORS)
+user_data = _make_key_function(USER_DATA)
+compute = _make_key_function(COMPUTES)
+hostname = _make_key_function(HOSTNAMES)
 # This key stays when the compute is forgotten.
-accepted = _below(ACCEPTED)
-audit = _below(AUDIT)
+acceptance = _make_key_function(ACCEPTED)
+audit = _make_key_function(AUDIT)
 
 
 def request_prefix(compute: str) -> str:
@@ -109,13 +109,13 @@ def request(compute: str, instance: str) -> str:
 
 def record(compute: str, instance: str) -> str:
     """Return the key of an instance's record; `compute` is '' if no compute had it."""
-    return f'{INSTANCES}{compute or NONE}/{instance}'
+    return f'{INSTANCES}{compute or NO_COMPUTE}/{instance}'
 
 
-def recorded(key: str) -> tuple[str | None, str]:
+def parse_record_key(key: str) -> tuple[str | None, str]:
     """Return the compute ('': none; None: not in a key of ecomp 1.0) and instance of a record."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
-    return ('' if compute == NONE else compute, instance) if slash else (None, compute)
+    return ('' if compute == NO_COMPUTE else compute, instance) if slash else (None, compute)
 
 
 def queue(flavor: str, instance: str) -> str:
@@ -128,25 +128,25 @@ def taker(queue_key: str) -> str:
     return queue_key + TAKER
 
 
-def queued(key: str) -> tuple[str, str] | None:
+def parse_queue_key(key: str) -> tuple[str, str] | None:
     """Return the flavor and instance in the key of a queued request; None for any other key."""
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 
 
-def in_queue(key: str) -> str:
+def get_queued_instance(key: str) -> str:
     """Return the instance in the key of a queued request or in its taker key."""
-    return last(key.removesuffix(TAKER))
+    return get_last_part(key.removesuffix(TAKER))
 
 
-def released_prefix(instance: str) -> str:
+def released_claims_prefix(instance: str) -> str:
     """Return the prefix of the keys with generations of released claims, for an instance."""
     return f'{RELEASED}{instance[:2].lower()}/'
 
 
-def released(instance: str, lease: int) -> str:
+def released_claims(instance: str, lease: int) -> str:
     """Return one of these keys; `lease` is the lease that it is on."""
-    return f'{released_prefix(instance)}{lease:x}'
+    return f'{released_claims_prefix(instance)}{lease:x}'
 
 
 def clearance(audit: str, compute: str) -> str:
@@ -164,7 +164,7 @@ def digest(audit: str, compute: str, part: int | str) -> str:
     return f'{digest_prefix(audit, compute)}{part}'
 
 
-def last(key: str) -> str:
+def get_last_part(key: str) -> str:
     """Return the last part of a key: the uuid or name that it is about."""
     return key.rsplit('/', 1)[-1]
 
@@ -174,7 +174,7 @@ def is_uuid(text: str) -> bool:
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
-def new_uuid(random: bytes) -> str:
+def make_uuid(random_bytes: bytes) -> str:
     """Make a canonical random uuid (version 4, RFC 9562). Python's uuid module loads slowly."""
-    digits = f'{int.from_bytes(random, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
+    digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -19,30 +19,30 @@ from typing import Any, NamedTuple, TypeVar
 from ecomp.errors import UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import (
-    LARGEST,
+    MAX_AMOUNT,
     Allocations,
     Resources,
     is_amount,
-    missing,
+    list_missing_classes,
     parse_allocations,
+    sum_allocations,
     to_wire,
-    total,
 )
-from ecomp.model.choose import SPREAD, Why, why_from
-from ecomp.model.group import Membership, membership_from
-from ecomp.model.guest import USER_DATA_LIMIT, SharedUserData
+from ecomp.model.choose import SPREAD, PlacementReason, parse_placement_reason
+from ecomp.model.group import Membership, parse_membership
+from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, is_version, load_if_object, load_object
-from ecomp.model.text import is_label, printable
+from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
+from ecomp.model.text import is_label, make_printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
-ASKED = 'asked'
-OFF = 'off'
+SHUTDOWN_ASKED = 'asked'
+SHUT_OFF = 'off'
 # Start of the fault in the record of a guest that could not be started.
-NOT_STARTED = 'it could not be started'
+START_FAILED = 'it could not be started'
 
 
-class Power(NamedTuple):
+class PowerAction(NamedTuple):
     """A stop, start or reboot that a request asks for.
 
     A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; repeating an action needs a new id. A
@@ -53,38 +53,38 @@ class Power(NamedTuple):
     action: str
     id: str
 
-    def is_done(self, said: str | None) -> bool:
+    def is_done(self, recorded_power: str | None) -> bool:
         """Return whether a record's `power` says that this action is completed."""
-        return said == self.id
+        return recorded_power == self.id
 
-    def at(self, phase: str) -> str:
+    def format_phase(self, phase: str) -> str:
         """Return a record's `power` while this action is SHUTDOWN_ASKED or SHUT_OFF."""
         return f'{self.id}:{phase}'
 
 
-def phase(said: str | None) -> str:
+def parse_phase(recorded_power: str | None) -> str:
     """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF, or '' if completed."""
-    return (said or '').partition(':')[2]
+    return (recorded_power or '').partition(':')[2]
 
 
-def action_id(said: str | None) -> str:
+def parse_action_id(recorded_power: str | None) -> str:
     """Return the id of the action in a record's `power`; '' for None."""
-    return (said or '').partition(':')[0]
+    return (recorded_power or '').partition(':')[0]
 
 
-def parse_power(data: Any) -> Power | None:
+def parse_power(data: Any) -> PowerAction | None:
     """Parse a request's `power`; None for None, ValueError if it is malformed."""
     if data is None:
         return None
     if not isinstance(data, dict) or data.get('action') not in ACTIONS or not keys.is_uuid(data.get('id', '')):
         raise ValueError(f'power: expected {{"action": "{"|".join(ACTIONS)}", "id": a uuid}}, not {data!r}')
-    return Power(data['action'], data['id'])
+    return PowerAction(data['action'], data['id'])
 
 
-Differs = Callable[['Order'], str]
+DifferenceDescriber = Callable[['Order'], str]
 
 
-class Field(NamedTuple):
+class OrderField(NamedTuple):
     """Specifies how a field of an order is parsed, written and compared.
 
     `parse` takes a JSON object and the field's name, and raises ValueError with the reason. `optional`: left out of the
@@ -97,17 +97,17 @@ class Field(NamedTuple):
     dump: Callable[[Any], Any]
     optional: bool = True
     recorded: bool = True
-    differs: Differs | None = None
+    differs: DifferenceDescriber | None = None
     compared: str | None = None
     told: int = 0
     name: str = ''
 
 
-def _same(value: Any) -> Any:
+def _keep_value(value: Any) -> Any:
     return value
 
 
-def text_field(data: Mapping[str, Any], name: str) -> str:
+def read_text_field(data: Mapping[str, Any], name: str) -> str:
     """Return a text field, '' if it is absent or null; ValueError for another type."""
     value = data.get(name)
     if value is None:
@@ -117,40 +117,40 @@ def text_field(data: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _text_or_none(data: Mapping[str, Any], name: str) -> str | None:
-    return None if data.get(name) is None else text_field(data, name)
+def _read_optional_text(data: Mapping[str, Any], name: str) -> str | None:
+    return None if data.get(name) is None else read_text_field(data, name)
 
 
-def _stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
+def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
     stages = data.get(name, {})
     if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
         raise ValueError(f'{name}: expected an object of times')
     return stages
 
 
-def name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
+def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
     """Return the name of an instance, None if absent or empty; ValueError if it is not valid."""
-    label = text_field(data, name) or None
+    label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
         raise ValueError(f'{name}: {label[:80]!r} is no host name')
     return label
 
 
-def _count(data: Mapping[str, Any], name: str) -> int:
+def _read_count(data: Mapping[str, Any], name: str) -> int:
     count = data.get(name, 1)
-    if not is_amount(count, LARGEST) or not count:
+    if not is_amount(count, MAX_AMOUNT) or not count:
         raise ValueError(f'{name}: {str(count)[:40]!r} is no number of instances')
     return int(count)
 
 
-def _group(data: Mapping[str, Any], name: str) -> Membership | None:
-    return membership_from(data.get(name))
+def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
+    return parse_membership(data.get(name))
 
 
 # The next three errors never quote the value, which may be secret: a reason is logged and put into the record.
 
 
-def _ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+def _read_ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     lines = data.get(name)
     if lines is None:
         return None
@@ -159,14 +159,14 @@ def _ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     return tuple(lines)
 
 
-def _sha256(data: Mapping[str, Any], name: str) -> str | None:
+def _read_sha256(data: Mapping[str, Any], name: str) -> str | None:
     digest = data.get(name)
     if digest is not None and (not isinstance(digest, str) or not re.fullmatch('[0-9a-f]{64}', digest)):
         raise ValueError(f'{name}: expected 64 hexadecimal digits')
     return digest
 
 
-def _user_data(data: Mapping[str, Any], name: str) -> bytes | None:
+def _read_user_data(data: Mapping[str, Any], name: str) -> bytes | None:
     text = data.get(name)
     if text is None:
         return None
@@ -176,38 +176,38 @@ def _user_data(data: Mapping[str, Any], name: str) -> bytes | None:
         decoded = None
     if not decoded:
         raise ValueError(f'{name}: expected base64')
-    if len(decoded) > USER_DATA_LIMIT:
-        raise ValueError(f'{name}: has {len(decoded)} bytes; the limit is {USER_DATA_LIMIT}')
+    if len(decoded) > MAX_USER_DATA_BYTES:
+        raise ValueError(f'{name}: has {len(decoded)} bytes; the limit is {MAX_USER_DATA_BYTES}')
     return decoded
 
 
-def _other_project(there: Order) -> str:
-    return f'of project {there.project_id}'
+def _describe_project(existing: Order) -> str:
+    return f'of project {existing.project_id}'
 
 
-def _other_query(there: Order) -> str:
-    return f'asked for by {there.query!r} with image {there.image}'
+def _describe_query(existing: Order) -> str:
+    return f'asked for by {existing.query!r} with image {existing.image}'
 
 
-def _other_name(there: Order) -> str:
-    return f'by the name {there.name}' if there.name else 'without a name'
+def _describe_name(existing: Order) -> str:
+    return f'by the name {existing.name}' if existing.name else 'without a name'
 
 
-def _other_group(there: Order) -> str:
-    return f'in group {there.group_name}' if there.group else 'in no group'
+def _describe_group(existing: Order) -> str:
+    return f'in group {existing.group_name}' if existing.group else 'in no group'
 
 
-def _other_count(there: Order) -> str:
-    return f'one of {there.count} that were asked for at once' if there.count > 1 else 'asked for by itself'
+def _describe_count(existing: Order) -> str:
+    return f'one of {existing.count} that were asked for at once' if existing.count > 1 else 'asked for by itself'
 
 
-def _field(
-    default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _same, **more: Any
+def _declare_field(
+    default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _keep_value, **more: Any
 ) -> Any:
-    """Declare a field of Order; a callable `default` is a factory. `more` goes to Field."""
+    """Declare a field of Order; a callable `default` is a factory. `more` goes to OrderField."""
     default_option = {'default_factory': default} if callable(default) else {'default': default}
-    is_public = parse not in (_ssh_keys, _user_data)
-    return field(**default_option, repr=is_public, metadata={'row': Field(parse, dump, **more)})
+    is_public = parse not in (_read_ssh_keys, _read_user_data)
+    return field(**default_option, repr=is_public, metadata={'row': OrderField(parse, dump, **more)})
 
 
 @dataclass(frozen=True)
@@ -222,33 +222,33 @@ class Order:
 
     instance: str
     _: KW_ONLY
-    image: str | None = _field(None, _text_or_none, optional=False, differs=_other_query)
-    user_id: str = _field('', text_field, optional=False)
-    project_id: str = _field('', text_field, optional=False, differs=_other_project, told=2)
-    query: str | None = _field(None, _text_or_none, optional=False, differs=_other_query)
-    stages: Mapping[str, str] = _field(dict, _stages, dict, optional=False)
-    name: str | None = _field(None, name_field, differs=_other_name, told=1)
-    ssh_keys: tuple[str, ...] | None = _field(
-        None, _ssh_keys, list, recorded=False, differs=lambda _: 'with other ssh keys', told=6
+    image: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
+    user_id: str = _declare_field('', read_text_field, optional=False)
+    project_id: str = _declare_field('', read_text_field, optional=False, differs=_describe_project, told=2)
+    query: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
+    stages: Mapping[str, str] = _declare_field(dict, _read_stages, dict, optional=False)
+    name: str | None = _declare_field(None, read_name_field, differs=_describe_name, told=1)
+    ssh_keys: tuple[str, ...] | None = _declare_field(
+        None, _read_ssh_keys, list, recorded=False, differs=lambda _: 'with other ssh keys', told=6
     )
-    user_data_sha256: str | None = _field(None, _sha256, recorded=False)
-    user_data: bytes | None = _field(
+    user_data_sha256: str | None = _declare_field(None, _read_sha256, recorded=False)
+    user_data: bytes | None = _declare_field(
         None,
-        _user_data,
+        _read_user_data,
         lambda data: binascii.b2a_base64(data, newline=False).decode(),
         recorded=False,
         differs=lambda _: 'with other user-data',
         compared='user_data_hash',
         told=5,
     )
-    count: int = _field(1, _count, recorded=False, differs=_other_count, told=4)
-    group: Membership | None = _field(
-        None, _group, Membership._asdict, differs=_other_group, compared='group_name', told=3
+    count: int = _declare_field(1, _read_count, recorded=False, differs=_describe_count, told=4)
+    group: Membership | None = _declare_field(
+        None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', told=3
     )
 
-    def parts(self, **changed: Any) -> dict[str, Any]:
+    def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order, by name, with some replaced; for constructing a subclass."""
-        return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changed
+        return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changes
 
     @property
     def group_name(self) -> str | None:
@@ -257,7 +257,7 @@ class Order:
     @property
     def user_data_hash(self) -> str | None:
         """The hash of its user-data, whether or not that is loaded; None without user-data."""
-        return self.user_data_sha256 if self.user_data is None else SharedUserData.of(self.user_data).sha256
+        return self.user_data_sha256 if self.user_data is None else SharedUserData.from_bytes(self.user_data).sha256
 
 
 # In the order in which they are written.
@@ -277,19 +277,19 @@ def dump_fields(order: Order) -> dict[str, Any]:
     return {row.name: None if value is None else row.dump(value) for row, value in included}
 
 
-def difference(there: Order, asked: Order, recorded: bool = False) -> str | None:
+def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
     """Describe how an existing order differs from the one requested for its uuid, or None.
 
     If `is_recorded`, it is from a record, which lacks keys, user-data and count: these are not compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.told):
         attribute = each.compared or each.name
-        if each.differs is None or (recorded and not each.recorded):
+        if each.differs is None or (is_recorded and not each.recorded):
             continue
-        if each.name == 'project_id' and not there.project_id:
+        if each.name == 'project_id' and not existing.project_id:
             continue  # an older ecompute does not write it
-        if getattr(there, attribute) != getattr(asked, attribute):
-            return each.differs(there)
+        if getattr(existing, attribute) != getattr(requested, attribute):
+            return each.differs(existing)
     return None
 
 
@@ -298,9 +298,9 @@ Found = TypeVar('Found')
 VERSION = 1
 # Bytes of a value; a larger one is not parsed. Escaped in a record it may be three times as long, and etcd takes 1.5
 # MiB: an accepted value can also be recorded. User-data of 256 KiB is 342 KiB of it.
-SIZE_LIMIT = 384 * 1024
+MAX_REQUEST_BYTES = 384 * 1024
 # A reason is cut off after so many characters: it quotes what is invalid, which may be the whole value.
-REASON_LIMIT = 500
+MAX_REASON_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -315,21 +315,21 @@ class Request(Order):
 
     allocations: Allocations
     _: KW_ONLY
-    power: Power | None = None
-    left: Resources = field(default_factory=dict)
-    why: Why | None = None
+    power: PowerAction | None = None
+    former_resources: Resources = field(default_factory=dict)
+    why: PlacementReason | None = None
 
     @property
     def resources(self) -> Resources:
         """The total that the instance is allocated or, for a tombstone, was."""
-        return total(self.allocations) or self.left
+        return sum_allocations(self.allocations) or self.former_resources
 
     @property
     def is_tombstone(self) -> bool:
         return not self.allocations
 
 
-class Shares(NamedTuple):
+class Holdings(NamedTuple):
     """Cluster-wide resources that an instance holds: name, group membership, quota charge."""
 
     name: str | None = None
@@ -338,7 +338,7 @@ class Shares(NamedTuple):
     resources: Resources = {}
 
 
-class Invalid(NamedTuple):
+class InvalidRequest(NamedTuple):
     """A malformed request, with the reason. It is never carried out in part.
 
     `holdings` is what was delivered with it, as far as it can be parsed, to be released with it.
@@ -346,82 +346,86 @@ class Invalid(NamedTuple):
 
     instance: str
     reason: str
-    shares: Shares = Shares()
+    holdings: Holdings = Holdings()
 
     @property
     def project_id(self) -> str:
         """The project whose quota it is charged to; '' if it was not charged."""
-        return self.shares.project_id
+        return self.holdings.project_id
 
     @property
     def resources(self) -> Resources:
         """The amounts charged to that quota."""
-        return self.shares.resources
+        return self.holdings.resources
 
 
-def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
+def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
     """Parse the request at a key below a compute's prefix; if malformed, return the reason.
 
     `dropped_bytes` is the size of a value that was too large to be kept (see ecomp.store.watch), or 0.
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:
-        return _parse(compute, name, value, dropped)
+        return _parse_request(compute, name, value, dropped_bytes)
     except ValueError as error:
-        return Invalid(name, printable(str(error))[:REASON_LIMIT], _shares(value))
+        return InvalidRequest(name, make_printable(str(error))[:MAX_REASON_CHARACTERS], _parse_request_holdings(value))
     except RecursionError:  # from repr() in a reason, which quotes the value
-        return Invalid(name, 'the request is nested too deeply')
+        return InvalidRequest(name, 'the request is nested too deeply')
 
 
-def shares(wish: Request | Invalid) -> Shares:
+def get_holdings(request: Request | InvalidRequest) -> Holdings:
     """Return the cluster-wide resources that a request holds."""
-    if isinstance(wish, Invalid):
-        return wish.shares
-    return Shares(wish.name, wish.group_name, wish.project_id, wish.resources)
+    if isinstance(request, InvalidRequest):
+        return request.holdings
+    return Holdings(request.name, request.group_name, request.project_id, request.resources)
 
 
-def shares_in(value: bytes) -> tuple[Shares, Mapping[str, Any]]:
+def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
     """Parse name and group in a malformed request, None if invalid; also return its object."""
-    data = load_if_object(value) if len(value) <= SIZE_LIMIT else {}
-    group = _or_none(lambda: membership_from(data.get('group')))
-    return Shares(_or_none(lambda: name_field(data)), group.name if group else None), data
+    data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
+    group = _read_or_none(lambda: parse_membership(data.get('group')))
+    return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
 
 
-def _shares(value: bytes) -> Shares:
+def _parse_request_holdings(value: bytes) -> Holdings:
     """Parse what a malformed delivered request holds; an invalid field counts as absent."""
-    holdings, data = shares_in(value)
+    holdings, data = parse_holdings(value)
     # A newer eschedule, whose request is malformed here, has charged a quota; for a manually written one none has been.
     version = data.get('version')
     if type(version) is not int or version <= VERSION:
         return holdings
-    amounts = _or_none(lambda: total(parse_allocations(data.get('allocations'))) or _left(data))
-    return holdings._replace(project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=amounts or {})
+    amounts = _read_or_none(
+        lambda: sum_allocations(parse_allocations(data.get('allocations'))) or _read_former_resources(data)
+    )
+    return holdings._replace(
+        project_id=_read_or_none(lambda: read_text_field(data, 'project_id')) or '', resources=amounts or {}
+    )
 
 
-def check_request_size(value: bytes, dropped: int = 0) -> None:
+def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
     """Raise ValueError if a request is too large to be recorded."""
     # JSON may contain DEL itself, and dump() escapes it to six bytes.
-    size = dropped or len(value) + 5 * value.count(b'\x7f')
-    if size > SIZE_LIMIT:
-        raise ValueError(f'the request has {size} bytes; the limit is {SIZE_LIMIT}')
-    if dropped:
+    size = dropped_bytes or len(value) + 5 * value.count(b'\x7f')
+    if size > MAX_REQUEST_BYTES:
+        raise ValueError(f'the request has {size} bytes; the limit is {MAX_REQUEST_BYTES}')
+    if dropped_bytes:
         raise ValueError(f'the request has {size} bytes, and with what else is asked of this compute that is too much')
 
 
-def _or_none(read: Callable[[], Found]) -> Found | None:
+def _read_or_none(read: Callable[[], Found]) -> Found | None:
     try:
         return read()
     except (ValueError, RecursionError):  # RecursionError: from repr() in a reason, which quotes the value
         return None
 
 
-def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
+def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) -> Request:
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
-    check_request_size(value, dropped)
+    check_request_size(value, dropped_bytes)
     data = load_object(value)
     version = data.get('version', VERSION)
-    if not is_version(version, VERSION):
+    if not is_supported_version(version, VERSION):
         raise ValueError(f'version {version!r} of the request is not known here: this ecompute takes {VERSION}')
     absent_fields = [field_name for field_name in ('allocations', 'instance', 'image') if field_name not in data]
     if absent_fields:
@@ -437,7 +441,7 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
         if not isinstance(image, str):
             raise ValueError(f'image: expected a URL, not {image!r}')
         check_image(image)
-        lacking = missing(total(allocations))
+        lacking = list_missing_classes(sum_allocations(allocations))
         if lacking:
             raise ValueError(f'the allocations have no {", ".join(lacking)}: a guest needs all of them')
     elif image is not None:
@@ -448,8 +452,8 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
         allocations,
         **parse_fields(data),
         power=parse_power(data.get('power')),
-        left=_left(data),
-        why=why_from(data.get('why')),
+        former_resources=_read_former_resources(data),
+        why=parse_placement_reason(data.get('why')),
     )
 
 
@@ -462,20 +466,20 @@ def to_json(request: Request) -> str:
             'allocations': to_wire(request.allocations),
             **dict.fromkeys(('image', 'user_id', 'project_id', 'consumer_generation')),  # in the order of 2019
             **dump_fields(request),
-            **({'resources': dict(request.left)} if request.left else {}),
+            **({'resources': dict(request.former_resources)} if request.former_resources else {}),
             **({'why': request.why._asdict()} if request.why else {}),
             **({'power': request.power._asdict()} if request.power else {}),
         }
     )
 
 
-def announced(key: str, value: bytes) -> set[str]:
+def parse_attempt_instances(key: str, value: bytes) -> set[str]:
     """Return the instances of an attempt; only the uuid in its key if the value is malformed."""
     try:
-        instances = {str(instance)[:REASON_LIMIT] for instance in load_object(value)['instances']}
+        instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
         instances = set()
-    return {keys.last(key), *instances}
+    return {keys.get_last_part(key), *instances}
 
 
 def name_to_json(instance: str) -> str:
@@ -483,7 +487,7 @@ def name_to_json(instance: str) -> str:
     return dump({'version': VERSION, 'instance': instance})
 
 
-def named(value: bytes) -> str:
+def parse_name_owner(value: bytes) -> str:
     """Parse the owner of a name from the value of its key; ValueError if malformed."""
     instance = load_object(value).get('instance')
     if not isinstance(instance, str) or not keys.is_uuid(instance):
@@ -491,15 +495,17 @@ def named(value: bytes) -> str:
     return instance
 
 
-def _left(data: Mapping[str, Any]) -> dict[str, int]:
+def _read_former_resources(data: Mapping[str, Any]) -> dict[str, int]:
     amounts = data.get('resources', {})
-    if not isinstance(amounts, dict) or not all(amount and is_amount(amount, LARGEST) for amount in amounts.values()):
+    if not isinstance(amounts, dict) or not all(
+        amount and is_amount(amount, MAX_AMOUNT) for amount in amounts.values()
+    ):
         raise ValueError('resources: expected an object of amounts')
     return amounts
 
 
 # Bytes of all requests of a set; etcd takes 1.5 MiB in a transaction (its --max-request-bytes).
-MOST_BYTES = 1_400_000
+MAX_SET_BYTES = 1_400_000
 
 
 @dataclass(frozen=True)
@@ -517,10 +523,17 @@ class SetOrder(Order):
     def orders(self) -> dict[str, Order]:
         """The order of each instance by uuid. A set's uuids follow from its own, to resume it."""
         if self.count == 1:
-            return {self.instance: Order(**self.parts())}
-        shared = {} if self.shared is None else {'user_data': None, 'user_data_sha256': self.shared.sha256}
-        names = {member(self.instance, each): self.name and f'{self.name}-{each}' for each in range(1, self.count + 1)}
-        return {key: Order(**self.parts(instance=key, name=name, **shared)) for key, name in names.items()}
+            return {self.instance: Order(**self.copy_fields())}
+        shared = (
+            {}
+            if self.shared_user_data is None
+            else {'user_data': None, 'user_data_sha256': self.shared_user_data.sha256}
+        )
+        names = {
+            make_member_uuid(self.instance, each): self.name and f'{self.name}-{each}'
+            for each in range(1, self.count + 1)
+        }
+        return {key: Order(**self.copy_fields(instance=key, name=name, **shared)) for key, name in names.items()}
 
     @property
     def instances(self) -> dict[str, str | None]:
@@ -528,24 +541,24 @@ class SetOrder(Order):
         return {instance: order.name for instance, order in self.orders.items()}
 
     @cached_property
-    def shared(self) -> SharedUserData | None:
+    def shared_user_data(self) -> SharedUserData | None:
         """The user-data of a set, which is stored in etcd once; None for a single instance."""
-        return SharedUserData.of(self.user_data) if self.count > 1 and self.user_data is not None else None
+        return SharedUserData.from_bytes(self.user_data) if self.count > 1 and self.user_data is not None else None
 
 
-def member(whole: str, number: int) -> str:
+def make_member_uuid(set_uuid: str, number: int) -> str:
     """Return the uuid of an instance of a set, from the set's uuid and the number from 1 on."""
     import uuid  # imported here because only sets need it
 
-    return str(uuid.uuid5(uuid.UUID(whole), str(number)))
+    return str(uuid.uuid5(uuid.UUID(set_uuid), str(number)))
 
 
-def check_order_size(wanted: SetOrder) -> None:
+def check_order_size(order: SetOrder) -> None:
     """Raise UsageError, before anything is claimed, for a set too large for one transaction."""
-    key_bytes = len(dump(wanted.ssh_keys))
-    size = wanted.count * (len(dump([wanted.query, wanted.image])) + key_bytes + 1000)
-    user_data_bytes = len(wanted.shared.text) if wanted.shared else 0
-    if wanted.count > 1 and size + user_data_bytes > MOST_BYTES:
-        text = f'{wanted.count} instances with {key_bytes} bytes of ssh keys each'
+    key_bytes = len(dump(order.ssh_keys))
+    size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
+    user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0
+    if order.count > 1 and size + user_data_bytes > MAX_SET_BYTES:
+        text = f'{order.count} instances with {key_bytes} bytes of ssh keys each'
         more = f' and {user_data_bytes} bytes of user-data' if user_data_bytes else ''
         raise UsageError(f'{text}{more} are more than etcd takes at once: name fewer keys, or ask for fewer instances')

@@ -10,17 +10,17 @@ from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
-from ecomp.model.host import CLOSED, SILENT, by_instance, computes_of
-from ecomp.model.json_object import dump, is_version, load, load_object
-from ecomp.model.order import Invalid, Request, announced, named, parse_request
-from ecomp.model.queue import QueueEntry, parse_waiting
+from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
+from ecomp.model.json_object import dump, is_supported_version, load, load_object
+from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, parse_name_owner, parse_request
+from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
-from ecomp.model.text import printable
+from ecomp.model.text import make_printable
 
 Parsed = TypeVar('Parsed')
 
-FAMILIES = (
+AUDITED_PREFIXES = (
     *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
     *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
 )
@@ -31,7 +31,7 @@ class ProviderState(NamedTuple):
 
     name: str
     inventory: Mapping[str, Mapping[str, Any]] = {}
-    held: Mapping[str, Resources] = {}
+    allocations: Mapping[str, Resources] = {}
 
 
 class Planes(NamedTuple):
@@ -44,76 +44,78 @@ class Planes(NamedTuple):
     providers: Mapping[str, ProviderState]
     etcd: Mapping[str, keys.StoredValue]
     digests: Mapping[str, Digest]
-    mute: Mapping[str, str] = {}
+    mute_reasons: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
     stalled: frozenset[str] = frozenset()
 
-    def claims(self, compute: str) -> Container[str]:
+    def list_consumers(self, compute: str) -> Container[str]:
         provider = self.providers.get(compute)
-        return () if provider is None else provider.held
+        return () if provider is None else provider.allocations
 
 
-class World:
+class AuditIndex:
     """The planes, parsed and indexed by instance."""
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
-        self.alive = {keys.last(key) for key, stored in self.under(keys.COMPUTES).items() if stored.lease}
-        self.known = computes_of(self.under(keys.COMPUTES), self.under(keys.HOSTNAMES))
+        self.living_computes = {
+            keys.get_last_part(key) for key, stored in self.select_prefix(keys.COMPUTES).items() if stored.lease
+        }
+        self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
-        self.unreadable: dict[str, str] = {}
+        self.malformed_records: dict[str, str] = {}
         # {instance: {compute: state}}: records of other than the trusted computes, if they say that the instance lives,
         # or if the trusted compute has none.
-        self.contradicting: dict[str, dict[str, str]] = {}
+        self.contradicting_states: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
-        for name, entries in by_instance(planes.etcd.items()).items():
-            entries.judge(name, planes.claims)
+        for name, entries in group_by_instance(planes.etcd.items()).items():
+            entries.mark_claimless(name, planes.list_consumers)
             for compute, key in entries.record_keys.items():
                 try:
-                    record = from_json(planes.etcd[key].value, name, keys.recorded(key)[0])
+                    record = from_json(planes.etcd[key].value, name, keys.parse_record_key(key)[0])
                 except ValueError as error:
                     if compute == entries.compute:
-                        self.unreadable[name] = str(error)
+                        self.malformed_records[name] = str(error)
                     continue
                 if compute == entries.compute:
                     self.records[name] = record
                 elif record.state not in (GONE, ERROR) or entries.record is None:
-                    self.contradicting.setdefault(name, {})[compute] = record.state
+                    self.contradicting_states.setdefault(name, {})[compute] = record.state
             self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
-        self.wishes: dict[str, dict[str, Request | Invalid]] = {}
-        for key, stored in self.under(keys.HOSTS).items():
+        self.wishes: dict[str, dict[str, Request | InvalidRequest]] = {}
+        for key, stored in self.select_prefix(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
             self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, stored.value)
         # The owner of each name; None if the value is malformed.
-        self.names: dict[str, str | None] = {}
-        for key, stored in self.under(keys.NAMES).items():
+        self.name_owners: dict[str, str | None] = {}
+        for key, stored in self.select_prefix(keys.NAMES).items():
             try:
-                self.names[key.removeprefix(keys.NAMES)] = named(stored.value)
+                self.name_owners[key.removeprefix(keys.NAMES)] = parse_name_owner(stored.value)
             except ValueError:
-                self.names[key.removeprefix(keys.NAMES)] = None
-        self.groups = self._read(group_from_json, keys.GROUPS)
-        self.quotas = self._read(quota_from_json, keys.QUOTAS)
+                self.name_owners[key.removeprefix(keys.NAMES)] = None
+        self.groups = self._parse_values(group_from_json, keys.GROUPS)
+        self.quotas = self._parse_values(quota_from_json, keys.QUOTAS)
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
-        self.queued: dict[str, dict[str, QueueEntry | Invalid]] = {}
-        self.at_it: set[str] = set()
-        for key, stored in self.under(keys.QUEUES).items():
+        self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
+        self.in_flight: set[str] = set()
+        for key, stored in self.select_prefix(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
-                name = keys.last(key)
+                name = keys.get_last_part(key)
                 flavor = key.removeprefix(keys.QUEUES).removesuffix(name).rstrip('/')
-                self.queued.setdefault(name, {})[flavor] = parse_waiting(key, stored.value)
+                self.queue_entries.setdefault(name, {})[flavor] = parse_queue_entry(key, stored.value)
             if stored.lease or not key.endswith(keys.TAKER):
-                self.at_it.add(keys.in_queue(key))
-        for key, stored in self.under(keys.ATTEMPTS).items():
+                self.in_flight.add(keys.get_queued_instance(key))
+        for key, stored in self.select_prefix(keys.ATTEMPTS).items():
             if stored.lease:
-                self.at_it |= announced(key, stored.value)
-        self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
+                self.in_flight |= parse_attempt_instances(key, stored.value)
+        self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
         self.computes |= {compute for by_compute in self.wishes.values() for compute in by_compute}
         self.guests: dict[str, dict[str, Guest]] = {}
         self.metadata: dict[str, dict[str, list[str]]] = {}
         self.seeds: dict[str, set[str]] = {}
-        self.reserved: dict[str, dict[str, dict[str, str]]] = {}
+        self.reservations: dict[str, dict[str, dict[str, str]]] = {}
         for compute, digest in planes.digests.items():
             for name, guest in digest.guests.items():
                 self.guests.setdefault(name, {})[compute] = guest
@@ -123,52 +125,56 @@ class World:
                 self.seeds.setdefault(name, set()).add(compute)
             for mac, reservation in digest.reservations.items():
                 name, _, address = reservation.partition(' ')
-                self.reserved.setdefault(name, {}).setdefault(compute, {})[mac] = address
-        self.held: dict[str, dict[str, Resources]] = {}
+                self.reservations.setdefault(name, {}).setdefault(compute, {})[mac] = address
+        self.allocations: dict[str, dict[str, Resources]] = {}
         for provider, each in planes.providers.items():
-            for consumer, resources in each.held.items():
-                self.held.setdefault(consumer, {})[provider] = resources
+            for consumer, resources in each.allocations.items():
+                self.allocations.setdefault(consumer, {})[provider] = resources
 
-    def instances(self) -> list[str]:
+    def list_instances(self) -> list[str]:
         """Return all instances in any plane, and all consumers with a claim on a compute, sorted."""
-        instances = {*self.wishes, *self.records, *self.unreadable, *self.guests}
-        instances |= {*self.metadata, *self.seeds, *self.reserved}
-        instances |= {keys.last(key) for key in self.under(keys.BOOTED)}
-        instances |= {consumer for consumer, providers in self.held.items() if not self.computes.isdisjoint(providers)}
+        instances = {*self.wishes, *self.records, *self.malformed_records, *self.guests}
+        instances |= {*self.metadata, *self.seeds, *self.reservations}
+        instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
+        instances |= {
+            consumer for consumer, providers in self.allocations.items() if not self.computes.isdisjoint(providers)
+        }
         return sorted(instances)
 
-    def kept(self, key: str) -> keys.StoredValue | None:
+    def get_value(self, key: str) -> keys.StoredValue | None:
         return self.planes.etcd.get(key)
 
-    def record_key(self, instance: str) -> str:
+    def get_record_key(self, instance: str) -> str:
         """Return the key of the trusted record (see EntriesByCompute), or the one it would have."""
         return self._record_keys.get(instance) or keys.old_record(instance)
 
-    def request_keys(self, instance: str) -> tuple[str, ...]:
+    def list_request_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of all requests for an instance, also if several computes are asked."""
         return tuple(keys.request(compute, instance) for compute in sorted(self.wishes.get(instance, {})))
 
-    def keys_of(self, instance: str) -> tuple[str, ...]:
+    def list_instance_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of the instance's record, whether or not it exists, and of its requests."""
-        return self.record_key(instance), *self.request_keys(instance)
+        return self.get_record_key(instance), *self.list_request_keys(instance)
 
-    def revision(self, key: str) -> int:
+    def get_revision(self, key: str) -> int:
         """Return the revision of a key, or 0 if it does not exist."""
-        stored = self.kept(key)
+        stored = self.get_value(key)
         return stored.revision if stored is not None else 0
 
-    def called(self, instance: str) -> set[str]:
+    def list_names(self, instance: str) -> set[str]:
         """Return the names in the instance's record and requests; an older ecompute records none."""
-        wishes = self.wishes.get(instance, {}).values()
+        requests = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
-        entries = self.queued.get(instance, {}).values()
-        labels = {entry.name for entry in (*wishes, *entries) if not isinstance(entry, Invalid)}
+        entries = self.queue_entries.get(instance, {}).values()
+        labels = {entry.name for entry in (*requests, *entries) if not isinstance(entry, InvalidRequest)}
         labels.add(record.name if record else None)
         return {name for name in labels if name}
 
-    def unserved(self) -> str | None:
+    def describe_unserved(self) -> str | None:
         """Return one line that no compute takes what is queued, or None if one may."""
-        return self.known.unserved([min(self.called(each), default=each) for each in sorted(self.queued)])
+        return self.named_computes.describe_unserved(
+            [min(self.list_names(each), default=each) for each in sorted(self.queue_entries)]
+        )
 
     def is_living(self, instance: str) -> bool:
         """Return whether the instance has a record in a state other than gone and error."""
@@ -187,7 +193,7 @@ class World:
         actions = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
-    def away(self) -> dict[str, str]:
+    def list_absent_computes(self) -> dict[str, str]:
         """Return {compute: CLOSED or SILENT} of the computes without presence: not comparable.
 
         A compute of which only records of ended instances, kept for a while, remain was forgotten and is left out.
@@ -196,17 +202,17 @@ class World:
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
         requested = {compute for requested in self.wishes.values() for compute in requested}
         forgotten = ended - living - requested - self.planes.providers.keys()
-        return {each: self._state(each) for each in sorted(self.computes - self.alive - forgotten)}
+        return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
-    def _state(self, compute: str) -> str:
+    def _get_absent_state(self, compute: str) -> str:
         provider = self.planes.providers.get(compute)
         vcpu = provider.inventory.get('VCPU') if provider else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
-    def _read(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
+    def _parse_values(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
         """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""
         values: dict[str, Parsed | str] = {}
-        for key, stored in self.under(prefix).items():
+        for key, stored in self.select_prefix(prefix).items():
             name = key.removeprefix(prefix)
             try:
                 values[name] = parse(name, stored.value)
@@ -214,20 +220,22 @@ class World:
                 values[name] = str(error)
         return values
 
-    def under(self, prefix: str) -> dict[str, keys.StoredValue]:
+    def select_prefix(self, prefix: str) -> dict[str, keys.StoredValue]:
         return {key: stored for key, stored in self.planes.etcd.items() if key.startswith(prefix)}
 
 
-def involved(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
+def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
     """Return {instance, compute or project: {key: revision}} of the keys about each.
 
     For a presence it is the lease: the same lease means the same process, however often its hint changes.
     """
     revisions: dict[str, dict[str, int]] = {}
     for key, stored in etcd.items():
-        subjects: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
+        subjects: Iterable[str] = {
+            keys.get_queued_instance(key) if key.startswith(keys.QUEUES) else keys.get_last_part(key)
+        }
         if key.startswith(keys.ATTEMPTS):
-            subjects = announced(key, stored.value)
+            subjects = parse_attempt_instances(key, stored.value)
         elif key.startswith(keys.QUOTAS):
             subjects = {key.removeprefix(keys.QUOTAS)}
         for subject in subjects:
@@ -239,10 +247,10 @@ VERSION = 1
 # The next page begins after so many bytes: one more entry must fit into the 1.5 MiB that etcd takes.
 PAGE_BYTES = 400 * 1024
 # A compute's reason for not giving a digest is cut off after so many characters.
-REASON = 500
+MAX_REASON_CHARACTERS = 500
 
 # {dictionary field of a digest: its name in JSON}; in ecomp 1.0 "seeds" was the metadata.
-_DICTS = {
+_JSON_NAMES = {
     **{'without_base': 'without_base', 'metadata': 'seeds', 'seeds': 'isos'},
     **{name: name for name in ('reservations', 'parts', 'open_dhcp', 'bad_bases')},
 }
@@ -291,9 +299,9 @@ def to_pages(digest: Digest) -> list[str]:
     """
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES
-    for name, key, value, length in _entries(digest):
+    for name, key, value, length in _list_entries(digest):
         if size + length > PAGE_BYTES:
-            pages.append({'version': VERSION, 'guests': [], **{json_name: {} for json_name in _DICTS.values()}})
+            pages.append({'version': VERSION, 'guests': [], **{json_name: {} for json_name in _JSON_NAMES.values()}})
             size = 0
         size += length
         if name == 'guests':
@@ -305,7 +313,7 @@ def to_pages(digest: Digest) -> list[str]:
     return [dump(page) for page in pages]
 
 
-def failed(reason: str) -> str:
+def make_error_page(reason: str) -> str:
     """Return the value of page 0 of a compute that gives no digest."""
     return dump({'version': VERSION, 'pages': 1, 'error': reason})
 
@@ -318,18 +326,18 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     for parsed_page in pages:
         _check_version(parsed_page, 'digest')
     if pages[0].get('error'):
-        raise ValueError(printable(str(pages[0]['error']))[:REASON])
+        raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
     if pages[0].get('pages') != len(pages):
-        raise ValueError(f'{len(pages)} of its {printable(str(pages[0].get("pages")), 20)} pages are there')
+        raise ValueError(f'{len(pages)} of its {make_printable(str(pages[0].get("pages")), 20)} pages are there')
     try:
-        guests = [_guest(**entry) for page in pages for entry in page.get('guests', [])]
+        guests = [_make_guest(**entry) for page in pages for entry in page.get('guests', [])]
         dictionaries = {
-            name: {key: _text(value) for page in pages for key, value in page.get(json_name, {}).items()}
-            for name, json_name in _DICTS.items()
+            name: {key: _check_text(value) for page in pages for key, value in page.get(json_name, {}).items()}
+            for name, json_name in _JSON_NAMES.items()
         }
         return Digest({guest.instance: guest for guest in guests}, **dictionaries)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f'not a digest: {printable(str(error))[:REASON]}') from error
+        raise ValueError(f'not a digest: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
@@ -342,9 +350,9 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
     data = load_object(value)
     _check_version(data, 'clearance')
     try:
-        return [Leftover(*(_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
+        return [Leftover(*(_check_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
     except (TypeError, KeyError) as error:
-        raise ValueError(f'not a clearance: {printable(str(error))[:REASON]}') from error
+        raise ValueError(f'not a clearance: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
 
 
 def cleared_from_json(value: bytes) -> list[str]:
@@ -355,29 +363,29 @@ def cleared_from_json(value: bytes) -> list[str]:
     return lines
 
 
-def _check_version(data: Mapping[str, Any], what: str) -> None:
+def _check_version(data: Mapping[str, Any], kind: str) -> None:
     version = data.get('version')
-    if not is_version(version, VERSION):
-        raise ValueError(f'a {what} of version {version!r:.40}: this ecomp reads {VERSION}')
+    if not is_supported_version(version, VERSION):
+        raise ValueError(f'a {kind} of version {version!r:.40}: this ecomp reads {VERSION}')
 
 
-def _guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
+def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
     """Make a Guest; TypeError if a value has another type."""
     if not all(isinstance(each, bool) for each in (defined, running, disk)):
         raise TypeError('whether a guest is defined, runs and has a disk is true or false')
-    return Guest(_text(instance), None if compute is None else _text(compute), defined, running, disk)
+    return Guest(_check_text(instance), None if compute is None else _check_text(compute), defined, running, disk)
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f'expected text, not {type(value).__name__}')
     return value
 
 
-def _entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
+def _list_entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     for guest in digest.guests.values():
         values = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
         yield 'guests', '', values, len(dump(values)) + 2
-    for name, json_name in _DICTS.items():
+    for name, json_name in _JSON_NAMES.items():
         for key, value in getattr(digest, name).items():
             yield json_name, key, value, len(dump({key: value})) + 2

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote
 
-from ecomp.model.allocation import LARGEST, NEEDED, is_class
-from ecomp.model.json_object import DIGITS
+from ecomp.model.allocation import MAX_AMOUNT, REQUIRED_CLASSES, is_class
+from ecomp.model.json_object import MAX_DIGITS
 from ecomp.model.status import DISABLED
-from ecomp.model.text import did_you_mean
+from ecomp.model.text import format_suggestion
 
-READ = ('resources', 'required', 'root_required', 'member_of', 'in_tree', 'limit')
+PARSED_PARAMETERS = ('resources', 'required', 'root_required', 'member_of', 'in_tree', 'limit')
 
 
-class Unexplained(ValueError):
+class UnsupportedQueryError(ValueError):
     """Part of the query is not supported here; str() is the reason, the end of a sentence."""
 
 
@@ -33,7 +33,7 @@ class Amount(NamedTuple):
         return f'{self.name}:{self.amount}'
 
 
-class Has(NamedTuple):
+class Requirement(NamedTuple):
     """Requires at least one of these traits, aggregates (`member_of`) or trees (`in_tree`).
 
     `argument` is the one that the constraint comes from, if that was not a query: `--on hv1`.
@@ -41,13 +41,13 @@ class Has(NamedTuple):
 
     key: str
     any_of: tuple[str, ...]
-    typed: str = ''
+    argument: str = ''
 
     def __str__(self) -> str:
         return f'{self.key}={"in:" if len(self.any_of) > 1 else ""}{",".join(self.any_of)}'
 
 
-class HasNot(NamedTuple):
+class Exclusion(NamedTuple):
     """Forbids a trait, or membership of an aggregate."""
 
     key: str
@@ -57,13 +57,13 @@ class HasNot(NamedTuple):
         return f'{self.key}=!{self.name}'
 
 
-Constraint = Amount | Has | HasNot
+Constraint = Amount | Requirement | Exclusion
 
 # The constraint that exclude_disabled() adds.
-ENABLED = HasNot('root_required', DISABLED)
+NOT_DISABLED = Exclusion('root_required', DISABLED)
 
 
-def parse(query: str) -> tuple[Constraint, ...]:
+def parse_query(query: str) -> tuple[Constraint, ...]:
     """Return the constraints of a query, each once, in its order.
 
     `limit` is left out: it changes how many candidates placement returns, not whether there is one. Granular groups and
@@ -71,41 +71,43 @@ def parse(query: str) -> tuple[Constraint, ...]:
     """
     values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
-        if key not in READ:
-            raise Unexplained(f'it has granular groups ({key})')
+        if key not in PARSED_PARAMETERS:
+            raise UnsupportedQueryError(f'it has granular groups ({key})')
         values.setdefault(key, []).append(value)
     constraints: list[Constraint] = []
     try:
         # Placement uses the last of several `resources` and `in_tree` parameters.
-        constraints += _amounts(values['resources'][-1])
+        constraints += _parse_amounts(values['resources'][-1])
         for value in values.get('required', []):
-            constraints += _traits('required', value)
+            constraints += _parse_traits('required', value)
         for value in values.get('root_required', []):
-            constraints += _traits('root_required', value)
+            constraints += _parse_traits('root_required', value)
         for value in values.get('member_of', []):
-            constraints += _aggregates(value)
-        constraints += [Has('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
+            constraints += _parse_aggregates(value)
+        constraints += [Requirement('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
     except (KeyError, ValueError) as error:
-        raise Unexplained('it is not as placement writes one') from error
+        raise UnsupportedQueryError('it is not as placement writes one') from error
     return tuple(dict.fromkeys(constraints))
 
 
-def amounts_alone(query: str) -> dict[str, int] | None:
+def parse_plain_amounts(query: str) -> dict[str, int] | None:
     """Return {class: amount} if the query has nothing but amounts, else None."""
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:
-        return {constraint.name: constraint.amount for constraint in parse(query) if isinstance(constraint, Amount)}
-    except Unexplained:
+        return {
+            constraint.name: constraint.amount for constraint in parse_query(query) if isinstance(constraint, Amount)
+        }
+    except UnsupportedQueryError:
         return None
 
 
-def limit(query: str) -> str | None:
+def read_limit(query: str) -> str | None:
     """Return the text of the query's `limit`, or None if it has none."""
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
-def on_one(query: str, compute: str) -> str:
+def restrict_to_compute(query: str, compute: str) -> str:
     """Restrict a query that has no `in_tree` to one compute.
 
     A query with granular groups alone is restricted in each: placement refuses in_tree= without resources=.
@@ -114,30 +116,30 @@ def on_one(query: str, compute: str) -> str:
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
 
 
-def enabled_only(query: str) -> str:
+def exclude_disabled(query: str) -> str:
     """Return the query with NOT_DISABLED added, unless it names that trait itself.
 
     With granular groups it applies to the root provider. A query that placement will refuse is returned unchanged.
     """
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
-    if any(DISABLED in names(value) for value in trait_values):
+    if any(DISABLED in split_traits(value) for value in trait_values):
         return query
     roots = [value for key, value in pairs if key == 'root_required']
     if not roots:
-        return f'{query}&{ENABLED}'
+        return f'{query}&{NOT_DISABLED}'
     if len(roots) > 1 or not roots[0].strip() or roots[0].startswith('in:'):
         return query
     parts = query.split('&')
-    return '&'.join(f'{part},!{DISABLED}' if _key(part) == 'root_required' else part for part in parts)
+    return '&'.join(f'{part},!{DISABLED}' if _parse_key(part) == 'root_required' else part for part in parts)
 
 
-def names(value: str) -> tuple[str, ...]:
+def split_traits(value: str) -> tuple[str, ...]:
     """Return the traits in one value of `required` or `root_required`."""
     return tuple(name.strip().lstrip('!') for name in value.removeprefix('in:').split(','))
 
 
-def words(constraints: Iterable[Constraint]) -> str:
+def format_query(constraints: Iterable[Constraint]) -> str:
     """Return the query with exactly these constraints."""
     amounts, roots, rest = [], [], []
     for constraint in constraints:
@@ -152,11 +154,11 @@ def words(constraints: Iterable[Constraint]) -> str:
     return '&'.join(quote(part, safe='=:,!') for part in [*merged_parts, *rest])
 
 
-def _key(part: str) -> str:
+def _parse_key(part: str) -> str:
     return next((key for key, _ in parse_qsl(part, keep_blank_values=True)), '')
 
 
-def _amounts(value: str) -> Iterator[Constraint]:
+def _parse_amounts(value: str) -> Iterator[Constraint]:
     amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')
@@ -164,43 +166,43 @@ def _amounts(value: str) -> Iterator[Constraint]:
     return (Amount(name, amount) for name, amount in amounts.items())
 
 
-def _traits(key: str, value: str) -> Iterator[Constraint]:
+def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
     if value.startswith('in:'):
-        yield Has(key, _sorted(name.strip() for name in value.removeprefix('in:').split(',')))
+        yield Requirement(key, _sort_unique(name.strip() for name in value.removeprefix('in:').split(',')))
         return
     for name in (part.strip() for part in value.split(',')):
-        yield HasNot(key, name.lstrip('!')) if name.startswith('!') else Has(key, (name,))
+        yield Exclusion(key, name.lstrip('!')) if name.startswith('!') else Requirement(key, (name,))
 
 
-def _aggregates(value: str) -> Iterator[Constraint]:
+def _parse_aggregates(value: str) -> Iterator[Constraint]:
     if value.startswith('!'):
-        yield from (HasNot('member_of', name) for name in _sorted(value[1:].removeprefix('in:').split(',')))
+        yield from (Exclusion('member_of', name) for name in _sort_unique(value[1:].removeprefix('in:').split(',')))
     else:
-        yield Has('member_of', _sorted(value.removeprefix('in:').split(',')))
+        yield Requirement('member_of', _sort_unique(value.removeprefix('in:').split(',')))
 
 
-def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+def _sort_unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
 # Parameters that form a granular group if they have a suffix.
-GROUPED = ('resources', 'required', 'member_of', 'in_tree')
-OTHERS = ('limit', 'group_policy', 'root_required', 'same_subtree')
+GROUPABLE_PARAMETERS = ('resources', 'required', 'member_of', 'in_tree')
+OTHER_PARAMETERS = ('limit', 'group_policy', 'root_required', 'same_subtree')
 # Of several of these, placement uses the last without an error.
-ONCE = ('resources', 'in_tree', 'limit', 'group_policy')
-QUOTED = 5
+LAST_WINS_PARAMETERS = ('resources', 'in_tree', 'limit', 'group_policy')
+MAX_QUOTED_NAMES = 5
 
-_SUFFIX = re.compile(f'({"|".join(GROUPED)})([a-zA-Z0-9_-]{{1,64}})?')
+_PARAMETER_PATTERN = re.compile(f'({"|".join(GROUPABLE_PARAMETERS)})([a-zA-Z0-9_-]{{1,64}})?')
 
 
-class Named(NamedTuple):
+class QueryNames(NamedTuple):
     """The resource classes and traits in a query."""
 
     classes: frozenset[str]
     traits: frozenset[str]
 
 
-def check_query(query: str, needs_resources: bool = True, on: bool = False) -> str:
+def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
     """Return the query; ValueError with the first error that can be found without placement.
 
     Whether classes and traits exist is not checked: only placement knows. Without `needs_resources` the query is added
@@ -208,49 +210,51 @@ def check_query(query: str, needs_resources: bool = True, on: bool = False) -> s
     """
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
-        kind = _kind(key)
+        kind = _find_parameter(key)
         if kind is None:
-            suggestion = did_you_mean(key, (*GROUPED, *OTHERS))
+            suggestion = format_suggestion(key, (*GROUPABLE_PARAMETERS, *OTHER_PARAMETERS))
             raise ValueError(f'{key[:40]!r} is nothing that placement asks for{suggestion}')
-        if key in present and kind in ONCE:
+        if key in present and kind in LAST_WINS_PARAMETERS:
             raise ValueError(f'{key}= is there twice: say all of it in one')
         present.add(key)
-        if kind == 'in_tree' and on:
+        if kind == 'in_tree' and has_on_option:
             raise ValueError(f'--on is said in place of {key}=, not beside it: leave one of them out')
         if kind == 'resources':
             _check_amounts(key, value)
-        elif kind == 'limit' and not (value.isascii() and value.isdecimal() and len(value) <= DIGITS and int(value)):
+        elif kind == 'limit' and not (
+            value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS and int(value)
+        ):
             raise ValueError(f'limit={value[:40]}: a limit is a whole number from 1 on')
         elif kind == 'group_policy' and value not in ('none', 'isolate'):
             raise ValueError(f'group_policy={value[:40]}: it is none or isolate')
-    if needs_resources and not any(_kind(key) == 'resources' for key in present):
+    if needs_resources and not any(_find_parameter(key) == 'resources' for key in present):
         raise ValueError('it asks for no resources: say it like resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
     return query
 
 
-def named(query: str) -> Named:
+def parse_names(query: str) -> QueryNames:
     """Return the names in a query that passed check_query()."""
     classes, traits = set(), set()
     for key, value in parse_qsl(query):
-        if _kind(key) == 'resources':
+        if _find_parameter(key) == 'resources':
             classes |= {part.partition(':')[0] for part in value.split(',')}
-        elif _kind(key) in ('required', 'root_required'):
+        elif _find_parameter(key) in ('required', 'root_required'):
             traits |= {part.strip().lstrip('!') for part in value.removeprefix('in:').split(',')}
-    return Named(frozenset(classes), frozenset(traits))
+    return QueryNames(frozenset(classes), frozenset(traits))
 
 
-def unknown_words(what: str, strange: frozenset[str], known: frozenset[str]) -> str:
+def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names: frozenset[str]) -> str:
     """Return a sentence that placement does not know these classes or traits, with suggestions."""
-    return f'placement knows no {what} ' + ', '.join(
-        name[:80] + did_you_mean(name, known) for name in sorted(strange)[:QUOTED]
+    return f'placement knows no {kind} ' + ', '.join(
+        name[:80] + format_suggestion(name, known_names) for name in sorted(unknown_names)[:MAX_QUOTED_NAMES]
     )
 
 
-def _kind(key: str) -> str | None:
+def _find_parameter(key: str) -> str | None:
     """Return the parameter in a key, without suffix; None if placement has none of that name."""
-    if key in OTHERS:
+    if key in OTHER_PARAMETERS:
         return key
-    match = _SUFFIX.fullmatch(key)
+    match = _PARAMETER_PATTERN.fullmatch(key)
     return match[1] if match else None
 
 
@@ -263,11 +267,11 @@ def _check_amounts(key: str, value: str) -> None:
         if not colon:
             raise ValueError(f'{part[:80]!r} is not CLASS:AMOUNT, like VCPU:1')
         if not is_class(name):
-            raise ValueError(f'{name[:80]!r} is no resource class{did_you_mean(name, NEEDED)}')
+            raise ValueError(f'{name[:80]!r} is no resource class{format_suggestion(name, REQUIRED_CLASSES)}')
         if not (amount.isascii() and amount.isdecimal()):
-            raise ValueError(f'{name}: {amount[:40]!r} is not a whole number from 1 to {LARGEST}')
-        if not amount.strip('0') or len(amount) > DIGITS or int(amount) > LARGEST:
-            raise ValueError(f'{name}: {amount[:40]} is not from 1 to {LARGEST}')
+            raise ValueError(f'{name}: {amount[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
+        if not amount.strip('0') or len(amount) > MAX_DIGITS or int(amount) > MAX_AMOUNT:
+            raise ValueError(f'{name}: {amount[:40]} is not from 1 to {MAX_AMOUNT}')
         if name in class_names:
             raise ValueError(f'{name} is there twice: say its amount once')
         class_names.add(name)

@@ -16,29 +16,29 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from ecomp.model import host, keys
-from ecomp.model.allocation import NEEDED, Resources, missing
-from ecomp.model.choose import QUEUE, Why
-from ecomp.model.explain import Provider, miss
+from ecomp.model.allocation import REQUIRED_CLASSES, Resources, list_missing_classes
+from ecomp.model.choose import FROM_QUEUE, PlacementReason
+from ecomp.model.explain import Provider, find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.group import Group
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, is_text, is_version, load_if_object, load_object
+from ecomp.model.json_object import dump, is_supported_version, is_utf8_text, load_object, load_object_or_empty
 from ecomp.model.order import (
-    REASON_LIMIT,
-    Invalid,
+    MAX_REASON_CHARACTERS,
+    Holdings,
+    InvalidRequest,
     Order,
     Request,
-    Shares,
     check_request_size,
     dump_fields,
     parse_fields,
-    shares_in,
-    text_field,
+    parse_holdings,
+    read_text_field,
 )
-from ecomp.model.query import parse
-from ecomp.model.record import QUEUED, Record, recorded, refused_record
+from ecomp.model.query import parse_query
+from ecomp.model.record import QUEUED, Record, extract_recorded_fields, make_refused_record
 from ecomp.model.status import DISABLED
-from ecomp.model.text import printable
+from ecomp.model.text import make_printable
 
 VERSION = 1
 
@@ -65,95 +65,99 @@ class QueueEntry(Order):
     def resources(self) -> Resources:
         return self.flavor.resources
 
-    def request(self, compute: str, now: str) -> Request:
+    def make_request(self, compute: str, now: str) -> Request:
         """Return the request for the compute that took it; `now` is an ISO time."""
         stages = {**self.stages, 'scheduled': now}
         allocations = {compute: dict(self.flavor.resources)}
-        return Request(allocations=allocations, why=Why(QUEUE, None, 1), **self.parts(stages=stages))
+        return Request(
+            allocations=allocations, why=PlacementReason(FROM_QUEUE, None, 1), **self.copy_fields(stages=stages)
+        )
 
 
-def to_json(waiting: QueueEntry) -> str:
+def to_json(entry: QueueEntry) -> str:
     """Return the value of the queued request's key."""
-    own_fields = {'instance': waiting.instance, 'flavor': waiting.flavor.name, 'query': waiting.flavor.query}
-    return dump({'version': VERSION, **own_fields, **dump_fields(waiting)})
+    own_fields = {'instance': entry.instance, 'flavor': entry.flavor.name, 'query': entry.flavor.query}
+    return dump({'version': VERSION, **own_fields, **dump_fields(entry)})
 
 
-def parse_waiting(key: str, value: bytes) -> QueueEntry | Invalid:
+def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
     """Parse a queued request; if malformed, return the reason, and no compute takes it."""
     try:
-        return _parse(key, value)
+        return _parse_entry(key, value)
     except ValueError as error:
-        return Invalid(keys.last(key), printable(str(error))[:REASON_LIMIT], _shares(value))
+        return InvalidRequest(
+            keys.get_last_part(key), make_printable(str(error))[:MAX_REASON_CHARACTERS], _parse_queue_holdings(value)
+        )
     except RecursionError:  # from repr() in a reason, which quotes the value
-        return Invalid(keys.last(key), 'the request is nested too deeply')
+        return InvalidRequest(keys.get_last_part(key), 'the request is nested too deeply')
 
 
-def _shares(value: bytes) -> Shares:
+def _parse_queue_holdings(value: bytes) -> Holdings:
     """Parse what a malformed queued request holds; its quota was charged when it was queued."""
-    holdings, data = shares_in(value)
+    holdings, data = parse_holdings(value)
     with suppress(ValueError, RecursionError):  # RecursionError: from repr() in a reason
-        resources = parse_flavor('x', _needed(data, 'query')).resources
-        return holdings._replace(project_id=_needed(data, 'project_id'), resources=resources)
+        resources = parse_flavor('x', _read_required_text(data, 'query')).resources
+        return holdings._replace(project_id=_read_required_text(data, 'project_id'), resources=resources)
     return holdings
 
 
-def _parse(key: str, value: bytes) -> QueueEntry:
-    place = keys.queued(key)
+def _parse_entry(key: str, value: bytes) -> QueueEntry:
+    place = keys.parse_queue_key(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
     check_request_size(value)
     data = load_object(value)
     version = data.get('version')
-    if not is_version(version, VERSION):
+    if not is_supported_version(version, VERSION):
         raise ValueError(f'version {version!r} of a waiting request is not known here: {VERSION} is')
     named_place = data.get('flavor'), data.get('instance')
     if named_place != place:
         raise ValueError(f'its key says {"/".join(place)}, and it says {named_place[0]!r} and {named_place[1]!r}')
-    flavor = parse_flavor(place[0], _needed(data, 'query'))
-    lacking = missing(flavor.resources)
+    flavor = parse_flavor(place[0], _read_required_text(data, 'query'))
+    lacking = list_missing_classes(flavor.resources)
     if lacking:
         raise ValueError(f'its flavor has no {", ".join(lacking)}: a guest needs all of them')
-    check_image(_needed(data, 'image'))
+    check_image(_read_required_text(data, 'image'))
     for name in ('user_id', 'project_id'):
-        _needed(data, name)
+        _read_required_text(data, name)
     return QueueEntry(place[1], flavor, **parse_fields(data))
 
 
-def _needed(data: Mapping[str, Any], name: str) -> str:
-    text = text_field(data, name)
+def _read_required_text(data: Mapping[str, Any], name: str) -> str:
+    text = read_text_field(data, name)
     if not text:
         raise ValueError(f'the request lacks {name}')
-    if not is_text(text):  # placement would fail on it each time, and delay the other requests
+    if not is_utf8_text(text):  # placement would fail on it each time, and delay the other requests
         raise ValueError(f'{name}: {text[:40]!r} is no text')
     return text
 
 
-def record_of(key: str, value: bytes) -> Record:
+def make_queued_record(key: str, value: bytes) -> Record:
     """Return a record to show for a queued request, which no compute has recorded."""
-    entry = parse_waiting(key, value)
-    if isinstance(entry, Invalid):
-        refused = refused_record('', entry, '')
+    entry = parse_queue_entry(key, value)
+    if isinstance(entry, InvalidRequest):
+        refused = make_refused_record('', entry, '')
         return replace(refused, state=QUEUED, stages={}, fault=f'nobody takes it: {entry.reason}')
-    return Record(compute='', state=QUEUED, resources=entry.resources, **recorded(entry))
+    return Record(compute='', state=QUEUED, resources=entry.resources, **extract_recorded_fields(entry))
 
 
-def mark_to_json(compute: str) -> str:
+def taker_to_json(compute: str) -> str:
     """Return the value of a taker key."""
     return dump({'version': VERSION, 'compute': compute})
 
 
-def marked_by(value: bytes) -> str | None:
+def parse_taker(value: bytes) -> str | None:
     """Return the compute in the value of a taker key; None if malformed."""
-    compute = load_if_object(value).get('compute')
+    compute = load_object_or_empty(value).get('compute')
     return compute if isinstance(compute, str) else None
 
 
-FIRST = 4
+INITIAL_TAKERS = 4
 # Seconds until twice as many may take it: the last of a thousand after 2 s, of ten thousand after 3 s.
-WIDER = 0.25
+WIDEN_SECONDS = 0.25
 # A multiplier that mixes the bits of a score, and the mask of its 64 bits.
-ODD = 0x9E3779B97F4A7C15
-WORD = 2**64 - 1
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15
+HASH_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -164,89 +168,90 @@ class Takers:
     because every compute of a process needs it for each choice.
     """
 
-    points: Mapping[str, int] = field(default_factory=dict)
-    left: Mapping[str, host.Hint] = field(default_factory=dict)
-    said: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
-    _with_room: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
+    hashes: Mapping[str, int] = field(default_factory=dict)
+    hints: Mapping[str, host.Hint] = field(default_factory=dict)
+    values: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
+    _room_counts: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
-    def with_room(self, resources: Resources) -> int:
+    def count_with_room(self, resources: Resources) -> int:
         """Return how many takers have room for the resources, or have no hint."""
         amounts = tuple(sorted(resources.items()))
-        if amounts not in self._with_room:
-            full_count = sum(not host.fits(hint, resources) for hint in self.left.values())
-            self._with_room[amounts] = len(self.points) - full_count
-        return self._with_room[amounts]
+        if amounts not in self._room_counts:
+            full_count = sum(not host.has_room(hint, resources) for hint in self.hints.values())
+            self._room_counts[amounts] = len(self.hashes) - full_count
+        return self._room_counts[amounts]
 
     def has_room(self, compute: str, resources: Resources) -> bool:
         """Return whether a compute has room by its hint; True without a hint."""
-        hint = self.left.get(compute)
-        return hint is None or host.fits(hint, resources)
+        hint = self.hints.get(compute)
+        return hint is None or host.has_room(hint, resources)
 
 
-def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
+def update_takers(state: Mapping[str, keys.StoredValue], previous: Takers) -> Takers:
     """Return the takers below /computes/; only values that changed since `previous` are parsed."""
-    points, hints = dict(before.points), dict(before.left)
-    removed = before.said.keys() - state.keys()
-    changed = [key for key, stored in state.items() if before.said.get(key) is not stored]
+    points, hints = dict(previous.hashes), dict(previous.hints)
+    removed = previous.values.keys() - state.keys()
+    changed = [key for key, stored in state.items() if previous.values.get(key) is not stored]
     for key in (*removed, *changed):
-        points.pop(keys.last(key), None)
-        hints.pop(keys.last(key), None)
+        points.pop(keys.get_last_part(key), None)
+        hints.pop(keys.get_last_part(key), None)
     for key in changed:
-        compute, data = keys.last(key), load_if_object(state[key].value)
+        compute, data = keys.get_last_part(key), load_object_or_empty(state[key].value)
         if data.get('queues') is True and state[key].lease:
-            points[compute] = before.points.get(compute) or point(compute)
+            points[compute] = previous.hashes.get(compute) or hash_uuid(compute)
             hint = host.parse_room_hint(data.get('room'))
             if hint is not None:
                 hints[compute] = hint
     return Takers(points, hints, dict(state))
 
 
-def order(instance: str, resources: Resources, takers: Takers) -> dict[str, int]:
+def rank_takers(instance: str, resources: Resources, takers: Takers) -> dict[str, int]:
     """Return {compute: its rank, from 0, among the takers of this request}; full ones are last."""
-    uuid_hash, full = point(instance), set[str]()
-    if takers.left:
-        full = {compute for compute in takers.left if not takers.has_room(compute, resources)}
+    uuid_hash, full = hash_uuid(instance), set[str]()
+    if takers.hints:
+        full = {compute for compute in takers.hints if not takers.has_room(compute, resources)}
     scored = sorted(
-        (compute in full, ((uuid_hash ^ other) * ODD & WORD), compute) for compute, other in takers.points.items()
+        (compute in full, ((uuid_hash ^ other) * HASH_MULTIPLIER & HASH_MASK), compute)
+        for compute, other in takers.hashes.items()
     )
     return {compute: rank for rank, (*_, compute) in enumerate(scored)}
 
 
-def opens_after(number: int) -> float:
+def get_opening_seconds(rank: int) -> float:
     """Return the seconds after which the compute of this rank may take a request it has seen."""
-    return WIDER * (number // FIRST).bit_length()
+    return WIDEN_SECONDS * (rank // INITIAL_TAKERS).bit_length()
 
 
-def takers_allowed(seconds: float, takers: int) -> int:
+def count_allowed_takers(seconds: float, taker_count: int) -> int:
     """Return how many takers may take a request that was first seen so many seconds ago."""
-    doublings = min(int(seconds / WIDER + 1e-6), 64)
-    return max(min(FIRST << doublings, takers), 1)
+    doublings = min(int(seconds / WIDEN_SECONDS + 1e-6), 64)
+    return max(min(INITIAL_TAKERS << doublings, taker_count), 1)
 
 
-def point(name: str) -> int:
+def hash_uuid(uuid: str) -> int:
     """Return a 64-bit hash of a uuid."""
     import hashlib  # imported here because it is slow to load, and eschedule does not need it
 
-    return int.from_bytes(hashlib.blake2b(name.encode(errors='surrogatepass'), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(uuid.encode(errors='surrogatepass'), digest_size=8).digest())
 
 
 # Seconds that a full compute waits before it takes a request; another waits the share of this that it has used.
-LONGEST = 0.2
+MAX_LOAD_DELAY_SECONDS = 0.2
 # Computes of equal load wait at random within JITTER_PER_COMPUTE_SECONDS times their number, but not less than
 # MIN_JITTER_SECONDS and not more than MAX_JITTER_SECONDS. etcd needs so long to notify every compute that another was
 # faster, so of a thousand only a few compete for a request.
-JITTER = 0.02
-EACH = 0.002
-MOST = 2.0
+MIN_JITTER_SECONDS = 0.02
+JITTER_PER_COMPUTE_SECONDS = 0.002
+MAX_JITTER_SECONDS = 2.0
 # Requests at the front of a queue among which a compute chooses, at most.
-WIDEST = 64
+MAX_CHOICES = 64
 
 
-class Place(NamedTuple):
+class WaitingEntry(NamedTuple):
     """A queued request, and the etcd revision of its creation."""
 
     revision: int
-    waiting: QueueEntry
+    entry: QueueEntry
 
 
 class InvalidEntry(NamedTuple):
@@ -264,113 +269,129 @@ class Backlog:
     `has_new`: an entry was added since the previous backlog. The other fields serve to make the next one.
     """
 
-    places: Mapping[str, Place] = field(default_factory=dict)
+    entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
-    marks: Mapping[str, Mapping[str, tuple[int, Place | None]]] = field(default_factory=dict)
-    has_more: bool = False
+    taken: Mapping[str, Mapping[str, tuple[int, WaitingEntry | None]]] = field(default_factory=dict)
+    has_new: bool = False
     state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
-    parsed: Mapping[str, Place | InvalidEntry] = field(default_factory=dict, repr=False)
-    takers: frozenset[str] = field(default=frozenset(), repr=False)
-    counts: Mapping[str, int] = field(default_factory=dict, repr=False)
+    parsed_entries: Mapping[str, WaitingEntry | InvalidEntry] = field(default_factory=dict, repr=False)
+    taker_keys: frozenset[str] = field(default=frozenset(), repr=False)
+    counts_by_query: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
-def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlog:
+def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
     """Return the backlog in `state`, the keys below /queues/.
 
     Only keys that changed since `previous` are parsed: 10,000 queued requests cause 20,000 events or more on each
     compute, and each event brings all keys.
     """
-    old_state = before.state
+    old_state = previous.state
     changed = [
         key
         for key, entry in state.items()
-        if (old := old_state.get(key)) is not entry and (old is None or keys.version(old) != keys.version(entry))
+        if (old := old_state.get(key)) is not entry
+        and (old is None or keys.get_value_id(old) != keys.get_value_id(entry))
     ]
     added_count = sum(key not in old_state for key in changed)
     removed = old_state.keys() - state.keys() if len(state) < len(old_state) + added_count else set()
-    parsed, takers = dict(before.parsed), set(before.takers - removed)
+    parsed, takers = dict(previous.parsed_entries), set(previous.taker_keys - removed)
     for key in removed:
         parsed.pop(key, None)
     for key in changed:
-        if keys.queued(key) is not None:
-            waiting = parse_waiting(key, state[key].value)
+        if keys.parse_queue_key(key) is not None:
+            waiting = parse_queue_entry(key, state[key].value)
             revision = state[key].revision
-            parsed[key] = Place(revision, waiting) if isinstance(waiting, QueueEntry) else InvalidEntry(revision)
+            parsed[key] = WaitingEntry(revision, waiting) if isinstance(waiting, QueueEntry) else InvalidEntry(revision)
         elif key.endswith(keys.TAKER):
             takers.add(key)
-    places, flavors, counts = dict(before.places), dict(before.flavors), dict(before.counts)
+    places, flavors, counts = dict(previous.entries), dict(previous.flavors), dict(previous.counts_by_query)
     added = []
     for key in {each.removesuffix(keys.TAKER) for each in (*changed, *removed)}:
         old_place, value = places.get(key), parsed.get(key)
-        new_place = value if isinstance(value, Place) and keys.taker(key) not in takers else None
+        new_place = value if isinstance(value, WaitingEntry) and keys.taker(key) not in takers else None
         if old_place is new_place:
             continue
         if old_place is not None:
-            query = places.pop(key).waiting.flavor.query
+            query = places.pop(key).entry.flavor.query
             counts[query] -= 1
             if not counts[query]:
                 del counts[query], flavors[query]
         if new_place is not None:
             added.append(new_place)
     for place in sorted(added, key=lambda each: each.revision):
-        flavor = place.waiting.flavor
-        places[place.waiting.key], flavors[flavor.query] = place, flavor
+        flavor = place.entry.flavor
+        places[place.entry.key], flavors[flavor.query] = place, flavor
         counts[flavor.query] = counts.get(flavor.query, 0) + 1
-    marks, has_more = _marks(state, takers, parsed), bool(added)
-    return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
+    marks, has_more = _group_by_taker(state, takers, parsed), bool(added)
+    return Backlog(
+        _sort_by_revision(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts
+    )
 
 
-def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
+def _sort_by_revision(entries: dict[str, WaitingEntry], added: int) -> dict[str, WaitingEntry]:
     """Return entries by revision: the `added` ones are last, but a released one may be older."""
-    tail = list(islice(reversed(places.values()), added + 1))
+    tail = list(islice(reversed(entries.values()), added + 1))
     if all(later.revision > earlier.revision for later, earlier in pairwise(tail)):
-        return places
-    return dict(sorted(places.items(), key=lambda item: item[1].revision))
+        return entries
+    return dict(sorted(entries.items(), key=lambda item: item[1].revision))
 
 
-def _marks(
-    state: Mapping[str, keys.StoredValue], takers: Iterable[str], parsed: Mapping[str, Place | InvalidEntry]
-) -> dict[str, dict[str, tuple[int, Place | None]]]:
-    marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
-    for key in takers:
+def _group_by_taker(
+    state: Mapping[str, keys.StoredValue],
+    taker_keys: Iterable[str],
+    parsed_entries: Mapping[str, WaitingEntry | InvalidEntry],
+) -> dict[str, dict[str, tuple[int, WaitingEntry | None]]]:
+    marks: dict[str, dict[str, tuple[int, WaitingEntry | None]]] = {}
+    for key in taker_keys:
         queue_key = key.removesuffix(keys.TAKER)
-        entry, compute = parsed.get(queue_key), marked_by(state[key].value)
+        entry, compute = parsed_entries.get(queue_key), parse_taker(state[key].value)
         if compute is not None:
-            place = entry if isinstance(entry, Place) else None
+            place = entry if isinstance(entry, WaitingEntry) else None
             marks.setdefault(compute, {})[queue_key] = state[key].revision, place
     return marks
 
 
-def fits(flavor: Flavor, provider: Provider) -> bool:
+def can_take(flavor: Flavor, provider: Provider) -> bool:
     """Return whether the provider has room for one instance of a flavor, by placement's rules."""
-    return DISABLED not in provider.traits and not miss(parse(flavor.query), provider).failures
+    return DISABLED not in provider.traits and not find_miss(parse_query(flavor.query), provider).failures
 
 
-def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping[str, bool]) -> dict[str, bool]:
+def check_flavors(
+    flavors: Mapping[str, Flavor], provider: Provider, known_answers: Mapping[str, bool]
+) -> dict[str, bool]:
     """Return {query: whether the provider can take it} of the flavors that requests wait for.
 
     Answers in `known_answers` are kept. Other flavors are not checked: there may be tens of thousands.
     """
-    return {query: known[query] if query in known else fits(flavor, provider) for query, flavor in flavors.items()}
+    return {
+        query: known_answers[query] if query in known_answers else can_take(flavor, provider)
+        for query, flavor in flavors.items()
+    }
 
 
-def next_of(
-    places: Iterable[Place], takes: Mapping[str, bool], passed_over: Container[str], among: int, rng: random.Random
-) -> Place | None:
+def choose_next(
+    entries: Iterable[WaitingEntry],
+    allowed_queries: Mapping[str, bool],
+    excluded_instances: Container[str],
+    limit: int,
+    rng: random.Random,
+) -> WaitingEntry | None:
     """Return a random one of the first `limit` entries that are allowed, or None."""
     eligible = (
-        place for place in places if takes.get(place.waiting.flavor.query) and place.waiting.instance not in passed_over
+        place
+        for place in entries
+        if allowed_queries.get(place.entry.flavor.query) and place.entry.instance not in excluded_instances
     )
-    first = list(islice(eligible, among))
+    first = list(islice(eligible, limit))
     return rng.choice(first) if first else None
 
 
-def widened(among: int, won: bool) -> int:
+def adjust_limit(limit: int, has_won: bool) -> int:
     """Return the next `limit` of choose_next(): half after winning an entry, otherwise twice."""
-    return max(among // 2, 1) if won else min(among * 2, WIDEST)
+    return max(limit // 2, 1) if has_won else min(limit * 2, MAX_CHOICES)
 
 
-def patience(provider: Provider, group: Group | None, computes: int, rng: random.Random) -> float:
+def choose_delay(provider: Provider, group: Group | None, compute_count: int, rng: random.Random) -> float:
     """Return the seconds that this compute waits, so that computes with more room take first.
 
     It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by as much again if a soft
@@ -380,9 +401,16 @@ def patience(provider: Provider, group: Group | None, computes: int, rng: random
     shares = [
         inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
         for name, inventory in provider.inventories.items()
-        if name in NEEDED
+        if name in REQUIRED_CLASSES
     ]
     used_share = min(max(shares, default=1.0), 1.0)
-    is_preferred = group is None or group.preference(provider.uuid) >= max([0, *map(group.preference, group.on)])
-    group_delay = 0.0 if is_preferred else LONGEST
-    return group_delay + LONGEST * used_share + min(max(EACH * computes, JITTER), MOST) * rng.uniform(used_share, 1.0)
+    is_preferred = group is None or group.get_preference(provider.uuid) >= max(
+        [0, *map(group.get_preference, group.member_counts)]
+    )
+    group_delay = 0.0 if is_preferred else MAX_LOAD_DELAY_SECONDS
+    return (
+        group_delay
+        + MAX_LOAD_DELAY_SECONDS * used_share
+        + min(max(JITTER_PER_COMPUTE_SECONDS * compute_count, MIN_JITTER_SECONDS), MAX_JITTER_SECONDS)
+        * rng.uniform(used_share, 1.0)
+    )

@@ -12,29 +12,29 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 
-HOST = '{host}'
+HOST_PLACEHOLDER = '{host}'
 SSH_PORT = 22
 
 _LABEL = '[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?'
 # Compiled when used, because most commands read the configuration but enter no host.
 _HOST_NAME = rf'(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*'
 _USER = '[A-Za-z_][A-Za-z0-9_.-]{0,31}'
-_STEP = '/[^/\x00-\x1f\x7f]+'
+_PATH_SEGMENT = '/[^/\x00-\x1f\x7f]+'
 
 # For bash: connects standard input and output to TCP port $1 of address $0; for ssh, use -W instead. ssh ends the
 # script with SIGHUP, and the process that reads the connection would otherwise stay as long as the guest's sshd waits.
-RELAY = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $! 2>/dev/null'
+RELAY_SCRIPT = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $! 2>/dev/null'
 # Prints the last $2 lines (`+1`: all) of the console in file $1, from the backups that virtlogd keeps (max_backups 3),
 # too. Follows the file unless $3 is empty. Exits with NO_FILE_STATUS if there is no such file.
-TAIL = """\
+TAIL_SCRIPT = """\
 [ -e "$1" ] || exit 66
 size=$(wc -c <"$1")
 { cat -- "$1.2" "$1.1" "$1.0" 2>/dev/null; head -c "$size" -- "$1"; } | tail -n "$2"
 [ -z "$3" ] || exec tail -c "+$((size + 1))" -F -- "$1" 2>/dev/null"""
-NO_FILE = 66
+NO_FILE_STATUS = 66
 
 
-class Reach(NamedTuple):
+class ReachCommand(NamedTuple):
     """The command that enters a hypervisor; contains HOST_PLACEHOLDER."""
 
     words: tuple[str, ...]
@@ -44,37 +44,37 @@ class Reach(NamedTuple):
         """True for ssh: a shell then parses the command, and ssh can connect to the guest itself."""
         return self.words[0].rpartition('/')[2] == 'ssh'
 
-    def run(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
         """Return the arguments that run a command on a host. `options` are for ssh alone."""
-        first, *others = self._to(host)
+        first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]
         return [first, *options, *others, shlex.join(command)]
 
-    def proxy(self, host: str, address: str) -> list[str]:
+    def make_proxy_command(self, host: str, address: str) -> list[str]:
         """Return the arguments that connect standard input and output to sshd at a guest's address."""
-        first, *others = self._to(host)
+        first, *others = self._fill_in_host(host)
         if not self.is_ssh:
-            return [first, *others, 'bash', '-c', RELAY, address, str(SSH_PORT)]
+            return [first, *others, 'bash', '-c', RELAY_SCRIPT, address, str(SSH_PORT)]
         return [first, '-W', f'{address}:{SSH_PORT}', *others]
 
-    def _to(self, host: str) -> list[str]:
+    def _fill_in_host(self, host: str) -> list[str]:
         assert is_host_name(host)  # otherwise ssh might take it for an option
-        return [word.replace(HOST, host) for word in self.words]
+        return [word.replace(HOST_PLACEHOLDER, host) for word in self.words]
 
 
-DEFAULT_REACH = Reach(('ssh', HOST))
+DEFAULT_REACH = ReachCommand(('ssh', HOST_PLACEHOLDER))
 
 
-def parse_reach(text: str) -> Reach:
+def parse_reach(text: str) -> ReachCommand:
     """Parse the value of `reach`, a shell command; ValueError with the reason if it is invalid."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise ValueError(f'is not a command: {error}') from error
-    if not any(HOST in word for word in words[1:]):
-        raise ValueError(f'must be a command with {HOST} in it, such as `ssh root@{HOST}`')
-    return Reach(words)
+    if not any(HOST_PLACEHOLDER in word for word in words[1:]):
+        raise ValueError(f'must be a command with {HOST_PLACEHOLDER} in it, such as `ssh root@{HOST_PLACEHOLDER}`')
+    return ReachCommand(words)
 
 
 def is_host_name(text: str) -> bool:
@@ -89,7 +89,7 @@ def check_user(text: str) -> str:
     return text
 
 
-def console_file(instance: str, console: str) -> str:
+def parse_console_path(instance: str, console: str) -> str:
     """Return the path in a record's `console`, `<host>:<file>`.
 
     ValueError if it is not `console/<instance>.log` below an absolute path: every compute keeps consoles so in its
@@ -97,17 +97,19 @@ def console_file(instance: str, console: str) -> str:
     """
     assert keys.is_uuid(instance)
     path = console.partition(':')[2]
-    if not re.fullmatch(rf'({_STEP})*/console/{instance}\.log', path) or '/../' in path or '/./' in path:
+    if not re.fullmatch(rf'({_PATH_SEGMENT})*/console/{instance}\.log', path) or '/../' in path or '/./' in path:
         raise ValueError('its record names another file than its console')
     return path
 
 
-def tail(path: str, lines: int | None, follow: bool) -> list[str]:
+def make_tail_command(path: str, lines: int | None, follow: bool) -> list[str]:
     """Return the command to run on a console's host to print its last lines; None: all."""
-    return ['sh', '-c', TAIL, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
+    return ['sh', '-c', TAIL_SCRIPT, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
-def ssh_options(instance: str, known_hosts: str, proxy: Sequence[str] | None, checking: str = 'yes') -> dict[str, str]:
+def make_ssh_options(
+    instance: str, known_hosts: str, proxy: Sequence[str] | None, host_key_checking: str = 'yes'
+) -> dict[str, str]:
     """Return the options with which ssh accepts only the guest's keys in `known_hosts`.
 
     `proxy` is the command that connects, None for a guest that is reached directly. `host_key_checking` is `accept-new`
@@ -115,7 +117,7 @@ def ssh_options(instance: str, known_hosts: str, proxy: Sequence[str] | None, ch
     """
     return {
         'HostKeyAlias': instance,
-        'StrictHostKeyChecking': checking,
+        'StrictHostKeyChecking': host_key_checking,
         'UserKnownHostsFile': '"' + known_hosts.replace('%', '%%') + '"',
         'GlobalKnownHostsFile': '/dev/null',
         'IgnoreUnknown': 'KnownHostsCommand',  # OpenSSH before 8.5
@@ -129,14 +131,14 @@ def ssh_options(instance: str, known_hosts: str, proxy: Sequence[str] | None, ch
     }
 
 
-def remote_line(command: Sequence[str]) -> list[str]:
+def quote_remote_command(command: Sequence[str]) -> list[str]:
     """Return ssh's arguments for a command: one word is passed as shell text, several quoted."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
-_COLOURS = r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~])|\r'
+_ESCAPE_SEQUENCES = r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~])|\r'
 
 
-def plain(line: str) -> str:
+def strip_escapes(line: str) -> str:
     """Return a console's line without escape sequences and carriage returns."""
-    return re.sub(_COLOURS, '', line)
+    return re.sub(_ESCAPE_SEQUENCES, '', line)

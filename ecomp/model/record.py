@@ -27,14 +27,14 @@ from typing import Any
 
 from ecomp.model import boots as of_boots
 from ecomp.model import keys
-from ecomp.model.allocation import LARGEST, Resources, is_amount
+from ecomp.model.allocation import MAX_AMOUNT, Resources, is_amount
 from ecomp.model.boots import Boot, Boots
-from ecomp.model.choose import Why, why_from
+from ecomp.model.choose import PlacementReason, parse_placement_reason
 from ecomp.model.group import Membership
-from ecomp.model.guest import GuestFailure, failed, host_keys
-from ecomp.model.json_object import dump, is_version, load_if_object, load_object
-from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
-from ecomp.model.text import printable
+from ecomp.model.guest import GuestFailure, parse_failure, parse_host_keys
+from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
+from ecomp.model.order import FIELDS, MAX_REASON_CHARACTERS, InvalidRequest, Order, Request
+from ecomp.model.text import make_printable
 
 QUEUED = 'queued'
 SCHEDULED = 'scheduled'
@@ -50,10 +50,10 @@ STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERRO
 STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
 
 # Seconds that a record is kept, on a lease, after entering a final state.
-KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
+RETENTION_SECONDS = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
 
 
-def timestamp(now: datetime) -> str:
+def format_time(now: datetime) -> str:
     """Return the time in ISO 8601, UTC, with milliseconds."""
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
@@ -113,47 +113,47 @@ class Record(Order):
     attempts: int = 0
     power: str | None = None
     progress: Progress | None = None
-    why: Why | None = None
+    why: PlacementReason | None = None
     host_keys: tuple[str, ...] = ()
     cloud_init: GuestFailure | None = None
     boots: Boots = ()
 
-    def at(self, state: str, now: str, *stages: str) -> Record:
+    def enter_state(self, state: str, now: str, *stages: str) -> Record:
         """Return a copy in `state`, without progress; new `stages` get the time `now`."""
         new_stages = {stage: now for stage in stages if stage not in self.stages}
-        console = None if state in KEPT else self.console  # that file is removed with it
+        console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
-    def on(self, reason: str, now: str) -> Record:
+    def mark_running(self, reason: str, now: str) -> Record:
         """Return the record of a guest seen running at `now`: in a new boot if it was off before."""
-        before = self.off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
-        boots = of_boots.begun(before.known_boots, reason, now)
+        before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
+        boots = of_boots.record_running(before.all_boots, reason, now)
         # In a new boot cloud-init runs again.
-        cloud_init = self.cloud_init if boots == self.known_boots else None
-        return replace(before.at(ACTIVE, now), boots=boots, cloud_init=cloud_init)
+        cloud_init = self.cloud_init if boots == self.all_boots else None
+        return replace(before.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
 
-    def off(self, now: str) -> Record:
+    def mark_off(self, now: str) -> Record:
         """Return the record of a guest seen off at `now`."""
-        return replace(self.at(STOPPED, now), boots=of_boots.reached(self.known_boots, of_boots.STOPPED, now))
+        return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.all_boots, of_boots.STOPPED, now))
 
-    def has(self, stage: str, now: str) -> Record:
+    def mark_stage(self, stage: str, now: str) -> Record:
         """Return the record of a guest that reached a stage in its last boot."""
-        return replace(self.at(self.state, now, stage), boots=of_boots.reached(self.known_boots, stage, now))
+        return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.all_boots, stage, now))
 
     @property
-    def known_boots(self) -> Boots:
+    def all_boots(self) -> Boots:
         """All boots; an older ecompute recorded only the first, as stages."""
-        return of_boots.of(self.boots, self.stages)
+        return of_boots.infer_boots(self.boots, self.stages)
 
     @property
-    def boot(self) -> Boot | None:
+    def last_boot(self) -> Boot | None:
         """The last boot, or None."""
-        return of_boots.numbered(self.known_boots, None)
+        return of_boots.find_boot(self.all_boots, None)
 
     @property
-    def reached(self) -> Mapping[str, str]:
+    def reached_stages(self) -> Mapping[str, str]:
         """The reached stages; those of a boot have the time of the last boot."""
-        boot = self.boot
+        boot = self.last_boot
         if boot is None:
             return self.stages
         return {**{name: time for name, time in self.stages.items() if name not in of_boots.STAGES}, **boot.stages}
@@ -163,24 +163,30 @@ class Record(Order):
         return self.addresses[0].address if self.addresses else None
 
 
-def recorded(order: Order) -> dict[str, Any]:
+def extract_recorded_fields(order: Order) -> dict[str, Any]:
     """Return the fields of an order that a record has, by name; of its group, the name alone."""
     group = Membership(order.group.name) if order.group else None
     fields = {row.name: getattr(order, row.name) for row in FIELDS if row.recorded}
     return {'instance': order.instance, **fields, 'group': group}
 
 
-def new_record(compute: str, request: Request, now: str) -> Record:
+def make_record(compute: str, request: Request, now: str) -> Record:
     """Return the first record of a request that has reached its compute."""
-    record = Record(compute=compute, state=SCHEDULED, resources=request.resources, why=request.why, **recorded(request))
-    return record.at(SCHEDULED, now, 'scheduled')
+    record = Record(
+        compute=compute,
+        state=SCHEDULED,
+        resources=request.resources,
+        why=request.why,
+        **extract_recorded_fields(request),
+    )
+    return record.enter_state(SCHEDULED, now, 'scheduled')
 
 
-def refused_record(compute: str, wish: Invalid, now: str) -> Record:
+def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
     """Return the first record of a malformed request, with the holdings to release at its end."""
-    holdings = wish.shares
+    holdings = request.holdings
     return Record(
-        instance=wish.instance,
+        instance=request.instance,
         compute=compute,
         state=SCHEDULED,
         resources=holdings.resources,
@@ -192,7 +198,7 @@ def refused_record(compute: str, wish: Invalid, now: str) -> Record:
 
 
 # Fields that every record has, in this order; others follow if they have a value.
-_WRITTEN = (
+_ALWAYS_WRITTEN = (
     *('version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses'),
     *('console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
 )
@@ -203,9 +209,9 @@ def to_dict(record: Record) -> dict[str, Any]:
     unrecorded = {row.name for row in FIELDS if not row.recorded}
     values = {name: value for name, value in asdict(record).items() if name not in unrecorded}
     # Fields without a value are left out, except those that 1.0 wrote; 0 is a value.
-    values = {name: value for name, value in values.items() if name in _WRITTEN or value not in (None, ())}
+    values = {name: value for name, value in values.items() if name in _ALWAYS_WRITTEN or value not in (None, ())}
     named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
-    return dict.fromkeys(_WRITTEN) | values | named
+    return dict.fromkeys(_ALWAYS_WRITTEN) | values | named
 
 
 def to_json(record: Record) -> str:
@@ -216,9 +222,9 @@ def to_json(record: Record) -> str:
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
     """Parse a record of `instance` and `compute` (None: any); ValueError if malformed or newer."""
     try:
-        record = _record(load_object(value))
+        record = _parse_record(load_object(value))
     except ValueError as error:
-        raise ValueError(printable(str(error))[:REASON_LIMIT]) from error
+        raise ValueError(make_printable(str(error))[:MAX_REASON_CHARACTERS]) from error
     except RecursionError as error:  # from repr() in a reason, which quotes the value
         raise ValueError('not a record: nested too deeply') from error
     if instance not in (None, record.instance):
@@ -230,39 +236,39 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 def is_newer(value: bytes) -> bool:
     """Return whether a newer ecomp wrote the value; it must not be overwritten."""
-    version = load_if_object(value).get('version')
+    version = load_object_or_empty(value).get('version')
     return type(version) is int and version > VERSION
 
 
-def _record(data: Mapping[str, Any]) -> Record:
+def _parse_record(data: Mapping[str, Any]) -> Record:
     version = data.get('version')
-    if not is_version(version, VERSION):
+    if not is_supported_version(version, VERSION):
         raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}, install a newer one')
-    state, error = _take(data, 'state', str), _take(data, 'error', dict | None, None)
+    state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
     if state not in STATES:
         raise ValueError(f'not a record: state is {state!r}')
     return Record(
-        _uuid(data, 'instance'),
-        _compute(data, state),
+        _parse_uuid(data, 'instance'),
+        _parse_compute(data, state),
         state,
-        **_asked(data),
-        resources=_resources(data),
-        addresses=tuple(_interface(address) for address in _take(data, 'addresses', list, [])),
-        console=_take(data, 'console', str | None, None),
-        error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
-        fault=_take(data, 'fault', str | None, None),
-        attempts=_attempts(data),
-        power=_take(data, 'power', str | None, None),
-        progress=_progress(data.get('progress')),
-        why=why_from(data.get('why')),
-        host_keys=host_keys(data.get('host_keys')),
-        cloud_init=_cloud_init(data.get('cloud_init')),
+        **_parse_order_fields(data),
+        resources=_parse_resources(data),
+        addresses=tuple(_parse_interface(address) for address in _read_field(data, 'addresses', list, [])),
+        console=_read_field(data, 'console', str | None, None),
+        error=Failure(*(_read_field(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
+        fault=_read_field(data, 'fault', str | None, None),
+        attempts=_parse_attempts(data),
+        power=_read_field(data, 'power', str | None, None),
+        progress=_parse_progress(data.get('progress')),
+        why=parse_placement_reason(data.get('why')),
+        host_keys=parse_host_keys(data.get('host_keys')),
+        cloud_init=_parse_cloud_init(data.get('cloud_init')),
         boots=of_boots.parse(data.get('boots')),
     )
 
 
-def _asked(data: Mapping[str, Any]) -> dict[str, Any]:
-    group = _take(data, 'group', str | None, None)
+def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    group = _read_field(data, 'group', str | None, None)
     values: dict[str, Any] = {'group': Membership(group) if group else None}
     for row in FIELDS:
         if row.recorded and row.name not in values:
@@ -276,7 +282,7 @@ def _asked(data: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
+def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
     """Return a field of this type, or its default; ValueError for another type or no default."""
     if name not in data and default:
         return default[0]
@@ -287,57 +293,61 @@ def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
     return value
 
 
-def _resources(data: Mapping[str, Any]) -> dict[str, int]:
-    amounts = _take(data, 'resources', dict, {})
-    values = {name: _take(amounts, name, int) for name in amounts}
+def _parse_resources(data: Mapping[str, Any]) -> dict[str, int]:
+    amounts = _read_field(data, 'resources', dict, {})
+    values = {name: _read_field(amounts, name, int) for name in amounts}
     if not all(map(is_amount, values.values())):
         raise ValueError(f'not a record: resources is {values!r}')
     return values
 
 
-def _attempts(data: Mapping[str, Any]) -> int:
-    attempts: int = _take(data, 'attempts', int, 0)
-    if not is_amount(attempts, LARGEST):
+def _parse_attempts(data: Mapping[str, Any]) -> int:
+    attempts: int = _read_field(data, 'attempts', int, 0)
+    if not is_amount(attempts, MAX_AMOUNT):
         raise ValueError(f'not a record: attempts is {attempts}')
     return attempts
 
 
-def _uuid(data: Mapping[str, Any], name: str) -> str:
-    if not keys.is_uuid(text := _take(data, name, str)):
+def _parse_uuid(data: Mapping[str, Any], name: str) -> str:
+    if not keys.is_uuid(text := _read_field(data, name, str)):
         raise ValueError(f'not a record: {name} is {text!r}')
     return str(text)
 
 
-def _compute(data: Mapping[str, Any], state: str) -> str:
+def _parse_compute(data: Mapping[str, Any], state: str) -> str:
     """Return the compute, which may be '' in state gone: then the queued request was removed."""
-    return '' if state == GONE and data.get('compute') == '' else _uuid(data, 'compute')
+    return '' if state == GONE and data.get('compute') == '' else _parse_uuid(data, 'compute')
 
 
-def _interface(data: Any) -> Interface:
+def _parse_interface(data: Any) -> Interface:
     if not isinstance(data, dict):
         raise ValueError(f'not a record: an address is {data!r}')
-    optional_fields = (_take(data, name, str | None, None) for name in ('address', 'source', 'expected'))
-    return Interface(_take(data, 'network', str), _take(data, 'mac', str), *optional_fields)
+    optional_fields = (_read_field(data, name, str | None, None) for name in ('address', 'source', 'expected'))
+    return Interface(_read_field(data, 'network', str), _read_field(data, 'mac', str), *optional_fields)
 
 
-def _cloud_init(data: Any) -> GuestFailure | None:
+def _parse_cloud_init(data: Any) -> GuestFailure | None:
     """Parse the failure that a guest reported; a malformed one is ignored."""
-    return failed(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
+    return parse_failure(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
 
 
-def _progress(data: Any) -> Progress | None:
+def _parse_progress(data: Any) -> Progress | None:
     """Parse the progress; a malformed one is ignored, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
     try:
-        progress = Progress(_take(data, 'stage', str), _take(data, 'done', int), _take(data, 'total', int | None, None))
+        progress = Progress(
+            _read_field(data, 'stage', str),
+            _read_field(data, 'done', int),
+            _read_field(data, 'total', int | None, None),
+        )
     except ValueError:
         return None
     return progress if all(0 <= size < 2**63 for size in (progress.done, progress.total or 0)) else None
 
 
 # What an instance waits for before each stage, in the user's words.
-WAITS_FOR = {
+WAIT_REASONS = {
     'requested': 'its compute to take it',
     'scheduled': 'its compute to take it',
     'image': 'its image',
@@ -346,30 +356,33 @@ WAITS_FOR = {
     'addressed': 'DHCP lease',
     'ready': 'cloud-init to finish',
 }
-IN_QUEUE = 'a compute to take it'
+QUEUE_WAIT_REASON = 'a compute to take it'
 
 
-def waits_for(record: Record | None) -> str:
+def describe_wait(record: Record | None) -> str:
     """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`."""
     if record is not None and record.state == QUEUED:
-        return f'{IN_QUEUE}: {record.fault}' if record.fault else IN_QUEUE
+        return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
     if record is not None and record.state == STOPPED:
         return 'somebody to start it: it is stopped'
-    reached = record.reached if record else {}
+    reached = record.reached_stages if record else {}
     stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
     progress = record.progress if record else None
-    text = str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
-    return f'{text} ({printable(record.fault)})' if record is not None and record.fault else text
+    text = str(progress) if progress is not None and progress.stage == stage else WAIT_REASONS[stage]
+    return f'{text} ({make_printable(record.fault)})' if record is not None and record.fault else text
 
 
-def failure(record: Record) -> str:
+def describe_failure(record: Record) -> str:
     """Return one line why an instance is in error."""
     if record.error is None:
         return f'{record.instance}: failed'
     error = record.error
-    return f'{record.instance}: failed at stage ' + printable(f'{error.stage}: {error.reason} ({error.cleaned})')
+    return f'{record.instance}: failed at stage ' + make_printable(f'{error.stage}: {error.reason} ({error.cleaned})')
 
 
-def not_ready(instance: str, failed: GuestFailure) -> str:
+def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
     """Return one line, in cloud-init's words, why a guest will never be ready."""
-    return printable(f'{instance}: cloud-init failed at stage {failed.stage}: {failed.reason}') + '; the guest goes on'
+    return (
+        make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
+        + '; the guest goes on'
+    )

@@ -19,7 +19,7 @@ BOTH = 'readwrite'
 # etcd's own user, which authentication needs, and its own role, which may do everything.
 ROOT = 'root'
 SCHEDULER = 'scheduler'
-KINDS = ('compute-', 'scheduler-', 'operator-')
+USER_PREFIXES = ('compute-', 'scheduler-', 'operator-')
 
 
 class Permission(NamedTuple):
@@ -30,7 +30,7 @@ class Permission(NamedTuple):
     range_end: str = ''
 
 
-Grants = frozenset[Permission]
+Permissions = frozenset[Permission]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Roles:
     """The roles of each user and the permissions of each role, by name."""
 
     users: Mapping[str, frozenset[str]]
-    roles: Mapping[str, Grants]
+    roles: Mapping[str, Permissions]
 
 
 class AddRole(NamedTuple):
@@ -53,124 +53,136 @@ class AddUser(NamedTuple):
     user: str
 
 
-class Grant(NamedTuple):
+class GrantPermission(NamedTuple):
     """Grants a permission to a role, replacing the one for the same keys."""
 
     role: str
     permission: Permission
 
 
-class Give(NamedTuple):
+class GrantRole(NamedTuple):
     """Grants a role to a user."""
 
     user: str
     role: str
 
 
-class Take(NamedTuple):
+class RevokeRole(NamedTuple):
     """Revokes a role from a user."""
 
     user: str
     role: str
 
 
-class Revoke(NamedTuple):
+class RevokePermission(NamedTuple):
     """Revokes the permission for these keys from a role."""
 
     role: str
     permission: Permission
 
 
-Change = AddRole | AddUser | Grant | Give | Take | Revoke
+Change = AddRole | AddUser | GrantPermission | GrantRole | RevokeRole | RevokePermission
 
 
-def below(prefix: str, kind: str = WRITE) -> Permission:
+def make_prefix_permission(prefix: str, kind: str = WRITE) -> Permission:
     """Return the permission for all keys below a prefix, which ends with a slash."""
     return Permission(kind, prefix, f'{prefix[:-1]}0')  # the character after a slash
 
 
-EVERYTHING = below('/', READ)
+READ_ALL = make_prefix_permission('/', READ)
 # Permissions of every compute and scheduler: their transactions change these keys of any instance.
-SHARED = frozenset(map(below, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED)))
+SHARED_PERMISSIONS = frozenset(
+    map(make_prefix_permission, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED))
+)
 
 
-def of_compute(compute: str) -> Grants:
+def list_compute_permissions(compute: str) -> Permissions:
     """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
-    own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
-    named = keys.compute(compute), keys.hostname(compute), keys.accepted(compute)
+    own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
+    named = keys.compute(compute), keys.hostname(compute), keys.acceptance(compute)
     alone = (Permission(WRITE, key) for key in named)
-    return SHARED | {EVERYTHING, *own, *alone}
+    return SHARED_PERMISSIONS | {READ_ALL, *own, *alone}
 
 
-def of_scheduler() -> Grants:
+def list_scheduler_permissions() -> Permissions:
     """Return the permissions of a machine that runs eschedule."""
     own = (keys.ATTEMPTS, keys.HOSTS, keys.USER_DATA, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
-    return SHARED | {EVERYTHING, *map(below, own)}
+    return SHARED_PERMISSIONS | {READ_ALL, *map(make_prefix_permission, own)}
 
 
-def wanted(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
+def make_roles(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
     """Return the users and roles that there should be; `computes` is {user: compute's uuid}."""
     users = {user: frozenset({user}) for user in computes}
     users |= {user: frozenset({SCHEDULER}) for user in schedulers}
     users |= {user: frozenset({ROOT}) for user in (ROOT, *operators)}
-    return Roles(users, {SCHEDULER: of_scheduler(), **{name: of_compute(uuid) for name, uuid in computes.items()}})
+    return Roles(
+        users,
+        {
+            SCHEDULER: list_scheduler_permissions(),
+            **{name: list_compute_permissions(uuid) for name, uuid in computes.items()},
+        },
+    )
 
 
-def changes(found: Roles, wanted: Roles) -> list[Change]:
+def plan_changes(current: Roles, target: Roles) -> list[Change]:
     """Return the changes, in order, from `current` to `target`; other users and roles stay.
 
     Between two changes no user lacks a permission that it has both before and after all of them.
     """
     additions: list[Change] = []
     removals: list[Change] = []
-    for role, permissions in wanted.roles.items():
-        if role not in found.roles:
+    for role, permissions in target.roles.items():
+        if role not in current.roles:
             additions.append(AddRole(role))
-        before = found.roles.get(role, frozenset())
+        before = current.roles.get(role, frozenset())
         has_keys, keeps_keys = ({each[1:] for each in granted} for granted in (before, permissions))
         missing = sorted(permissions - before, key=lambda each: each[1:])
-        additions += [Grant(role, each) for each in missing if each[1:] not in has_keys]
+        additions += [GrantPermission(role, each) for each in missing if each[1:] not in has_keys]
         # A grant replaces the kind of an existing permission, maybe by less: so after all additions, and the narrower
         # range first, because the wider one may have stood in for it.
-        removals += [Grant(role, each) for each in reversed(missing) if each[1:] in has_keys]
-        removals += [Revoke(role, each) for each in sorted(before) if each[1:] not in keeps_keys]
-    for user, roles in wanted.users.items():
-        if user not in found.users:
+        removals += [GrantPermission(role, each) for each in reversed(missing) if each[1:] in has_keys]
+        removals += [RevokePermission(role, each) for each in sorted(before) if each[1:] not in keeps_keys]
+    for user, roles in target.users.items():
+        if user not in current.users:
             additions.append(AddUser(user))
-        current_roles = found.users.get(user, frozenset())
-        additions += [Give(user, role) for role in sorted(roles - current_roles)]
-        removals += [Take(user, role) for role in sorted(current_roles - roles)]
+        current_roles = current.users.get(user, frozenset())
+        additions += [GrantRole(user, role) for role in sorted(roles - current_roles)]
+        removals += [RevokeRole(user, role) for role in sorted(current_roles - roles)]
     return [*additions, *removals]
 
 
-def unknown(found: Roles, wanted: Roles) -> list[str]:
+def list_unknown_users(current: Roles, target: Roles) -> list[str]:
     """Return the users in etcd whose names have our prefixes and that are not in `target`."""
-    return sorted(user for user in found.users.keys() - wanted.users.keys() if user.startswith(KINDS))
+    return sorted(user for user in current.users.keys() - target.users.keys() if user.startswith(USER_PREFIXES))
 
 
-def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list[str]:
+def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
     """Return the uuids of `computes` for which neither `current` nor `target` has a role."""
-    granted = {permission for permissions in {**found.roles, **wanted.roles}.values() for permission in permissions}
+    granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 
 
-def described(change: Change) -> str:
+def describe_change(change: Change) -> str:
     """Describe a change for the user."""
     match change:
         case AddRole(role):
             return f'role {role}: added'
         case AddUser(user):
             return f'user {user}: added'
-        case Grant(role, permission):
-            return f'role {role}: may {_words(permission)}'
-        case Give(user, role):
+        case GrantPermission(role, permission):
+            return f'role {role}: may {_describe_permission(permission)}'
+        case GrantRole(user, role):
             return f'user {user}: has role {role}'
-        case Take(user, role):
+        case RevokeRole(user, role):
             return f'user {user}: has role {role} no more'
-        case Revoke(role, permission):
-            return f'role {role}: may no more {_words(permission)}'
+        case RevokePermission(role, permission):
+            return f'role {role}: may no more {_describe_permission(permission)}'
 
 
-def _words(permission: Permission) -> str:
+def _describe_permission(permission: Permission) -> str:
     kind, key, range_end = permission
-    return f'{kind} {key}' if not range_end or permission == below(key, kind) else f'{kind} {key} to {range_end}'
+    return (
+        f'{kind} {key}'
+        if not range_end or permission == make_prefix_permission(key, kind)
+        else f'{kind} {key} to {range_end}'
+    )

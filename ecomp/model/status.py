@@ -9,39 +9,39 @@ from __future__ import annotations
 from collections.abc import Set
 
 DISABLED = 'COMPUTE_STATUS_DISABLED'
-BY_OPERATOR = 'CUSTOM_ECOMP_DISABLED'
+DISABLED_BY_OPERATOR = 'CUSTOM_ECOMP_DISABLED'
 # Prefix of every trait that is not in os-traits.
-CUSTOM = 'CUSTOM_'
-STATUS = frozenset({DISABLED, BY_OPERATOR})
+CUSTOM_PREFIX = 'CUSTOM_'
+STATUS_TRAITS = frozenset({DISABLED, DISABLED_BY_OPERATOR})
 
 Names = frozenset[str]
 
 
-def changed(there: Set[str], wanted: Set[str], ours: Set[str]) -> Names:
+def merge_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
     """Return `desired`, and those names of `current` that are not `managed`."""
-    return frozenset((there - (ours - wanted)) | wanted)
+    return frozenset((current - (managed - desired)) | desired)
 
 
-def ours_then(there: Set[str], wanted: Set[str], ours: Set[str]) -> Names:
+def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
     """Return the managed names after merge_names(): `desired`, without those others had set."""
-    return frozenset(wanted & (ours | (wanted - there)))
+    return frozenset(desired & (managed | (desired - current)))
 
 
-def disabled(there: Set[str]) -> Names:
+def apply_disable(traits: Set[str]) -> Names:
     """Return the traits after `host disable`."""
-    return frozenset(there | STATUS)
+    return frozenset(traits | STATUS_TRAITS)
 
 
-def enabled(there: Set[str], alive: bool) -> Names:
+def apply_enable(traits: Set[str], is_alive: bool) -> Names:
     """Return the traits after `host enable`; if not alive, disabled until the compute starts."""
-    return frozenset(there - (STATUS if alive else {BY_OPERATOR}))
+    return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR}))
 
 
-def opened(there: Set[str]) -> Names:
+def apply_start(traits: Set[str]) -> Names:
     """Return the traits after a compute started."""
-    return frozenset(there if BY_OPERATOR in there else there - {DISABLED})
+    return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits - {DISABLED})
 
 
-def stopped(there: Set[str]) -> Names:
+def apply_stop(traits: Set[str]) -> Names:
     """Return the traits after a compute stopped in good order."""
-    return frozenset(there | {DISABLED})
+    return frozenset(traits | {DISABLED})

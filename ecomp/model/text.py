@@ -13,23 +13,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from ecomp.model.command_names import RESERVED
 
 # Characters of a typed word that are compared; no word that it could mean is longer.
-LONGEST = 60
+MAX_COMPARED_CHARACTERS = 60
 # The share of two words that must be equal, from 0 to 1: hv9 does not resemble hv2.
-LIKE = 0.7
+MIN_SIMILARITY = 0.7
 
 
 # Prefixes that reverse the meaning of a word.
-NEGATION = '^(un|dis|de|non?|in)-?'
+NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
-def near(word: str, known: Iterable[str], like: float = LIKE) -> str | None:
+def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
     """Return the most similar candidate, ignoring case, or None; never the word's opposite."""
     import difflib  # imported here because only a mistyped word needs it
 
-    typed = word[:LONGEST].lower()
-    by_lower = {name.lower(): name for name in known if not _are_opposites(typed, name.lower())}
+    typed = word[:MAX_COMPARED_CHARACTERS].lower()
+    by_lower = {name.lower(): name for name in candidates if not _are_opposites(typed, name.lower())}
     transposed = [name for name in by_lower if sorted(name) == sorted(typed)]
-    close = transposed or difflib.get_close_matches(typed, by_lower, 1, like)
+    close = transposed or difflib.get_close_matches(typed, by_lower, 1, min_similarity)
     return by_lower[close[0]] if close else None
 
 
@@ -37,35 +37,38 @@ def _are_opposites(one: str, other: str) -> bool:
     """True if removing a negating prefix makes two words more alike, as with --wait, --no-wait."""
     from difflib import SequenceMatcher
 
-    def compare(left: str, right: str) -> float:
+    def measure_similarity(left: str, right: str) -> float:
         return SequenceMatcher(None, left, right.lstrip('-')).ratio()
 
     pairs = ((one.lstrip('-'), other), (other.lstrip('-'), one))
-    return any(compare(re.sub(NEGATION, '', left), right) > compare(left, right) for left, right in pairs)
+    return any(
+        measure_similarity(re.sub(NEGATION_PATTERN, '', left), right) > measure_similarity(left, right)
+        for left, right in pairs
+    )
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def format_suggestion(word: str, candidates: Iterable[str]) -> str:
     """Return ` (did you mean …?)` to append to the word, or '' if no candidate is similar."""
-    close = near(word, known)
+    close = find_similar(word, candidates)
     return f' (did you mean {close}?)' if close is not None else ''
 
 
 # Digits that a prefix of a uuid has at least.
-PREFIX = 4
+MIN_PREFIX_DIGITS = 4
 
-_LABEL = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
-_PLAIN = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
-_HEXADECIMAL = re.compile('[0-9a-f]{32,}')
+_LABEL_PATTERN = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
+_PLAIN_NAME_PATTERN = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
+_HEXADECIMAL_PATTERN = re.compile('[0-9a-f]{32,}')
 
 
 def is_label(text: str) -> bool:
     """Return whether text is an RFC 1123 label in lower case."""
-    return _LABEL.fullmatch(text) is not None
+    return _LABEL_PATTERN.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
     """Return whether text may be an instance's name."""
-    return is_label(text) and not _HEXADECIMAL.fullmatch(text.replace('-', '')) and text not in RESERVED
+    return is_label(text) and not _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')) and text not in RESERVED
 
 
 def check_name(text: str) -> str:
@@ -76,24 +79,24 @@ def check_name(text: str) -> str:
             raise ValueError(f'{shown} is no name: use lower case')
         rule = '1 to 63 letters, digits and -, and no - at either end'
         raise ValueError(f'{shown} is no name: it becomes a host name, which has {rule}')
-    if _HEXADECIMAL.fullmatch(text.replace('-', '')):
+    if _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')):
         raise ValueError(f'{shown} is no name: of 32 digits or more, 0-9 and a-f alone, it looks like a uuid')
     if text in RESERVED:
         raise ValueError(f'{shown} is no name: it is reserved for a command')
     return text
 
 
-def check_plain(text: str, what: str) -> str:
+def check_plain_name(text: str, kind: str) -> str:
     """Return the name of a group or flavor (`kind`: `a group`); ValueError if it is invalid."""
-    if not _PLAIN.fullmatch(text):
-        raise ValueError(f'{text[:80]!r} is no name of {what}: it has 1 to 63 letters, digits, ., _ and -')
+    if not _PLAIN_NAME_PATTERN.fullmatch(text):
+        raise ValueError(f'{text[:80]!r} is no name of {kind}: it has 1 to 63 letters, digits, ., _ and -')
     return text
 
 
-def uuid_prefix(text: str) -> str | None:
+def parse_uuid_prefix(text: str) -> str | None:
     """Return the text with dashes as in a uuid if it is the prefix of one, or None."""
     digits = text.lower().replace('-', '')
-    if not PREFIX <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
+    if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
     parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
     dashed = '-'.join(part for part in parts if part)
@@ -103,48 +106,48 @@ def uuid_prefix(text: str) -> str | None:
     return dashed if lower_text in (digits, dashed) else None
 
 
-_UUID = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])')
+_UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])')
 
 
-def printable(text: str, limit: int = 2000) -> str:
+def make_printable(text: str, limit: int = 2000) -> str:
     """Return text as one line, unprintable characters escaped, cut off with `…` after `limit`."""
-    safe = escaped(text[:limit])
+    safe = escape_characters(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
 
-def printable_lines(text: str) -> str:
+def make_lines_printable(text: str) -> str:
     """Return the text with each line made printable and cut off separately."""
-    return '\n'.join(printable(line) for line in text.split('\n'))
+    return '\n'.join(make_printable(line) for line in text.split('\n'))
 
 
-def printable_whole(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Return the text with each line made printable, and none cut off: it is data."""
-    return '\n'.join(map(escaped, text.split('\n')))
+    return '\n'.join(map(escape_characters, text.split('\n')))
 
 
-def escaped(line: str) -> str:
+def escape_characters(line: str) -> str:
     """Return the line with control characters and half surrogate pairs escaped."""
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
 
 
-def some(names: Sequence[str], most: int, between: str = ', ') -> str:
+def join_some(names: Sequence[str], max_count: int, separator: str = ', ') -> str:
     """Join the first `max_count` names, and add ` and 3 more` if there are more."""
-    more = f' and {len(names) - most} more' if len(names) > most else ''
-    return between.join(names[:most]) + more
+    more = f' and {len(names) - max_count} more' if len(names) > max_count else ''
+    return separator.join(names[:max_count]) + more
 
 
-def renamed(text: str, called: Mapping[str, str]) -> str:
+def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
     """Return the text with the uuids in `display_names` replaced, except in the paths of keys.
 
     A uuid that is already part of its display name, as in `hv1 (<uuid>)`, is not replaced.
     """
 
-    def name(found: re.Match[str]) -> str:
-        display_name = called.get(found[0], found[0])
-        before, _, after = display_name.partition(found[0])
-        is_expanded = text.endswith(before, 0, found.start()) and text.startswith(after, found.end())
-        return found[0] if is_expanded and (before or after) and found[0] in display_name else display_name
+    def format_match(match: re.Match[str]) -> str:
+        display_name = display_names.get(match[0], match[0])
+        before, _, after = display_name.partition(match[0])
+        is_expanded = text.endswith(before, 0, match.start()) and text.startswith(after, match.end())
+        return match[0] if is_expanded and (before or after) and match[0] in display_name else display_name
 
-    return _UUID.sub(name, text) if called else text
+    return _UUID_PATTERN.sub(format_match, text) if display_names else text

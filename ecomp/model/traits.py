@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 import os_traits
 
-from ecomp.model.status import CUSTOM, STATUS
+from ecomp.model.status import CUSTOM_PREFIX, STATUS_TRAITS
 
 # Features that os-traits names as libvirt does, in capitals and without - and dots.
-_SAME = (
+_SAME_NAMES = (
     '3dnow abm amx-bf16 amx-int8 amx-tile avx avx2 avx512-vpopcntdq avx512bitalg avx512bw avx512cd avx512dq avx512er '
     'avx512f avx512ifma avx512pf avx512vbmi avx512vbmi2 avx512vl avx512vnni bmi2 f16c fma4 mmx mpx pdpe1gb sse sse2 '
     'sse4.1 sse4.2 sse4a ssse3 stibp tbm xop'
 )
-_OTHERWISE = {
+_OTHER_NAMES = {
     'aes': ('AESNI',),
     'amd-no-ssb': ('AMD_NO_SSB',),
     'amd-ssbd': ('AMD_SSBD',),
@@ -42,21 +42,23 @@ _OTHERWISE = {
     'virt-ssbd': ('AMD_VIRT_SSBD',),
     'vpclmulqdq': ('AVX512VPCLMULQDQ',),
 }
-_NAMES = {each: (each.replace('-', '').replace('.', '').upper(),) for each in _SAME.split()} | _OTHERWISE
+_TRAIT_NAMES = {each: (each.replace('-', '').replace('.', '').upper(),) for each in _SAME_NAMES.split()} | _OTHER_NAMES
 # The traits of a processor's feature, by libvirt's name of it. Features that are not listed have no trait.
-CPU = {each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names) for each, names in _NAMES.items()}
+CPU_TRAITS = {
+    each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names) for each, names in _TRAIT_NAMES.items()
+}
 
 
-def cpu_traits(features: Iterable[str]) -> frozenset[str]:
+def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
     """Return the traits of a processor with these features."""
-    return frozenset(trait for feature in features for trait in CPU.get(feature, ()))
+    return frozenset(trait for feature in features for trait in CPU_TRAITS.get(feature, ()))
 
 
 def check_trait(name: str) -> str:
     """Return the name; ValueError if a configuration must not give a compute this trait."""
-    if name in STATUS:
+    if name in STATUS_TRAITS:
         raise ValueError('is not for configurations: eschedule host disable sets it, and host enable takes it off')
-    if name.startswith(CUSTOM):
+    if name.startswith(CUSTOM_PREFIX):
         if not re.fullmatch('[A-Z0-9_]{8,255}', name):
             raise ValueError('must be CUSTOM_ and then capitals, digits and _, 255 in all at most')
     elif name not in os_traits.get_traits():

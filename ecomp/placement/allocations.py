@@ -22,11 +22,11 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.model.allocation import Allocations, compute_of, difference, parse_allocations, to_wire
+from ecomp.model.allocation import Allocations, describe_difference, find_compute, parse_allocations, to_wire
 from ecomp.model.choose import Offer
-from ecomp.model.query import enabled_only, named
-from ecomp.placement.client import WRONG, Placement, text, whole
-from ecomp.placement.providers import rooms, unknown_names
+from ecomp.model.query import exclude_disabled, parse_names
+from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_text
+from ecomp.placement.providers import find_unknown_names, parse_rooms
 
 CONSUMER_TYPE = 'INSTANCE'
 
@@ -40,7 +40,7 @@ class Consumer(NamedTuple):
     project_id: str = ''
 
 
-def candidates(placement: Placement, query: str) -> Offer:
+def read_candidates(placement: Placement, query: str) -> Offer:
     """Return the candidates for a query, without disabled providers.
 
     Raises PlacementRefusal if the query is malformed, or names a class or trait that placement does not know.
@@ -50,29 +50,29 @@ def candidates(placement: Placement, query: str) -> Offer:
     start = time.monotonic()
     # The part after a # would not be sent: half of the query would be silently lost.
     try:
-        data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
+        data = placement.get('/allocation_candidates?' + exclude_disabled(query).replace('#', '%23'))
     except PlacementRefusal as error:
-        unknown = '; '.join(filter(None, unknown_names(placement, named(query))))
+        unknown = '; '.join(filter(None, find_unknown_names(placement, parse_names(query))))
         raise PlacementRefusal(unknown or str(error)) from error
     try:
         offers = [parse_allocations(request['allocations']) for request in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
-        return Offer(offers, {provider: rooms(summary['resources']) for provider, summary in summaries}, start)
-    except WRONG as error:
-        raise placement.foreign() from error
+        return Offer(offers, {provider: parse_rooms(summary['resources']) for provider, summary in summaries}, start)
+    except PARSE_ERRORS as error:
+        raise placement.make_foreign_error() from error
 
 
-def consumer(placement: Placement, instance: str) -> Consumer:
+def read_consumer(placement: Placement, instance: str) -> Consumer:
     """Return what an instance holds; placement answers 200 for an unknown consumer, too."""
     data = placement.get(f'/allocations/{instance}')
     try:
         parsed = parse_allocations(data['allocations'])
         if not parsed:
             return Consumer()
-        owner = (text(data.get(key, '')) for key in ('user_id', 'project_id'))
-        return Consumer(parsed, whole(data['consumer_generation']), *owner)
-    except WRONG as error:
-        raise placement.foreign() from error
+        owner = (check_text(data.get(key, '')) for key in ('user_id', 'project_id'))
+        return Consumer(parsed, check_integer(data['consumer_generation']), *owner)
+    except PARSE_ERRORS as error:
+        raise placement.make_foreign_error() from error
 
 
 def claim_once(
@@ -88,13 +88,13 @@ def claim_once(
     Raises NoCapacity (another claim was faster), GenerationConflict (the instance holds something else, or too many
     claims compete for the provider) or UnknownOutcome.
     """
-    body = _body(allocations, user_id, project_id, generation)
+    body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
 
 
 def claim_set_once(
     placement: Placement,
-    wanted: Mapping[str, Allocations],
+    requested_allocations: Mapping[str, Allocations],
     user_id: str,
     project_id: str,
     generations: Mapping[str, int | None],
@@ -102,8 +102,8 @@ def claim_set_once(
     """Claim for several instances, all or nothing, at a third of the cost; see claim_once()."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
-    ordered = sorted(wanted.items(), key=lambda each: sorted(each[1]))
-    bodies = {name: _body(held, user_id, project_id, generations.get(name)) for name, held in ordered}
+    ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
+    bodies = {name: _make_body(held, user_id, project_id, generations.get(name)) for name, held in ordered}
     placement.write('POST', '/allocations', bodies)
 
 
@@ -121,13 +121,13 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     return True
 
 
-def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
+def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
     """Return what each consumer holds of one provider: {consumer: {class: amount}}."""
     path = f'/resource_providers/{provider}/allocations'
-    return placement.take(path, lambda data: dict(parse_allocations(data['allocations'])))
+    return placement.get_parsed(path, lambda data: dict(parse_allocations(data['allocations'])))
 
 
-def _body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
+def _make_body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
     return {
         'allocations': to_wire(allocations),
         'user_id': user_id,
@@ -140,26 +140,26 @@ def _body(allocations: Allocations, user_id: str, project_id: str, generation: i
 log = logging.getLogger(__name__)
 
 # nova's number for provider conflicts; placement itself tries ten times before it answers 409.
-TRIES = 4
+MAX_TRIES = 4
 # Seconds that a consumer must have a generation and hold nothing to count as left behind. Placement creates a consumer
 # in a transaction of its own, before its allocations; if it is killed between the two, an invisible consumer of
 # generation 0 remains. Sooner, it may be that of a claim in flight: if that claim is refused, placement deletes the
 # consumer, with whatever it then holds.
-EMPTY_SECONDS = 3.0
+EMPTY_CONSUMER_SECONDS = 3.0
 # Seconds between two reads of such a consumer.
-EMPTY_PAUSE = 0.25
+EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
 # Maximum consumers that are read, checked and released together, so that little time passes in between.
-TOGETHER = 20
+MAX_RELEASE_BATCH = 20
 
 
 def claim(
     placement: Placement,
-    wanted: Mapping[str, Allocations],
+    requested_allocations: Mapping[str, Allocations],
     user_id: str,
     project_id: str,
     check: Callable[[], None],
-    above: Callable[[], int] = lambda: 0,
-    movable: Container[str] = (),
+    read_min_generation: Callable[[], int] = lambda: 0,
+    movable_instances: Container[str] = (),
 ) -> None:
     """Claim until each instance holds what is requested, with a new enough generation.
 
@@ -179,54 +179,62 @@ def claim(
         GenerationConflict: after several tries. A ConsumerConflict of a set may be about one instance whose consumer
             was left empty; alone, that instance can be claimed.
     """
-    generations: dict[str, int | None] = dict.fromkeys(wanted)
-    empty_since, remaining_tries = math.inf, TRIES
+    generations: dict[str, int | None] = dict.fromkeys(requested_allocations)
+    empty_since, remaining_tries = math.inf, MAX_TRIES
     while True:
         error: EcompError
         try:
-            _write(placement, wanted, user_id, project_id, generations)
+            _write_claim(placement, requested_allocations, user_id, project_id, generations)
         except (UnknownOutcome, GenerationConflict) as caught:
             error, remaining_tries = caught, remaining_tries - 1
         else:
             new_generations = {instance: (generation or 0) + 1 for instance, generation in generations.items()}
-            if min(new_generations.values()) > above():
+            if min(new_generations.values()) > read_min_generation():
                 return
             generations = dict(new_generations)
             continue
         if not remaining_tries and isinstance(error, GenerationConflict):
             raise error
-        log.debug('claim for %s: %s', in_short(wanted), error)
+        log.debug('claim for %s: %s', summarize_instances(requested_allocations), error)
         try:
-            consumers = {instance: consumer(placement, instance) for instance in wanted}
+            consumers = {instance: read_consumer(placement, instance) for instance in requested_allocations}
         except Unreachable as failure:
             if isinstance(error, GenerationConflict):
                 raise
-            raise UnknownOutcome(f'{failure}; whether {in_short(wanted)} holds its claim is not known') from failure
+            raise UnknownOutcome(
+                f'{failure}; whether {summarize_instances(requested_allocations)} holds its claim is not known'
+            ) from failure
         # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
         # and one of the two claims finds that the generation has changed.
         check()
         places = {
-            instance: compute_of(held.allocations) for instance, held in consumers.items() if instance not in movable
+            instance: find_compute(held.allocations)
+            for instance, held in consumers.items()
+            if instance not in movable_instances
         }
-        if elsewhere := {name: places[name] for name in places if places[name] not in ('', compute_of(wanted[name]))}:
+        if elsewhere := {
+            name: places[name] for name in places if places[name] not in ('', find_compute(requested_allocations[name]))
+        }:
             raise ClaimedElsewhere(elsewhere)
         current = {instance: held.generation for instance, held in consumers.items()}
         if isinstance(error, UnknownOutcome):
-            are_ours = all(_is_ours(consumers[name], wanted[name], sent) for name, sent in generations.items())
-            if are_ours and min(held.generation or 0 for held in consumers.values()) > above():
+            are_ours = all(
+                _is_own_claim(consumers[name], requested_allocations[name], sent) for name, sent in generations.items()
+            )
+            if are_ours and min(held.generation or 0 for held in consumers.values()) > read_min_generation():
                 return
             if not remaining_tries:
                 raise error
         if isinstance(error, ConsumerConflict) and current == generations and None in current.values():
             # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
-            if len(wanted) > 1:
+            if len(requested_allocations) > 1:
                 raise error
             empty_since = min(empty_since, time.monotonic())
-            if time.monotonic() - empty_since < EMPTY_SECONDS:
+            if time.monotonic() - empty_since < EMPTY_CONSUMER_SECONDS:
                 remaining_tries += 1
-                time.sleep(EMPTY_PAUSE)
+                time.sleep(EMPTY_CONSUMER_PAUSE_SECONDS)
             else:
-                generations = dict.fromkeys(wanted, 0)
+                generations = dict.fromkeys(requested_allocations, 0)
             continue
         generations = current
         time.sleep(random.uniform(0, 0.1 * remaining_tries))
@@ -235,8 +243,8 @@ def claim(
 def release(
     placement: Placement,
     consumers: Iterable[str],
-    wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
-    note: Callable[[Mapping[str, int]], None] = lambda _: None,
+    find_wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
+    note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
     """Release what consumers hold; return True for each that holds nothing now.
 
@@ -248,41 +256,41 @@ def release(
     """
     names = list(consumers)
     results = dict[str, bool | None]()
-    for start in range(0, len(names), TOGETHER):
-        batch = {name: consumer(placement, name) for name in names[start : start + TOGETHER]}
+    for start in range(0, len(names), MAX_RELEASE_BATCH):
+        batch = {name: read_consumer(placement, name) for name in names[start : start + MAX_RELEASE_BATCH]}
         holding = {name: held for name, held in batch.items() if held.allocations}
-        excluded = wanted(holding) if holding else ()
+        excluded = find_wanted(holding) if holding else ()
         released = {name: held for name, held in holding.items() if name not in excluded}
-        note({name: held.generation for name, held in released.items() if held.generation is not None})
+        note_generations({name: held.generation for name, held in released.items() if held.generation is not None})
         for name, held in batch.items():
             results[name] = None if name in excluded else release_once(placement, name, held)
     return results
 
 
-def in_short(wanted: Mapping[str, object]) -> str:
+def summarize_instances(instances: Mapping[str, object]) -> str:
     """Summarize the instances of a claim: the first, and their number."""
-    first = next(iter(wanted))
-    return first if len(wanted) == 1 else f'{first} (of {len(wanted)})'
+    first = next(iter(instances))
+    return first if len(instances) == 1 else f'{first} (of {len(instances)})'
 
 
-def _is_ours(held: Consumer, wanted: Allocations, sent: int | None) -> bool:
+def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
     """Return whether a consumer holds what we claimed with `sent_generation`, unanswered.
 
     False if that was None: another attempt may have claimed the same, and its late release would delete the claim until
     the generation has changed once more.
     """
-    is_next = sent is not None and held.generation == sent + 1
-    return is_next and difference(wanted, held.allocations) is None
+    is_next = sent_generation is not None and held.generation == sent_generation + 1
+    return is_next and describe_difference(requested_allocations, held.allocations) is None
 
 
-def _write(
+def _write_claim(
     placement: Placement,
-    wanted: Mapping[str, Allocations],
+    requested_allocations: Mapping[str, Allocations],
     user_id: str,
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    if len(wanted) > 1:
-        return claim_set_once(placement, wanted, user_id, project_id, generations)
-    ((instance, allocations),) = wanted.items()
+    if len(requested_allocations) > 1:
+        return claim_set_once(placement, requested_allocations, user_id, project_id, generations)
+    ((instance, allocations),) = requested_allocations.items()
     return claim_once(placement, instance, allocations, user_id, project_id, generations[instance])

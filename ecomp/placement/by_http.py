@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from ecomp.conf import connection_to
+from ecomp.conf import connect_tcp
 from ecomp.errors import Unreachable
 from ecomp.model import allocation
-from ecomp.tls import SENTENCES, TlsFailure, tls_failure
+from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
 
 # Maximum idle connections to placement per process.
-POOL = 16
+MAX_IDLE_CONNECTIONS = 16
 
 HEADERS = {
     'openstack-api-version': f'placement {MICROVERSION}',
@@ -41,20 +41,20 @@ HEADERS = {
 }
 
 # Characters of a path and its query that are sent unquoted, besides letters and digits; `%` begins a quoted one.
-SAFE = "!$&'()*+,;=:@/?~%-._"
+SAFE_CHARACTERS = "!$&'()*+,;=:@/?~%-._"
 
 # Bytes of one read.
-PIECE = 65536
+READ_BYTES = 65536
 
 # Seconds that idle connections are kept: more than a minute, in which each compute sends one request, and less than the
 # time after which a firewall on the path silently forgets them.
-KEPT = 90.0
+MAX_IDLE_SECONDS = 90.0
 
 # Seconds before a read is sent for the second and third time, give or take a fifth. A write is sent once.
-RETRY_PAUSES = (0.0, 0.5)
+RETRY_PAUSES_SECONDS = (0.0, 0.5)
 
 # Statuses of a proxy to which placement does not answer: reads are sent again.
-BUSY = (502, 503, 504)
+BUSY_STATUSES = (502, 503, 504)
 
 
 class Answer(NamedTuple):
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _token_in(path: Path, placement: str) -> str:
+def _read_token(path: Path, placement: str) -> str:
     """Return the token in a file; raise Unreachable unless the file holds one ASCII word.
 
     Unreachable, because a file is missing or empty for a moment while it is exchanged. Its `backend` names the file:
@@ -89,51 +89,51 @@ def _token_in(path: Path, placement: str) -> str:
 class AnswerLimits(NamedTuple):
     """Limits of one answer's bytes and seconds, retries included."""
 
-    size: int
+    size_bytes: int
     seconds: float
 
 
 # Ten thousand candidates are 10 MB.
-LIMITS = AnswerLimits(64 * 1024**2, 60.0)
+DEFAULT_LIMITS = AnswerLimits(64 * 1024**2, 60.0)
 
 
-class Overlong(OSError):
+class AnswerTooLong(OSError):
     """The answer has more bytes than are accepted."""
 
 
 # Maximum bytes of each answer to this thread's call, and its deadline on the monotonic clock.
-_LEFT: ContextVar[tuple[int, float]] = ContextVar('what is left of the call of this thread')
+_CALL_LIMITS: ContextVar[tuple[int, float]] = ContextVar('what is left of the call of this thread')
 
 
-def _begin(limits: AnswerLimits) -> float:
+def _start_limits(limits: AnswerLimits) -> float:
     """Start the limits of this thread's next call, retries included; return its deadline."""
     deadline = time.monotonic() + limits.seconds
-    _LEFT.set((limits.size, deadline))
+    _CALL_LIMITS.set((limits.size_bytes, deadline))
     return deadline
 
 
-class _Reader(io.RawIOBase):
+class _LimitedReader(io.RawIOBase):
     """The bytes of one answer from its headers on, within the limits of the call."""
 
     def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
         self._raw, self._sock = raw, sock
-        self._left, self._until = _LEFT.get()
-        self._patience = sock.gettimeout() or self._until
+        self._remaining_bytes, self._deadline = _CALL_LIMITS.get()
+        self._timeout_seconds = sock.gettimeout() or self._deadline
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
         """Read as io.RawIOBase does; raise TimeoutError or AnswerTooLong."""
-        seconds = self._until - time.monotonic()
+        seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError('no whole answer in time')
-        if seconds < self._patience:
+        if seconds < self._timeout_seconds:
             self._sock.settimeout(seconds)
         count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
-        self._left -= count or 0
-        if self._left < 0:
-            raise Overlong('the answer is too long')
+        self._remaining_bytes -= count or 0
+        if self._remaining_bytes < 0:
+            raise AnswerTooLong('the answer is too long')
         return count
 
     def close(self) -> None:
@@ -142,16 +142,16 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-class _Response(http.client.HTTPResponse):
+class _LimitedResponse(http.client.HTTPResponse):
     """http.client's response with limits; call _start_limits() before each request."""
 
-    def __init__(self, sock: Any, *given: Any, **named: Any) -> None:
-        super().__init__(sock, *given, **named)
-        self.fp = io.BufferedReader(_Reader(self.fp.detach(), sock))
+    def __init__(self, sock: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_LimitedReader(self.fp.detach(), sock))
 
 
-class _Http(http.client.HTTPConnection):
-    response_class = _Response
+class _Connection(http.client.HTTPConnection):
+    response_class = _LimitedResponse
 
 
 class Connections:
@@ -177,66 +177,67 @@ class Connections:
             while self._idle:
                 self._idle.pop()[1].close()
 
-    def token(self) -> str:
+    def read_token(self) -> str:
         """Return the token file's content, or `admin` without a file; raise Unreachable.
 
         It is read for each call. A placement without authentication accepts `admin`.
         """
-        return 'admin' if self._config.token_file is None else _token_in(self._config.token_file, self.name)
+        return 'admin' if self._config.token_file is None else _read_token(self._config.token_file, self.name)
 
-    def foreign(self, kind: type[Unreachable] = Unreachable) -> Unreachable:
+    def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
-        return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
+        return error_type(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
 
-    def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
+    def make_lost_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
         """Return the error for a call without an answer."""
-        return kind(f'{self.name} cannot be reached: {why}', self.name)
+        return error_type(f'{self.name} cannot be reached: {reason}', self.name)
 
-    def broken(self, kind: type[Unreachable]) -> Unreachable:
+    def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
+        """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
         question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
-        return self.lost(kind, f'the connection broke{question}')
+        return self.make_lost_error(error_type, f'the connection broke{question}')
 
-    def late(self, kind: type[Unreachable], until: float) -> Unreachable:
+    def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
         """Return the error for a late answer: by the timeout, or by the `deadline` of the call."""
-        if time.monotonic() < until:
-            return kind(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
-        return kind(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
+        if time.monotonic() < deadline:
+            return error_type(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
+        return error_type(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
 
-    def send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
+    def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
 
         `path` includes the query; `body` is sent as JSON unless None. Raises Unreachable if nothing was sent, and
         `no_answer_error` if the request may have been carried out.
         """
-        deadline = _begin(self._limits)
+        deadline = _start_limits(self._limits)
         path, content = quote_path(self._path + path), None
         if body is not None:
             content = json.dumps(body, allow_nan=False).encode()
-        pauses = list(RETRY_PAUSES) if method == 'GET' else []
+        pauses = list(RETRY_PAUSES_SECONDS) if method == 'GET' else []
         while True:
             try:
-                answer = self._exchange(method, path, content, unanswered)
+                answer = self._exchange(method, path, content, no_answer_error)
             except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
-                if not pauses or not _may_pass(error):
-                    raise self._failure(error, unanswered, deadline) from error
+                if not pauses or not _is_retryable(error):
+                    raise self._make_error(error, no_answer_error, deadline) from error
             else:
-                if not pauses or answer.status_code not in BUSY:
+                if not pauses or answer.status_code not in BUSY_STATUSES:
                     return answer
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
-    def _exchange(self, method: str, path: str, content: bytes | None, unanswered: type[Unreachable]) -> Answer:
-        headers = {**HEADERS, 'x-auth-token': self.token()}
+    def _exchange(self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable]) -> Answer:
+        headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:
             headers['content-type'] = 'application/json'
-        connection = self._connected()
+        connection = self._take_connection()
         try:
             connection.request(method, path, content, headers)
             response = connection.getresponse()
             if response.headers.get('content-encoding', 'identity') != 'identity':
-                raise self.foreign(unanswered)
+                raise self.make_foreign_error(no_answer_error)
             headers_by_name = {name.lower(): value for name, value in response.headers.items()}
-            answer = Answer(response.status, _whole(response), headers_by_name)
+            answer = Answer(response.status, _read_body(response), headers_by_name)
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
@@ -245,57 +246,57 @@ class Connections:
         if response.will_close:
             connection.close()
         else:
-            self._keep(connection)
+            self._return_connection(connection)
         return answer
 
-    def _failure(self, error: Exception, unanswered: type[Unreachable], until: float) -> Unreachable:
+    def _make_error(self, error: Exception, no_answer_error: type[Unreachable], deadline: float) -> Unreachable:
         """Return the error for a call without a complete answer."""
         if isinstance(error, TimeoutError):
-            return self.late(unanswered, until)
+            return self.make_late_error(no_answer_error, deadline)
         if isinstance(error, ssl.SSLError):
-            return self.lost(unanswered, SENTENCES[tls_failure(error)])
-        if isinstance(error, OSError) and not isinstance(error, Overlong):
-            return self.broken(unanswered)
-        return self.foreign(unanswered)
+            return self.make_lost_error(no_answer_error, SENTENCES[classify_tls_error(error)])
+        if isinstance(error, OSError) and not isinstance(error, AnswerTooLong):
+            return self.make_broken_error(no_answer_error)
+        return self.make_foreign_error(no_answer_error)
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _take_connection(self) -> http.client.HTTPConnection:
         """Return an idle connection or a new one; raise Unreachable."""
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()
-                if time.monotonic() < since + KEPT and _is_open(idle):
+                if time.monotonic() < since + MAX_IDLE_SECONDS and _is_open(idle):
                     idle.sock.settimeout(self._timeout[1])
                     return idle
                 idle.close()
-        context = self._context() if self._is_secure else None
+        context = self._make_tls_context() if self._is_secure else None
         # As bytes: for text Python would load its IDNA codec.
         server_name: Any = self._host.encode() if self._host.isascii() else self._host
         try:
-            sock = connection_to(server_name, self._port, self._timeout[0], self._timeout[0])
+            sock = connect_tcp(server_name, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
-            raise self.lost(Unreachable, 'no connection') from error
+            raise self.make_lost_error(Unreachable, 'no connection') from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Http(self._host, self._port)
+            connection = _Connection(self._host, self._port)
             connection.sock = sock if context is None else context.wrap_socket(sock, server_hostname=server_name)
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self.lost(Unreachable, SENTENCES[tls_failure(error)]) from error
+                raise self.make_lost_error(Unreachable, SENTENCES[classify_tls_error(error)]) from error
             if isinstance(error, ConnectionError):
-                raise self.broken(Unreachable) from error
-            raise self.lost(Unreachable, 'no connection') from error
+                raise self.make_broken_error(Unreachable) from error
+            raise self.make_lost_error(Unreachable, 'no connection') from error
         connection.sock.settimeout(self._timeout[1])
         return connection
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _return_connection(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
-            if len(self._idle) < POOL:
+            if len(self._idle) < MAX_IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), connection))
                 return
         connection.close()
 
-    def _context(self) -> ssl.SSLContext:
+    def _make_tls_context(self) -> ssl.SSLContext:
         """Read the certificates for a new connection; raise Unreachable, as a later call may work."""
         config = self._config
         try:
@@ -312,30 +313,30 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self.lost(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
+            raise self.make_lost_error(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
         return context
 
 
 def quote_path(path: str) -> str:
     """Quote what HTTP forbids in a path and its query; keep what is quoted already."""
-    return quote(path, SAFE, errors='backslashreplace')
+    return quote(path, SAFE_CHARACTERS, errors='backslashreplace')
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_retryable(error: Exception) -> bool:
     """Return whether to send a read again after this error.
 
     A server that did not answer in time, or without end, would do so again. TLS fails for a lasting reason, unless the
     server closed the connection.
     """
     if isinstance(error, ssl.SSLError):
-        return tls_failure(error) is TlsFailure.HUNG_UP
-    return not isinstance(error, TimeoutError | Overlong)
+        return classify_tls_error(error) is TlsFailure.HUNG_UP
+    return not isinstance(error, TimeoutError | AnswerTooLong)
 
 
-def _whole(response: http.client.HTTPResponse) -> bytes:
+def _read_body(response: http.client.HTTPResponse) -> bytes:
     """Read the body in pieces: its announced size may exceed memory. Raise IncompleteRead."""
     body = bytearray()
-    while piece := response.read(PIECE):
+    while piece := response.read(READ_BYTES):
         body += piece
     if response.length:
         raise http.client.IncompleteRead(b'', response.length)

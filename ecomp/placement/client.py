@@ -27,24 +27,24 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.model.json_object import is_text
-from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
+from ecomp.model.json_object import is_utf8_text
+from ecomp.placement.by_http import DEFAULT_LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
 # More than placement can answer, which multiplies 2**31 by a single-precision ratio; a float holds its square.
-MOST = 10**50
+MAX_NUMBER = 10**50
 
 # Maximum commas and brackets of an answer that is parsed: each may become an object of up to 230 bytes. Ten thousand
 # candidates with 150 traits each have 1.8 million.
-PARTS = 2_000_000
+MAX_ANSWER_PARTS = 2_000_000
 
 # Errors from taking an answer of another shape apart: each means that the answer is not placement's.
-WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+PARSE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     """Parse an answer's body as a JSON object; raise ValueError for anything else."""
-    if sum(map(body.count, (b',', b'[', b'{'))) > PARTS:
-        raise ValueError(f'it has more than {PARTS} parts')
+    if sum(map(body.count, (b',', b'[', b'{'))) > MAX_ANSWER_PARTS:
+        raise ValueError(f'it has more than {MAX_ANSWER_PARTS} parts')
     try:
         data = _DECODER.decode(body.decode())
     except RecursionError as error:
@@ -54,59 +54,59 @@ def parse(body: bytes) -> dict[str, Any]:
     return data
 
 
-def whole(value: object) -> int:
+def check_integer(value: object) -> int:
     """Return the value if it is an integer within MAX_NUMBER of 0; else raise ValueError."""
-    if type(value) is not int or not -MOST <= value <= MOST:
+    if type(value) is not int or not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise ValueError('not a whole number')
     return value
 
 
-def number(value: object) -> float:
+def check_number(value: object) -> float:
     """Return the value if it is a number within MAX_NUMBER of 0; else raise ValueError."""
-    if type(value) is float and math.isfinite(value) and -MOST <= value <= MOST:
+    if type(value) is float and math.isfinite(value) and -MAX_NUMBER <= value <= MAX_NUMBER:
         return value
-    return whole(value)
+    return check_integer(value)
 
 
-def text(value: object) -> str:
+def check_text(value: object) -> str:
     """Return the value if it is text that may be part of a key or path; else raise ValueError."""
-    if not isinstance(value, str) or not is_text(value):
+    if not isinstance(value, str) or not is_utf8_text(value):
         raise ValueError('not a text')
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f'{name} is not a number')
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 # Seconds to connect, and between two bytes of an answer.
-TIMEOUT = (3.05, 30.0)
+TIMEOUTS_SECONDS = (3.05, 30.0)
 
 # Seconds that an answer may take, and a callback for a slower one: it gets placement's name and the seconds, in a
 # thread of its own.
-Slow = tuple[float, Callable[[str, float], None]]
+SlowAnswerReport = tuple[float, Callable[[str, float], None]]
 
-Taken = TypeVar('Taken')
+Extracted = TypeVar('Extracted')
 
 # Maximum characters of placement's error detail.
-DETAIL = 900
+MAX_DETAIL_CHARACTERS = 900
 
 
 # The beginning of each 400's detail, and of its part for placement's developers.
-PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
-SCHEMA = 'Failed validating'
+DETAIL_PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
+DETAIL_SCHEMA_START = 'Failed validating'
 
 
-def in_short(detail: str) -> str:
+def shorten_detail(detail: str) -> str:
     """Return the detail of a refusal without the common preamble and the schema."""
-    reason = detail.removeprefix(PREAMBLE).strip().partition(SCHEMA)[0].strip()
+    reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
     return f'placement refuses it: {reason or detail}'
 
 
-class About(NamedTuple):
+class ServerInfo(NamedTuple):
     """placement's newest microversion, and its time, or None if it sends no valid one."""
 
     version: str
@@ -127,12 +127,16 @@ class Placement:
 
     def __init__(
         self,
-        where: PlacementConfig | str,
-        timeout: tuple[float, float] = TIMEOUT,
-        limits: AnswerLimits = LIMITS,
-        slow: Slow | None = None,
+        endpoint_or_config: PlacementConfig | str,
+        timeout: tuple[float, float] = TIMEOUTS_SECONDS,
+        limits: AnswerLimits = DEFAULT_LIMITS,
+        slow: SlowAnswerReport | None = None,
     ) -> None:
-        config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
+        config = (
+            endpoint_or_config
+            if isinstance(endpoint_or_config, PlacementConfig)
+            else PlacementConfig(endpoint_or_config)
+        )
         self._slow = slow
         self._connections = Connections(config, timeout, limits)
         self.endpoint = self._connections.endpoint
@@ -142,58 +146,58 @@ class Placement:
         """Return the JSON object at a path (with its query)."""
         answer = self._send('GET', path, None, Unreachable)
         try:
-            return parse(answer.content)
+            return parse_object(answer.content)
         except ValueError as error:
-            raise self.foreign() from error
+            raise self.make_foreign_error() from error
 
-    def take(self, path: str, read: Callable[[dict[str, Any]], Taken]) -> Taken:
+    def get_parsed(self, path: str, extract: Callable[[dict[str, Any]], Extracted]) -> Extracted:
         """Return what `extract` takes from a path's object; raise Unreachable for PARSE_ERRORS."""
         data = self.get(path)
         try:
-            return read(data)
-        except WRONG as error:
-            raise self.foreign() from error
+            return extract(data)
+        except PARSE_ERRORS as error:
+            raise self.make_foreign_error() from error
 
-    def about(self) -> About:
+    def read_server_info(self) -> ServerInfo:
         """Return placement's newest microversion and its clock; this does not use its database."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
-            version = text(parse(answer.content)['versions'][0]['max_version'])
-        except (*WRONG, IndexError) as error:
-            raise self.foreign() from error
+            version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
+        except (*PARSE_ERRORS, IndexError) as error:
+            raise self.make_foreign_error() from error
         from email.utils import parsedate_to_datetime  # imported here: only the doctor uses it
 
         try:
             clock = parsedate_to_datetime(answer.headers.get('date', ''))
         except ValueError:
-            return About(version, None)
-        return About(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
+            return ServerInfo(version, None)
+        return ServerInfo(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
 
-    def foreign(self) -> Unreachable:
+    def make_foreign_error(self) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
-        return self._connections.foreign()
+        return self._connections.make_foreign_error()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         """Send a POST, PUT or DELETE; raise UnknownOutcome if it was sent and got no valid answer."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
-            raise self._connections.foreign(UnknownOutcome)
+            raise self._connections.make_foreign_error(UnknownOutcome)
 
     def close(self) -> None:
         self._connections.close()
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
-        with self._noticed():
-            answer = self._connections.send(method, path, body, unanswered)
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
+        with self._report_if_slow():
+            answer = self._connections.send(method, path, body, no_answer_error)
         # A proxy's welcome page is a 200 as well, and confirms no claim.
         is_json = answer.headers.get('content-type', '').startswith('application/json')
         if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):
             return answer
-        raise self._error(answer, unanswered)
+        raise self._make_error(answer, no_answer_error)
 
     @contextmanager
-    def _noticed(self) -> Iterator[None]:
+    def _report_if_slow(self) -> Iterator[None]:
         if self._slow is None:
             yield
             return
@@ -206,14 +210,17 @@ class Placement:
         finally:
             timer.cancel()
 
-    def _error(self, answer: Answer, unanswered: type[Unreachable]) -> EcompError:
+    def _make_error(self, answer: Answer, no_answer_error: type[Unreachable]) -> EcompError:
         status = answer.status_code
         if status >= 500:
-            return unanswered(f'{self.name} fails with HTTP {status}: see its log', self.name)
+            return no_answer_error(f'{self.name} fails with HTTP {status}: see its log', self.name)
         try:
-            first = parse(answer.content)['errors'][0]
-            code, detail = str(first.get('code', '')), ' '.join(text(first['detail']).split())[:DETAIL]
-        except (*WRONG, IndexError):
+            first = parse_object(answer.content)['errors'][0]
+            code, detail = (
+                str(first.get('code', '')),
+                ' '.join(check_text(first['detail']).split())[:MAX_DETAIL_CHARACTERS],
+            )
+        except (*PARSE_ERRORS, IndexError):
             code, detail = '', ''
         if not detail:
             # A server in front of placement rejects a certificate or token in this way; nginx answers 400.
@@ -222,7 +229,7 @@ class Placement:
             why = f'answers HTTP {status}, but not as placement does: is {settings} right?'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
-            return PlacementRefusal(in_short(detail))
+            return PlacementRefusal(shorten_detail(detail))
         if status == 404:
             return NotFound(detail)
         if status == 409:

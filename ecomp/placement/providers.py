@@ -17,29 +17,32 @@ from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
 from ecomp.model.allocation import Inventory, Room
-from ecomp.model.json_object import is_text
-from ecomp.model.query import Amount, Constraint, Has, Named, unknown_words, words
-from ecomp.model.status import CUSTOM
-from ecomp.placement.client import WRONG, Placement, number, text, whole
+from ecomp.model.json_object import is_utf8_text
+from ecomp.model.query import Amount, Constraint, QueryNames, Requirement, describe_unknown_names, format_query
+from ecomp.model.status import CUSTOM_PREFIX
+from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_number, check_text
 
 if TYPE_CHECKING:
     from ecomp.model.explain import Provider
 
 # A claim on a provider changes its generation, too: of 30 races with 30 claims a second the longest took 15 tries, and
 # more than 20 on a machine so busy that an answer takes longer than the time between two claims.
-TRIES = 60
+MAX_TRIES = 60
 # Maximum seconds between two tries. Of two writers without a pause one may lose every time.
-PAUSE = 0.05
+MAX_PAUSE_SECONDS = 0.05
 
-Each = TypeVar('Each')
+Parsed = TypeVar('Parsed')
 
 
-def rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
+def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
     """Parse a provider's summary as {class: Room}; raise one of PARSE_ERRORS."""
-    return {name: Room(whole(amounts['capacity']), whole(amounts['used'])) for name, amounts in resources.items()}
+    return {
+        name: Room(check_integer(amounts['capacity']), check_integer(amounts['used']))
+        for name, amounts in resources.items()
+    }
 
 
-def ensure(placement: Placement, provider: str) -> bool:
+def ensure_provider(placement: Placement, provider: str) -> bool:
     """Create the provider; return False if it exists, raise NotFound if its name is another's."""
     try:
         placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
@@ -50,33 +53,38 @@ def ensure(placement: Placement, provider: str) -> bool:
     return True
 
 
-def generation(placement: Placement, provider: str) -> int:
+def read_generation(placement: Placement, provider: str) -> int:
     """Return the counter of changes to a provider's inventory, traits, aggregates and claims.
 
     A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is.
     """
-    return placement.take(f'/resource_providers/{provider}', lambda data: whole(data['generation']))
+    return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_integer(data['generation']))
 
 
-def listed(placement: Placement, part: Callable[[Mapping[str, Any]], Each], query: str = '') -> dict[str, Each]:
+def list_providers(
+    placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
+) -> dict[str, Parsed]:
     """Return {uuid: what `parse` makes of the answer} of the providers that match the query.
 
     One call, whose time grows with their number. Raises PlacementRefusal for an unknown trait in the query.
     """
     path = '/resource_providers' + (query and f'?{query}')
-    return placement.take(path, lambda data: {text(row['uuid']): part(row) for row in data['resource_providers']})
+    return placement.get_parsed(
+        path, lambda data: {check_text(row['uuid']): parse(row) for row in data['resource_providers']}
+    )
 
 
-def generations(placement: Placement) -> dict[str, int]:
-    return listed(placement, lambda each: whole(each['generation']))
+def read_generations(placement: Placement) -> dict[str, int]:
+    """Return the generation of every resource provider, by uuid, in one call."""
+    return list_providers(placement, lambda each: check_integer(each['generation']))
 
 
 def set_inventory(
     placement: Placement,
     provider: str,
     inventory: Mapping[str, Mapping[str, float]],
-    known: int | None = None,
-    unless: Callable[[], bool] = lambda: False,
+    known_generation: int | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}.
 
@@ -88,37 +96,42 @@ def set_inventory(
     """
 
     def write() -> int | None:
-        nonlocal known
-        current, known = known if known is not None else generation(placement, provider), None
-        if unless():
+        nonlocal known_generation
+        current, known_generation = (
+            known_generation if known_generation is not None else read_generation(placement, provider),
+            None,
+        )
+        if is_cancelled():
             return None
         body = {'resource_provider_generation': current, 'inventories': {k: dict(v) for k, v in inventory.items()}}
         placement.write('PUT', f'/resource_providers/{provider}/inventories', body)
         return current + 1
 
-    return raced(write)
+    return retry_lost_races(write)
 
 
-def raced(write: Callable[[], Each]) -> Each:
+def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
     """Call `write` until it loses no race; raise GenerationConflict after MAX_TRIES."""
-    for _ in range(TRIES - 1):
+    for _ in range(MAX_TRIES - 1):
         try:
             return write()
         except GenerationConflict:
-            time.sleep(random.uniform(0, PAUSE))
+            time.sleep(random.uniform(0, MAX_PAUSE_SECONDS))
     return write()
 
 
-def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
+def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
     path = f'/resource_providers/{provider}/inventories'
-    return placement.take(path, lambda data: {text(k): _checked(v) for k, v in data['inventories'].items()})
+    return placement.get_parsed(
+        path, lambda data: {check_text(k): _check_inventory(v) for k, v in data['inventories'].items()}
+    )
 
 
-def inventories(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
+def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
     """Return the provider's Inventory of each class; its usages are read if `used` is None."""
-    amounts_by_class = inventory(placement, provider)
-    used = usages(placement, provider) if used is None else used
+    amounts_by_class = read_raw_inventory(placement, provider)
+    used = read_usages(placement, provider) if used is None else used
     field_names = [field for field in Inventory._fields if field != 'used']
     try:
         return {
@@ -126,29 +139,29 @@ def inventories(placement: Placement, provider: str, used: Mapping[str, int] | N
             for name, fields in amounts_by_class.items()
         }
     except KeyError as error:
-        raise placement.foreign() from error
+        raise placement.make_foreign_error() from error
 
 
-def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str, float]]) -> bool | None:
+def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
     """Return whether the provider has exactly this inventory; None if it does not exist."""
     try:
-        current = inventory(placement, provider)
+        current = read_raw_inventory(placement, provider)
     except NotFound:
         return None
-    if current.keys() != wanted.keys():
+    if current.keys() != expected.keys():
         return False
     # Not every database keeps all digits of a ratio.
-    pairs = ((current[name].get(part), value) for name, fields in wanted.items() for part, value in fields.items())
+    pairs = ((current[name].get(part), value) for name, fields in expected.items() for part, value in fields.items())
     return all(held is not None and math.isclose(held, value, rel_tol=1e-6) for held, value in pairs)
 
 
-def usages(placement: Placement, provider: str) -> dict[str, int]:
+def read_usages(placement: Placement, provider: str) -> dict[str, int]:
     """Return the used amount of each class."""
     path = f'/resource_providers/{provider}/usages'
-    return placement.take(path, lambda data: {text(k): whole(v) for k, v in data['usages'].items()})
+    return placement.get_parsed(path, lambda data: {check_text(k): check_integer(v) for k, v in data['usages'].items()})
 
 
-def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
+def read_project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
     """Return how many instances a project has, and the amount of each class that they hold.
 
     https://docs.openstack.org/api-ref/placement/#list-usages
@@ -158,49 +171,49 @@ def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, i
     try:
         # An eschedule of 2019 set no consumer type.
         for amounts in (data['usages'].get(kind, {}) for kind in ('INSTANCE', 'unknown')):
-            of_type = {text(name): whole(amount) for name, amount in amounts.items()}
+            of_type = {check_text(name): check_integer(amount) for name, amount in amounts.items()}
             count += of_type.pop('consumer_count', 0)
             used.update(of_type)
-    except WRONG as error:
-        raise placement.foreign() from error
+    except PARSE_ERRORS as error:
+        raise placement.make_foreign_error() from error
     return count, {name: amount for name, amount in used.items() if amount}
 
 
-def matching(placement: Placement, query: str) -> frozenset[str]:
+def find_matching(placement: Placement, query: str) -> frozenset[str]:
     """Return the providers that match a query; raise PlacementRefusal for an unknown trait."""
-    return frozenset(listed(placement, lambda _: None, query))
+    return frozenset(list_providers(placement, lambda _: None, query))
 
 
-def names(placement: Placement) -> dict[str, str]:
+def read_provider_names(placement: Placement) -> dict[str, str]:
     """Return every provider's name by uuid, also of those that are not computes."""
-    return listed(placement, lambda each: text(each['name']))
+    return list_providers(placement, lambda each: check_text(each['name']))
 
 
-def name(placement: Placement, provider: str) -> str | None:
+def read_provider_name(placement: Placement, provider: str) -> str | None:
     """Return a provider's name, or None if it does not exist."""
     try:
-        return placement.take(f'/resource_providers/{provider}', lambda data: text(data['name']))
+        return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_text(data['name']))
     except NotFound:
         return None
 
 
-def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Room]]:
+def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[str, dict[str, Room]]:
     """Return the room of providers, by class; leave out those that do not exist.
 
     One call reads all providers with a free VCPU; each of the others takes two.
     """
-    roomy = placement.take(
+    roomy = placement.get_parsed(
         '/allocation_candidates?resources=VCPU:1',
-        lambda data: {uuid: rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
+        lambda data: {uuid: parse_rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
     )
     results = {}
-    for provider in wanted:
+    for provider in provider_uuids:
         with suppress(NotFound):
-            results[provider] = roomy[provider] if provider in roomy else _shares(placement, provider)
+            results[provider] = roomy[provider] if provider in roomy else _read_rooms(placement, provider)
     return results
 
 
-def delete(placement: Placement, provider: str) -> bool:
+def delete_provider(placement: Placement, provider: str) -> bool:
     """Delete an unused provider; return False if it does not exist.
 
     Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer.
@@ -214,27 +227,27 @@ def delete(placement: Placement, provider: str) -> bool:
         except NoCapacity as error:
             raise Conflict(str(error)) from error  # a 409 about its children
         except UnknownOutcome:
-            if name(placement, provider) is not None:
+            if read_provider_name(placement, provider) is not None:
                 continue
         return True
     raise UnknownOutcome(f'{placement.name}: whether provider {provider} is removed is not known', placement.name)
 
 
-def _shares(placement: Placement, provider: str) -> dict[str, Room]:
+def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
     # Only VCPU is reserved completely as a sign: its ecompute was stopped in order.
     return {
-        name: Room(held.capacity, held.used, name == 'VCPU' and held.is_shut)
-        for name, held in inventories(placement, provider).items()
+        name: Room(held.capacity, held.used, name == 'VCPU' and held.is_fully_reserved)
+        for name, held in read_inventory(placement, provider).items()
     }
 
 
-def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
+def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Check one class of an inventory: integers and a ratio; raise one of PARSE_ERRORS."""
-    for name, value in each.items():
-        number(value) if name == 'allocation_ratio' else whole(value)
-    if each.get('step_size', 1) < 1:
+    for name, value in fields.items():
+        check_number(value) if name == 'allocation_ratio' else check_integer(value)
+    if fields.get('step_size', 1) < 1:
         raise ValueError('nothing is a multiple of less than 1')
-    return dict(each)
+    return dict(fields)
 
 
 TRAITS = 'traits'
@@ -243,12 +256,12 @@ AGGREGATES = 'aggregates'
 Names = frozenset[str]
 
 
-def names_of(placement: Placement, provider: str, kind: str) -> Names:
+def read_names(placement: Placement, provider: str, kind: str) -> Names:
     """Return the provider's TRAITS or AGGREGATES; raise NotFound if it does not exist."""
-    return _read(placement, provider, kind)[0]
+    return _read_names(placement, provider, kind)[0]
 
 
-def change_names(placement: Placement, provider: str, kind: str, to: Callable[[Names], Names]) -> bool:
+def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
     """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False if equal.
 
     `update` is called again after each lost race, so it sees every state that is replaced. Raises NotFound,
@@ -256,62 +269,62 @@ def change_names(placement: Placement, provider: str, kind: str, to: Callable[[N
     """
 
     def write() -> bool:
-        current, generation = _read(placement, provider, kind)
-        updated = to(current)
+        current, generation = _read_names(placement, provider, kind)
+        updated = update(current)
         if updated == current:
             return False
         body = {'resource_provider_generation': generation, kind: sorted(updated)}
         placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
         return True
 
-    return raced(write)
+    return retry_lost_races(write)
 
 
-def make_known(placement: Placement, wanted: Collection[str]) -> Names:
+def create_missing_traits(placement: Placement, traits: Collection[str]) -> Names:
     """Create the CUSTOM_ traits that placement lacks; return the other unknown ones."""
-    if not wanted:
+    if not traits:
         return frozenset()
-    missing = frozenset(wanted) - _known(placement, wanted)
+    missing = frozenset(traits) - _read_known_traits(placement, traits)
     for name in sorted(missing):
-        if name.startswith(CUSTOM):
+        if name.startswith(CUSTOM_PREFIX):
             placement.write('PUT', f'/traits/{name}', None)  # no error if it was created concurrently
-    return _not_to_be_made(missing)
+    return _list_uncreatable(missing)
 
 
-def unknown(placement: Placement, wanted: Collection[str]) -> Names:
+def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
     """Return those traits, of one or more, that placement neither knows nor could create."""
-    return _not_to_be_made(frozenset(wanted) - _known(placement, wanted))
+    return _list_uncreatable(frozenset(traits) - _read_known_traits(placement, traits))
 
 
-def having(placement: Placement, trait: str) -> Names:
+def find_with_trait(placement: Placement, trait: str) -> Names:
     """Return the providers with a trait; none if placement does not know the trait."""
     try:
-        return matching(placement, f'required={trait}')
+        return find_matching(placement, f'required={trait}')
     except PlacementRefusal:
         return frozenset()
 
 
-def _not_to_be_made(missing: Names) -> Names:
-    return frozenset(name for name in missing if not name.startswith(CUSTOM))
+def _list_uncreatable(missing: Names) -> Names:
+    return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
 
 
-def _known(placement: Placement, wanted: Collection[str]) -> Names:
-    return _names(placement, placement.get(f'/traits?name=in:{",".join(sorted(wanted))}'), TRAITS)
+def _read_known_traits(placement: Placement, traits: Collection[str]) -> Names:
+    return _parse_names(placement, placement.get(f'/traits?name=in:{",".join(sorted(traits))}'), TRAITS)
 
 
-def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
+def _read_names(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
     path, counter = f'/resource_providers/{provider}/{kind}', 'resource_provider_generation'
-    return placement.take(path, lambda data: (_names(placement, data, kind), whole(data[counter])))
+    return placement.get_parsed(path, lambda data: (_parse_names(placement, data, kind), check_integer(data[counter])))
 
 
-def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
+def _parse_names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
     values = data.get(kind)
-    if not isinstance(values, list) or not all(map(is_text, values)):
-        raise placement.foreign()
+    if not isinstance(values, list) or not all(map(is_utf8_text, values)):
+        raise placement.make_foreign_error()
     return frozenset(values)
 
 
-class Unknown(NamedTuple):
+class UnknownNames(NamedTuple):
     """A sentence about each kind of unknown name, '' for none.
 
     `never` is about names that placement will not know; `yet` about CUSTOM_ ones, which a compute may bring.
@@ -321,26 +334,28 @@ class Unknown(NamedTuple):
     yet: str
 
 
-def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = ()) -> Unknown:
+def find_unknown_names(
+    placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
+) -> UnknownNames:
     """Describe names that placement does not know; suggest names, also of `more_suggestions`."""
-    classes = _classes(placement) if wanted.classes else frozenset()
-    traits = _names(placement, placement.get('/traits'), TRAITS) if wanted.traits else frozenset()
-    kinds = ('resource class', wanted.classes, classes), ('trait', wanted.traits, traits)
+    classes = _read_classes(placement) if query_names.classes else frozenset()
+    traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
+    kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
     parts: list[list[str]] = [[], []]
     for label, used_names, valid in kinds:
         strange = used_names - valid
-        custom = frozenset(word for word in strange if word.startswith(CUSTOM))
+        custom = frozenset(word for word in strange if word.startswith(CUSTOM_PREFIX))
         for part, group in zip(parts, (strange - custom, custom), strict=True):
-            part += [unknown_words(label, group, valid.union(more))] if group else []
-    return Unknown(*map('; '.join, parts))
+            part += [describe_unknown_names(label, group, valid.union(more_suggestions))] if group else []
+    return UnknownNames(*map('; '.join, parts))
 
 
-def _classes(placement: Placement) -> frozenset[str]:
+def _read_classes(placement: Placement) -> frozenset[str]:
     key = 'resource_classes'
-    return placement.take(f'/{key}', lambda data: frozenset(text(row['name']) for row in data[key]))
+    return placement.get_parsed(f'/{key}', lambda data: frozenset(check_text(row['name']) for row in data[key]))
 
 
-SHARES = 'MISC_SHARES_VIA_AGGREGATE'
+SHARING_TRAIT = 'MISC_SHARES_VIA_AGGREGATE'
 
 
 class ProviderListing(NamedTuple):
@@ -348,42 +363,44 @@ class ProviderListing(NamedTuple):
 
     uuid: str
     name: str
-    alone: bool
+    is_alone: bool
 
 
-def everyone(placement: Placement) -> dict[str, ProviderListing]:
+def list_all(placement: Placement) -> dict[str, ProviderListing]:
     """Return every provider as {uuid: ProviderListing}."""
-    roots_by_uuid = listed(placement, lambda each: (text(each['name']), text(each['root_provider_uuid'])))
+    roots_by_uuid = list_providers(
+        placement, lambda each: (check_text(each['name']), check_text(each['root_provider_uuid']))
+    )
     trees = Counter(root for _, root in roots_by_uuid.values())
     return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in roots_by_uuid.items()}
 
 
-def with_free(placement: Placement, name: str) -> dict[str, Provider]:
+def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]:
     """Return the providers with a free unit of a class, and the rest of their trees.
 
     One call at any number of providers. Their inventories have capacities and usages but no limits of an amount;
     `aggregates` and `is_alone` are unknown.
     """
-    data = placement.get(f'/allocation_candidates?resources={name}:1')
+    data = placement.get(f'/allocation_candidates?resources={class_name}:1')
     try:
-        return {text(uuid): _summed_up(uuid, summary) for uuid, summary in data['provider_summaries'].items()}
-    except WRONG as error:
-        raise placement.foreign() from error
+        return {check_text(uuid): _parse_summary(uuid, summary) for uuid, summary in data['provider_summaries'].items()}
+    except PARSE_ERRORS as error:
+        raise placement.make_foreign_error() from error
 
 
-def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
+def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
     """Return the providers that satisfy one constraint of a query, taken alone."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
-    if isinstance(constraint, Has) and constraint.key == 'in_tree':
+    if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
         return frozenset(constraint.any_of)
-    return matching(placement, words([constraint]))
+    return find_matching(placement, format_query([constraint]))
 
 
-def look(
+def read_provider(
     placement: Placement,
     uuid: str,
-    alone: bool,
+    is_alone: bool,
     *,
     traits: bool,
     aggregates: bool,
@@ -393,18 +410,18 @@ def look(
     from ecomp.model.explain import Provider  # imported here: a claim does not need it
 
     try:
-        inventory_by_class = inventories(placement, uuid, used)
-        trait_names = names_of(placement, uuid, TRAITS) if traits else frozenset()
-        aggregate_uuids = names_of(placement, uuid, AGGREGATES) if aggregates else frozenset()
-        return Provider(uuid, inventory_by_class, trait_names, aggregate_uuids, alone)
+        inventory_by_class = read_inventory(placement, uuid, used)
+        trait_names = read_names(placement, uuid, TRAITS) if traits else frozenset()
+        aggregate_uuids = read_names(placement, uuid, AGGREGATES) if aggregates else frozenset()
+        return Provider(uuid, inventory_by_class, trait_names, aggregate_uuids, is_alone)
     except NotFound:
         return None
 
 
-def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
+def _parse_summary(uuid: str, summary: Mapping[str, Any]) -> Provider:
     from ecomp.model.explain import Provider  # as above
 
-    stock = {name: Inventory(room.capacity, used=room.used) for name, room in rooms(summary['resources']).items()}
+    stock = {name: Inventory(room.capacity, used=room.used) for name, room in parse_rooms(summary['resources']).items()}
     if not isinstance(summary['traits'], list):
         raise ValueError('not a list of traits')
-    return Provider(uuid, stock, frozenset(map(text, summary['traits'])))
+    return Provider(uuid, stock, frozenset(map(check_text, summary['traits'])))

@@ -31,7 +31,7 @@ from h2.events import (
 from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
-from ecomp.conf import EtcdConfig, connection_to
+from ecomp.conf import EtcdConfig, connect_tcp
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
     METHODS,
@@ -42,16 +42,16 @@ from ecomp.store.messages import (
     Request,
     WatchCreate,
     WatchProgress,
-    answer,
+    parse_answer,
 )
-from ecomp.tls import ETCD_SENTENCES, TlsFailure, tls_failure
+from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
 
 # Bytes that a member may send before we acknowledge them.
-WINDOW = 4 * 1024**2
+WINDOW_BYTES = 4 * 1024**2
 # Bytes of one recv().
-PIECE = 65536
+READ_BYTES = 65536
 # Details of a call that failed because its connection ended.
-CLOSED = 'Socket closed'
+CONNECTION_CLOSED = 'Socket closed'
 NO_HTTP2 = 'it does not speak HTTP/2'
 _EXPECTS_TLS = 'does it expect TLS, with ca_cert, cert_cert, cert_key?'
 
@@ -63,12 +63,12 @@ class _Http2(H2Connection):
 
     def __init__(self) -> None:
         super().__init__(H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False))
-        self.ends = False
+        self.is_ending = False
 
     def _receive_goaway_frame(self, frame: Any) -> Any:
         # After GOAWAY h2 regards the connection as closed. It raises an error for whatever the member still sends, such
         # as a ping, and does not report the frames of the same bytes.
-        self.ends = True
+        self.is_ending = True
         return super()._receive_goaway_frame(frame)
 
 
@@ -83,67 +83,67 @@ class Transport:
         self._closed = False
         self._config = config
         self.endpoint = endpoint
-        self._patience = config.timeout / len(config.endpoints)
+        self._connect_timeout = config.timeout / len(config.endpoints)
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
             check_certificate(path)
-        self._turn = threading.Lock()
+        self._reservation = threading.Lock()
         self.http = _Http2()
         self._failed: CallFailure | None = None
-        self._maker = threading.Thread(target=self._make, name='etcd', daemon=True)
-        self._maker.start()
+        self._connect_thread = threading.Thread(target=self._try_connect, name='etcd', daemon=True)
+        self._connect_thread.start()
 
     @property
     def scheme(self) -> str:
         return 'https' if self._is_secure else 'http'
 
     @contextmanager
-    def turn(self, until: float) -> Iterator[None]:
+    def reserve(self, deadline: float) -> Iterator[None]:
         """Reserve the connection for this thread; wait for it until `deadline` (monotonic clock).
 
         Raises CallFailure, also for an OSError or H2Error in the body, which leaves the connection unusable.
         """
-        if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
+        if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
         try:
             # An unreachable member must leave time for the others; one that answers slowly may use all of it.
-            self._maker.join(max(min(until - time.monotonic(), self._patience), 0))
-            if self._maker.is_alive() and self._socket is not None:
-                self._maker.join(max(until - time.monotonic(), 0))
-            if self._maker.is_alive():
+            self._connect_thread.join(max(min(deadline - time.monotonic(), self._connect_timeout), 0))
+            if self._connect_thread.is_alive() and self._socket is not None:
+                self._connect_thread.join(max(deadline - time.monotonic(), 0))
+            if self._connect_thread.is_alive():
                 raise CallFailure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:
-                self._look(until)
+                self._check_open(deadline)
             if self._failed is not None:
                 raise copy(self._failed)  # a copy: the traceback would refer to this frame and so keep the socket open
             yield
         except OSError as error:
-            raise self._broken(CallFailure(UNAVAILABLE, CLOSED)) from error
+            raise self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED)) from error
         except H2Error as error:
-            why = CLOSED if self.http.ends else f'{NO_HTTP2}: {error}'
-            raise self._broken(CallFailure(UNAVAILABLE, why)) from error
+            why = CONNECTION_CLOSED if self.http.is_ending else f'{NO_HTTP2}: {error}'
+            raise self._mark_broken(CallFailure(UNAVAILABLE, why)) from error
         finally:
-            self._turn.release()
+            self._reservation.release()
 
-    def send(self, until: float) -> None:
+    def send(self, deadline: float) -> None:
         """Send what h2 has queued; raise TimeoutError or OSError."""
         data = self.http.data_to_send()
         if data:
             assert self._socket is not None
-            self._socket.settimeout(max(until - time.monotonic(), 0.001))
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 self._socket.sendall(data)
             except TimeoutError:
                 # A part may have been sent, and nothing else makes sense after it.
-                self._broken(CallFailure(UNAVAILABLE, CLOSED))
+                self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
                 raise
 
-    def receive(self, until: float) -> list[Any]:
+    def receive(self, deadline: float) -> list[Any]:
         """Return the next events and send h2's replies to them; raise TimeoutError or OSError."""
         assert self._socket is not None
-        seconds = until - time.monotonic()
+        seconds = deadline - time.monotonic()
         self._socket.settimeout(seconds if seconds > 0 else 0.0)
         try:
-            data = self._socket.recv(PIECE)
+            data = self._socket.recv(READ_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
             raise TimeoutError from None
         if not data:
@@ -151,16 +151,16 @@ class Transport:
         events = self.http.receive_data(data)
         for event in events:
             if isinstance(event, ConnectionTerminated):
-                self._broken(CallFailure(UNAVAILABLE, CLOSED))
-        self.send(max(until, time.monotonic() + 1))
+                self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
+        self.send(max(deadline, time.monotonic() + 1))
         return events
 
-    def ping(self, until: float) -> None:
+    def ping(self, deadline: float) -> None:
         """Ask the member for a sign of life; raise TimeoutError or OSError."""
         self.http.ping(b'is there')
-        self.send(until)
+        self.send(deadline)
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """Shut the connection down, from any thread; a thread that waits for data wakes up."""
         self._closed = True
         if self._socket is not None:
@@ -175,14 +175,14 @@ class Transport:
 
     __del__ = close
 
-    def _broken(self, error: CallFailure) -> CallFailure:
+    def _mark_broken(self, error: CallFailure) -> CallFailure:
         """Let all later calls fail as not sent; return `error`."""
-        self._failed = CallFailure(UNAVAILABLE, CLOSED, unsent=True)
+        self._failed = CallFailure(UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
         return error
 
     # No request is sent before the connection is made, so its failure is recorded for the thread that asks.
 
-    def _make(self) -> None:
+    def _try_connect(self) -> None:
         try:
             self._connect()
         except TimeoutError:
@@ -191,20 +191,20 @@ class Transport:
             why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
             self._failed = CallFailure(UNAVAILABLE, why, unsent=True)
         except Exception as error:
-            self._failed = CallFailure(UNAVAILABLE, self._reason(error), unsent=True)
+            self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), unsent=True)
 
-    def _reason(self, error: Exception) -> str:
+    def _describe_connect_error(self, error: Exception) -> str:
         """Explain why no connection was made."""
         if self._socket is None and isinstance(error, OSError):
             return f'Failed to connect to remote host: {error.strerror or error}'
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)
-        if self.http.ends or isinstance(error, ssl.SSLEOFError | ConnectionError):
+        if self.http.is_ending or isinstance(error, ssl.SSLEOFError | ConnectionError):
             if not self._is_secure:
                 return f'the connection was closed (if that stays so: {_EXPECTS_TLS})'
-            return CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
+            return CONNECTION_CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
         if isinstance(error, H2Error):
             return NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
-        return ETCD_SENTENCES[tls_failure(error)] if isinstance(error, ssl.SSLError) else str(error)
+        return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + 2 * self._config.timeout
@@ -212,22 +212,22 @@ class Transport:
         host = host.strip('[]')
         # As bytes: for text Python would load its IDNA codec.
         name = host.encode() if host.isascii() else host
-        sock = connection_to(name, int(port), deadline - time.monotonic(), self._patience)
+        sock = connect_tcp(name, int(port), deadline - time.monotonic(), self._connect_timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         if self._is_secure:
-            self._socket = _context(self._config).wrap_socket(sock, server_hostname=name)
+            self._socket = _make_tls_context(self._config).wrap_socket(sock, server_hostname=name)
             if self._socket.selected_alpn_protocol() != 'h2':
                 raise ValueError(NO_HTTP2)
         self.http.initiate_connection()
-        self.http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW, SettingCodes.ENABLE_PUSH: 0})
-        self.http.increment_flow_control_window(WINDOW)
+        self.http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES, SettingCodes.ENABLE_PUSH: 0})
+        self.http.increment_flow_control_window(WINDOW_BYTES)
         # A member that hung up may have sent its reason, which is still to be read.
         with suppress(ssl.SSLEOFError, ConnectionError):
             self.send(deadline)
         # A member that rejects our certificate reports that only now, and no request has been sent yet.
         while not any(isinstance(event, RemoteSettingsChanged) for event in self.receive(deadline)):
-            in_time(deadline)
+            check_deadline(deadline)
         if self._closed:
             self._socket.close()
 
@@ -235,15 +235,15 @@ class Transport:
     def _is_secure(self) -> bool:
         return self._config.ca_cert is not None or self._config.cert_cert is not None
 
-    def _look(self, until: float) -> None:
+    def _check_open(self, deadline: float) -> None:
         """Mark the connection broken if it has ended since it was last used."""
         try:
             while self.receive(time.monotonic()):
-                in_time(until)
+                check_deadline(deadline)
         except TimeoutError:
             pass
         except (OSError, H2Error):
-            self._broken(CallFailure(UNAVAILABLE, CLOSED))
+            self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
 
 
 class Stream:
@@ -252,74 +252,77 @@ class Stream:
     `headers` are those of the answer and its trailers. After an OSError or H2Error the connection is unusable.
     """
 
-    def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], longest: int) -> None:
+    def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], max_body_bytes: int) -> None:
         """Send the headers; a `body` of more than `max_body_bytes` is a CallFailure."""
         self._transport = transport
         self._http = transport.http
-        self._longest = longest
-        self._number = self._http.get_next_available_stream_id()
-        self._http.send_headers(self._number, headers)
+        self._max_body_bytes = max_body_bytes
+        self._stream_id = self._http.get_next_available_stream_id()
+        self._http.send_headers(self._stream_id, headers)
         self.headers: dict[str, str] = {}
         self.body = bytearray()
-        self.is_over = False
+        self.is_finished = False
 
-    def send(self, data: bytes, until: float, ends: bool) -> None:
+    def send(self, data: bytes, deadline: float, end_stream: bool) -> None:
         """Send data, take what arrives, stop if the member finishes; raise OSError or CallFailure."""
         rest = memoryview(data)
         while True:
-            room = min(self._http.local_flow_control_window(self._number), self._http.max_outbound_frame_size)
+            room = min(self._http.local_flow_control_window(self._stream_id), self._http.max_outbound_frame_size)
             if room >= len(rest):
                 break
             if room > 0:
-                self._http.send_data(self._number, rest[:room].tobytes())
+                self._http.send_data(self._stream_id, rest[:room].tobytes())
                 rest = rest[room:]
                 continue
-            in_time(until)
-            self._transport.send(until)
-            self.receive(until)
-            if self.is_over:
+            check_deadline(deadline)
+            self._transport.send(deadline)
+            self.receive(deadline)
+            if self.is_finished:
                 return
-        self._http.send_data(self._number, rest.tobytes(), end_stream=ends)
-        self._transport.send(until)
+        self._http.send_data(self._stream_id, rest.tobytes(), end_stream=end_stream)
+        self._transport.send(deadline)
 
-    def receive(self, until: float) -> None:
+    def receive(self, deadline: float) -> None:
         """Process the next events; raise OSError (TimeoutError is one) or CallFailure."""
-        for event in self._transport.receive(until):
-            if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._number:
-                raise CallFailure(UNAVAILABLE, CLOSED)
-            if getattr(event, 'stream_id', None) != self._number:
+        for event in self._transport.receive(deadline):
+            if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
+                raise CallFailure(UNAVAILABLE, CONNECTION_CLOSED)
+            if getattr(event, 'stream_id', None) != self._stream_id:
                 continue
             if isinstance(event, ResponseReceived | TrailersReceived):
                 self.headers |= {str(name, 'latin-1'): str(value, 'latin-1') for name, value in event.headers}
             elif isinstance(event, DataReceived):
                 self.body += event.data
-                if len(self.body) > self._longest:
+                if len(self.body) > self._max_body_bytes:
                     self.reset()
-                    raise too_long(len(self.body), self._longest)
-                self._http.acknowledge_received_data(event.flow_controlled_length, self._number)
+                    raise make_too_long_error(len(self.body), self._max_body_bytes)
+                self._http.acknowledge_received_data(event.flow_controlled_length, self._stream_id)
             elif isinstance(event, StreamReset):
                 # A member answers a request that is too long before it resets the stream.
                 if 'grpc-status' not in self.headers:
                     raise CallFailure(UNAVAILABLE, 'Stream removed')
-                self.is_over = True
+                self.is_finished = True
             elif isinstance(event, StreamEnded):
-                self.is_over = True
-        self._transport.send(max(until, time.monotonic() + 1))
+                self.is_finished = True
+        self._transport.send(max(deadline, time.monotonic() + 1))
 
     def reset(self) -> None:
         """Cancel the stream. Never raises: the next call notices a broken connection."""
         with suppress(OSError, H2Error):
-            self._http.reset_stream(self._number)
+            self._http.reset_stream(self._stream_id)
             self._transport.send(time.monotonic())
 
 
-def too_long(length: int, longest: int) -> CallFailure:
-    return CallFailure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
+def make_too_long_error(length_bytes: int, limit_bytes: int) -> CallFailure:
+    """Return the failure for an oversized answer, worded as gRPC's own client does."""
+    return CallFailure(
+        RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
+    )
 
 
-def in_time(until: float) -> None:
+def check_deadline(deadline: float) -> None:
     """Raise TimeoutError after the deadline: a member may send for ever without an answer."""
-    if time.monotonic() >= until:
+    if time.monotonic() >= deadline:
         raise TimeoutError
 
 
@@ -331,7 +334,7 @@ def check_certificate(path: Path | None) -> None:
                 raise OSError(errno.ENODATA, 'is empty', str(path))
 
 
-def _context(config: EtcdConfig) -> ssl.SSLContext:
+def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
@@ -348,22 +351,22 @@ def _context(config: EtcdConfig) -> ssl.SSLContext:
 
 
 # Maximum bytes of an answer; pages and watches stay below it, see ecomp.store.connection.
-LONGEST = 64 * 1024**2
+MAX_ANSWER_BYTES = 64 * 1024**2
 # Seconds of silence after which a member is pinged, and in which it must answer. etcd closes a connection that pings
 # more often than every five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list
 # that follows.
-SILENT = 5.5
-ANSWERED = 2.5
+PING_AFTER_SECONDS = 5.5
+PING_ANSWER_SECONDS = 2.5
 # gRPC's codes by number.
-CODES = (
+GRPC_CODES = (
     *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
     *('PERMISSION_DENIED', RESOURCE_EXHAUSTED, 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
     *('INTERNAL', UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
-NO_MESSAGE = 'its answer is no message'
+MALFORMED_ANSWER = 'its answer is no message'
 
 
-class Member:
+class EtcdMember:
     """One connection to one endpoint; threads may share it, one call or watch at a time.
 
     The constructor raises OSError for a certificate that cannot be read or is empty.
@@ -373,117 +376,124 @@ class Member:
         self._transport = Transport(config, endpoint)
         self._timeout = config.timeout
 
-    def call(self, request: Request, limit: float) -> Any:
+    def call(self, request: Request, timeout_seconds: float) -> Any:
         """Return the answer; None if a lease's stream ends without one. Raise CallFailure."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + timeout_seconds
         path, name = METHODS[type(request)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
         is_stream, message = isinstance(request, KeepAlive), None
-        with self._transport.turn(deadline):
-            stream = Stream(self._transport, _headers(self._transport, path, deadline), LONGEST)
+        with self._transport.reserve(deadline):
+            stream = Stream(self._transport, _make_headers(self._transport, path, deadline), MAX_ANSWER_BYTES)
             try:
-                stream.send(_framed(request.to_bytes()), deadline, ends=not is_stream)
-                while not stream.is_over:
-                    in_time(deadline)
+                stream.send(_frame_message(request.to_bytes()), deadline, end_stream=not is_stream)
+                while not stream.is_finished:
+                    check_deadline(deadline)
                     stream.receive(deadline)
-                    if is_stream and (message := _taken(stream.body)) is not None:
+                    if is_stream and (message := _take_message(stream.body)) is not None:
                         stream.reset()
-                        return _read(name, message, deadline)
+                        return _parse_answer(name, message, deadline)
             except TimeoutError as error:
                 stream.reset()
                 raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
-        _check_end(stream)
+        _check_status(stream)
         if not stream.body and is_stream:
             return None
-        message = _taken(stream.body)
+        message = _take_message(stream.body)
         if message is None or stream.body:
-            raise CallFailure(UNAVAILABLE, NO_MESSAGE)
-        return _read(name, message, deadline)
+            raise CallFailure(UNAVAILABLE, MALFORMED_ANSWER)
+        return _parse_answer(name, message, deadline)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
-        return Watch(self._transport, wanted, seconds, self._timeout, asking)
+    def watch(
+        self, requests: Sequence[WatchCreate], duration_seconds: float, progress_seconds: float | None = None
+    ) -> WatchStream:
+        return WatchStream(self._transport, requests, duration_seconds, self._timeout, progress_seconds)
 
     def close(self) -> None:
         self._transport.close()
 
 
-class Watch:
+class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
     Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, when the time is up.
     """
 
     def __init__(
-        self, transport: Transport, wanted: Sequence[WatchCreate], seconds: float, timeout: float, asking: float | None
+        self,
+        transport: Transport,
+        requests: Sequence[WatchCreate],
+        duration_seconds: float,
+        timeout: float,
+        progress_seconds: float | None,
     ) -> None:
         """Prepare the stream; `timeout` limits connecting and sending the requests, in seconds."""
-        self._transport, self._wanted = transport, wanted
-        self._seconds, self._timeout, self._asking = seconds, timeout, asking
-        self._is_over = False
+        self._transport, self._requests = transport, requests
+        self._duration_seconds, self._timeout, self._progress_seconds = duration_seconds, timeout, progress_seconds
+        self._is_finished = False
 
     def __iter__(self) -> Iterator[Any]:
         start = time.monotonic()
         path, name = METHODS[WatchCreate]
-        deadline = start + self._seconds
+        deadline = start + self._duration_seconds
         try:
-            with self._transport.turn(start + self._timeout):
-                stream = Stream(self._transport, _headers(self._transport, path, deadline), LONGEST)
-                for request in self._wanted:
+            with self._transport.reserve(start + self._timeout):
+                stream = Stream(self._transport, _make_headers(self._transport, path, deadline), MAX_ANSWER_BYTES)
+                for request in self._requests:
                     # The stream stays open on our side: etcd would end it too.
-                    stream.send(_framed(request.to_bytes()), start + self._timeout, ends=False)
+                    stream.send(_frame_message(request.to_bytes()), start + self._timeout, end_stream=False)
                 try:
-                    while not stream.is_over:
+                    while not stream.is_finished:
                         self._receive(stream, deadline)
-                        while (message := _taken(stream.body)) is not None:
-                            in_time(deadline)
-                            yield _read(name, message, deadline)
+                        while (message := _take_message(stream.body)) is not None:
+                            check_deadline(deadline)
+                            yield _parse_answer(name, message, deadline)
                 except TimeoutError:
                     raise CallFailure(DEADLINE_EXCEEDED, 'its time is over') from None
                 finally:
-                    if not stream.is_over:
+                    if not stream.is_finished:
                         stream.reset()
-            _check_end(stream)
+            _check_status(stream)
         finally:
-            self._is_over = True
+            self._is_finished = True
 
     def cancel(self) -> None:
         """Shut the stream and its connection down, from any thread, unless the iteration has ended."""
-        if not self._is_over:
-            self._transport.cut()
+        if not self._is_finished:
+            self._transport.shut_down()
 
-    def _receive(self, stream: Stream, until: float) -> None:
+    def _receive(self, stream: Stream, deadline: float) -> None:
         """Process the next events; raise TimeoutError after the deadline.
 
         A silent member is pinged, for it may be gone: ConnectionError if it does not answer.
         """
-        in_time(until)
-        for seconds, is_ping_due in ((SILENT, True), (ANSWERED, False)):
-            if self._hears(stream, min(time.monotonic() + seconds, until)):
+        check_deadline(deadline)
+        for seconds, is_ping_due in ((PING_AFTER_SECONDS, True), (PING_ANSWER_SECONDS, False)):
+            if self._receive_until(stream, min(time.monotonic() + seconds, deadline)):
                 return
-            in_time(until)
+            check_deadline(deadline)
             if is_ping_due:
-                self._transport.ping(time.monotonic() + ANSWERED)
+                self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
         raise ConnectionError('it does not answer')
 
-    def _hears(self, stream: Stream, until: float) -> bool:
+    def _receive_until(self, stream: Stream, deadline: float) -> bool:
         """Process the next events and ask for progress until then; return False after the deadline."""
         while True:
             now = time.monotonic()
-            pause_end = until if self._asking is None else min(now + self._asking, until)
+            pause_end = deadline if self._progress_seconds is None else min(now + self._progress_seconds, deadline)
             try:
                 stream.receive(pause_end)
                 return True
             except TimeoutError:
-                if pause_end >= until:
+                if pause_end >= deadline:
                     return False
             try:
-                stream.send(_framed(WatchProgress().to_bytes()), now + self._timeout, ends=False)
+                stream.send(_frame_message(WatchProgress().to_bytes()), now + self._timeout, end_stream=False)
             except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
                 raise ConnectionError('it takes nothing') from None
 
 
-def _headers(transport: Transport, path: str, until: float) -> Sequence[tuple[str, str]]:
-    timeout_ms = max(int((until - time.monotonic()) * 1000), 1)
+def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:
+    timeout_ms = max(int((deadline - time.monotonic()) * 1000), 1)
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
         *(('te', 'trailers'), ('content-type', 'application/grpc'), ('grpc-timeout', f'{timeout_ms}m')),
@@ -491,20 +501,20 @@ def _headers(transport: Transport, path: str, until: float) -> Sequence[tuple[st
     )
 
 
-def _framed(message: bytes) -> bytes:
+def _frame_message(message: bytes) -> bytes:
     """Add gRPC's prefix to a message: not compressed, and its length."""
     return b'\0' + len(message).to_bytes(4, 'big') + message
 
 
-def _taken(body: bytearray) -> bytes | None:
+def _take_message(body: bytearray) -> bytes | None:
     """Remove and return the first message, None if it is incomplete; raise CallFailure."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')
     if body[0]:
-        raise CallFailure(UNAVAILABLE, NO_MESSAGE)
-    if length > LONGEST:
-        raise too_long(length, LONGEST)
+        raise CallFailure(UNAVAILABLE, MALFORMED_ANSWER)
+    if length > MAX_ANSWER_BYTES:
+        raise make_too_long_error(length, MAX_ANSWER_BYTES)
     if len(body) < 5 + length:
         return None
     message = bytes(body[5 : 5 + length])
@@ -512,23 +522,23 @@ def _taken(body: bytearray) -> bytes | None:
     return message
 
 
-def _check_end(stream: Stream) -> None:
+def _check_status(stream: Stream) -> None:
     """Raise CallFailure if etcd reports a failure, or does not report success."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise CallFailure(UNAVAILABLE, 'it does not answer as etcd does')
     status = headers.get('grpc-status', '')
-    if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(CODES):
+    if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(GRPC_CODES):
         raise CallFailure(UNAVAILABLE, 'it does not say what became of the call')
     if int(status):
         from urllib.parse import unquote  # imported here: most calls do not need it
 
-        raise CallFailure(CODES[int(status)], unquote(headers.get('grpc-message', '')))
+        raise CallFailure(GRPC_CODES[int(status)], unquote(headers.get('grpc-message', '')))
 
 
-def _read(name: str, message: bytes, until: float) -> Any:
+def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
     try:
-        return answer(name, message, lambda: in_time(until))
+        return parse_answer(name, message, lambda: check_deadline(deadline))
     except TimeoutError as error:
         raise CallFailure(DEADLINE_EXCEEDED, 'its answer is too long to be read in time') from error
     except ValueError as error:

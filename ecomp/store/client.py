@@ -16,8 +16,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, GenerationConflict, NoSpace, StrangeEtcd, UnknownOutcome, Unreachable
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
-from ecomp.model.order import announced
-from ecomp.store.connection import Connection, TooLong, pages
+from ecomp.model.order import parse_attempt_instances
+from ecomp.store.connection import AnswerTooLong, Connection, read_pages
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -44,80 +44,80 @@ class Guard:
     StrangeEtcd, and so does every later call. `on_change` gets each new state to remember, and must be quick.
     """
 
-    def __init__(self, known: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
+    def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
         self._lock = threading.Lock()
-        self._known = known
+        self._known_cluster = known_cluster
         self._on_change = on_change
-        self._strange = ''
-        self._when_strange: list[Callable[[str], None]] = []
+        self._refusal = ''
+        self._refusal_listeners: list[Callable[[str], None]] = []
 
     @property
-    def known(self) -> KnownCluster:
+    def known_cluster(self) -> KnownCluster:
         """The state seen so far. Read it before sending a request; check the reply against it."""
-        return self._known
+        return self._known_cluster
 
-    def when_strange(self, tell: Callable[[str], None]) -> None:
+    def add_refusal_listener(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` when etcd is refused, or now if it already is; from any thread."""
         with self._lock:
-            self._when_strange.append(tell)
-            strange = self._strange
+            self._refusal_listeners.append(callback)
+            strange = self._refusal
         if strange:
-            tell(strange)
+            callback(strange)
 
-    def admit(self) -> None:
+    def raise_if_refused(self) -> None:
         """Raise StrangeEtcd if this etcd was refused before."""
-        if self._strange:
-            raise StrangeEtcd(self._strange)
+        if self._refusal:
+            raise StrangeEtcd(self._refusal)
 
-    def check(self, before: KnownCluster, header: Header, where: str) -> None:
+    def check_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
         """Check a linearizable reply; raise StrangeEtcd if it or an earlier one is foreign."""
-        self.admit()
-        reason = cluster.unfamiliar(before, header)
+        self.raise_if_refused()
+        reason = cluster.explain_header_mismatch(cluster_before, header)
         if reason is not None:
-            self._refuse(where, reason)
+            self._refuse(endpoints, reason)
         with self._lock:
-            self._learn(self._known.with_header(header))
+            self._learn(self._known_cluster.with_header(header))
 
-    def observe(self, before: KnownCluster, header: Header) -> bool:
+    def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
         """Check any other reply; return False if it is foreign or older than `cluster_before`."""
-        if cluster.unfamiliar(before, header) is not None:
+        if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is ignored: it is the member's own. A member that has just stood for election has a higher term than
         # the leader, which goes on answering for a moment and is still the same etcd.
         with self._lock:
-            self._learn(self._known.with_header(replace(header, term=0)))
+            self._learn(self._known_cluster.with_header(replace(header, term=0)))
         return True
 
-    def recognise(self, value: bytes | None, where: str) -> None:
+    def check_identity(self, value: bytes | None, endpoints: str) -> None:
         """Raise StrangeEtcd unless `value`, that of /cluster or None, holds the identity we know."""
-        reason = cluster.unlike(self._known, value)
+        reason = cluster.explain_identity_mismatch(self._known_cluster, value)
         if reason is not None:
-            self._refuse(where, reason)
+            self._refuse(endpoints, reason)
 
-    def adopt(self, value: bytes, where: str) -> None:
+    def adopt(self, value: bytes, endpoints: str) -> None:
         """Remember the identity in the value of /cluster; raise EcompError if it holds none."""
         try:
-            identity = cluster.identity(value)
+            identity = cluster.read_identity(value)
         except ValueError as error:
-            raise EcompError(f'{keys.CLUSTER} in etcd at {where}: {error}: remove that key') from error
+            raise EcompError(f'{keys.CLUSTER} in etcd at {endpoints}: {error}: remove that key') from error
         with self._lock:
-            current = self._known
+            current = self._known_cluster
             self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
 
-    def _learn(self, known: KnownCluster) -> None:
-        if known != self._known:
-            self._known = known
-            if known.identity:
-                self._on_change(known)
+    def _learn(self, new_cluster: KnownCluster) -> None:
+        if new_cluster != self._known_cluster:
+            self._known_cluster = new_cluster
+            if new_cluster.identity:
+                self._on_change(new_cluster)
 
-    def _refuse(self, where: str, reason: str) -> None:
+    def _refuse(self, endpoints: str, reason: str) -> None:
         text = (
-            f'etcd at {where} is not the one this compute knew: {reason}. Was it wiped or restored, or is `etcd:` '
+            f'etcd at {endpoints} is not the one this compute knew: {reason}. Was it wiped or restored, or is `etcd:` '
             'another one? Nothing is built, destroyed or published; if it is to be used: ecompute --accept-new-etcd'
         )
         with self._lock:
-            is_first, self._strange = not self._strange, self._strange or text
-            listeners = list(self._when_strange) if is_first else []
+            is_first, self._refusal = not self._refusal, self._refusal or text
+            listeners = list(self._refusal_listeners) if is_first else []
         for callback in listeners:
             callback(text)
         raise StrangeEtcd(text)
@@ -127,10 +127,11 @@ Result = TypeVar('Result')
 
 
 def is_alive(store: Store, compute: str) -> bool:
-    return silence(store, compute) is None
+    """Return whether the compute has a presence key, on a lease."""
+    return read_silence_condition(store, compute) is None
 
 
-def silence(store: Store, compute: str) -> Unchanged | None:
+def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
     """Return the condition that a compute stays silent, or None if the compute is alive.
 
     Its revision is that of a presence key without a lease, or 0 if there is no key.
@@ -142,52 +143,59 @@ def silence(store: Store, compute: str) -> Unchanged | None:
 
 
 # Tries to delete an attempt: if an answer is lost, the next try finds out what happened.
-READ_BACKS = 3
+MAX_WITHDRAW_TRIES = 3
 
 
-def at_it(store: Store) -> set[str]:
+def read_pending_instances(store: Store) -> set[str]:
     """Return the instances that are in an attempt in flight or queued, taken ones included."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
-    placing = in_requests(store.snapshot(keys.ATTEMPTS))
+    placing = list_attempted_instances(store.snapshot(keys.ATTEMPTS))
     queues = store.snapshot(keys.QUEUES, keys_only=True).entries
     return placing | {
-        keys.in_queue(key) for key, entry in queues.items() if entry.lease or not key.endswith(keys.TAKER)
+        keys.get_queued_instance(key) for key, entry in queues.items() if entry.lease or not key.endswith(keys.TAKER)
     }
 
 
-def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = True) -> set[str]:
+def find_wanted_instances(
+    store: Store, computes_by_instance: Mapping[str, Iterable[str]], include_queued: bool = True
+) -> set[str]:
     """Return those instances that have an attempt in flight, a queued request or a request key.
 
     `computes_by_instance` names the computes whose request keys count. Requests move from /requests and /queues to
     /hosts, so those are read first: otherwise one that moves in between would be missed. `include_queued` is False if
     the compute that would take queued requests is dead.
     """
-    pending = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))
+    pending = (
+        read_pending_instances(store) if include_queued else list_attempted_instances(store.snapshot(keys.ATTEMPTS))
+    )
     return {
         instance
-        for instance, computes in holding.items()
+        for instance, computes in computes_by_instance.items()
         if instance in pending or any(store.get(keys.request(compute, instance)) is not None for compute in computes)
     }
 
 
-def in_requests(snapshot: Snapshot) -> set[str]:
+def list_attempted_instances(snapshot: Snapshot) -> set[str]:
     """Return the instances of attempts; ignore keys without a lease, which ecomp did not write."""
     attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
-    return {instance for key, value in attempts for instance in announced(key, value)}
+    return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
-def being_taken(store: Store) -> set[str]:
+def read_taken_instances(store: Store) -> set[str]:
     """Return the queued instances that have a taker key; one taken later is also claimed later."""
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return {keys.in_queue(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
+    return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
 
 
-def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
+def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
     """Count the instances of leased attempts older than `revision`, and of newer ones."""
 
     def count_instances(entries: Iterable[Entry]) -> int:
         # The key of a set ends in the uuid of the set, which is no instance.
-        return sum(len(announced(entry.key, entry.value) - {keys.last(entry.key)}) or 1 for entry in entries)
+        return sum(
+            len(parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}) or 1
+            for entry in entries
+        )
 
     entries = snapshot.entries.values()
     return (
@@ -196,13 +204,13 @@ def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
     )
 
 
-def withdraw(store: Store, key: str, revision: int) -> bool:
+def withdraw_attempt(store: Store, key: str, revision: int) -> bool:
     """Delete an attempt's key; return False if it is gone or no longer has this revision.
 
     No delivery, which requires the key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no
     try had an answer.
     """
-    for remaining_tries in reversed(range(READ_BACKS)):
+    for remaining_tries in reversed(range(MAX_WITHDRAW_TRIES)):
         try:
             return store.commit([Unchanged(key, revision)], [Delete(key)]) is not None
         except UnknownOutcome:
@@ -212,14 +220,14 @@ def withdraw(store: Store, key: str, revision: int) -> bool:
 
 
 if TYPE_CHECKING:
-    from ecomp.model.host import Claims
-    from ecomp.store.by_h2 import Watch
+    from ecomp.model.host import ConsumerLookup
+    from ecomp.store.by_h2 import WatchStream
 
 # Seconds that a commit waits for a new fence after its fence did not hold.
-RENEWED = 1.0
+FENCE_RENEWAL_SECONDS = 1.0
 
 # Maximum number of operations in a transaction: etcd's own --max-txn-ops.
-AT_ONCE = 128
+MAX_TRANSACTION_OPERATIONS = 128
 
 
 @dataclass(frozen=True)
@@ -281,12 +289,12 @@ class Fence(NamedTuple):
     """
 
     condition: Unchanged
-    broken: Callable[[], None]
-    deletes: Unchanged | None = None
+    on_broken: Callable[[], None]
+    delete_condition: Unchanged | None = None
 
-    def of(self, operations: Sequence[Put | Delete]) -> Unchanged:
-        if self.deletes is not None and all(isinstance(operation, Delete) for operation in operations):
-            return self.deletes
+    def select_condition(self, operations: Sequence[Put | Delete]) -> Unchanged:
+        if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
+            return self.delete_condition
         return self.condition
 
 
@@ -300,15 +308,15 @@ class Store:
     """
 
     # Consulted if several computes have a request for one instance; None: the oldest request counts.
-    claims: Claims | None = None
+    claims: ConsumerLookup | None = None
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         self._connection = Connection(config)
-        self.where = self._connection.where
+        self.endpoints = self._connection.endpoints
         self._guard = guard
         self.fence: Fence | None = None
 
-    def beside(self) -> Store:
+    def copy_without_fence(self) -> Store:
         """Return another store over the same connection, without a fence. Close only one of them."""
         other = copy(self)
         other.fence = None
@@ -316,60 +324,60 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """Return the key's entry, or None if the key does not exist."""
-        reply = self._read(Range(_bytes(key)), about=(key,))
-        return entry_of(reply.kvs[0]) if reply.kvs else None
+        reply = self._read(Range(_encode_key(key)), about=(key,))
+        return parse_entry(reply.kvs[0]) if reply.kvs else None
 
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+    def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
         """Return the entries of the keys that exist, all at one revision.
 
         A transaction reads 128 keys, or fewer if their values are too large for one answer.
         """
         entries_by_key: dict[str, Entry] = {}
-        start, count, revision = 0, AT_ONCE, 0
-        while start < len(wanted):
-            ranges = [Range(_bytes(key), revision=revision) for key in wanted[start : start + count]]
+        start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
+        while start < len(requested_keys):
+            ranges = [Range(_encode_key(key), revision=revision) for key in requested_keys[start : start + count]]
             try:
                 reply = self._read(Transaction(success=ranges))
-            except TooLong:
+            except AnswerTooLong:
                 if len(ranges) == 1:
                     raise
                 count = len(ranges) // 2
                 continue
-            entries = [entry_of(kv) for response in reply.responses for kv in response.response_range.kvs]
+            entries = [parse_entry(kv) for response in reply.responses for kv in response.response_range.kvs]
             entries_by_key |= {entry.key: entry for entry in entries}
             start, revision = start + count, revision or reply.header.revision
         return entries_by_key
 
     def snapshot(
-        self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
+        self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
         """Read all keys under a prefix, in pages, at one revision.
 
         `transform` maps each entry, page by page, to the one to keep, or to None to leave it out.
         """
-        start = _bytes(prefix)
-        end = after(start)
+        start = _encode_key(prefix)
+        end = get_prefix_range_end(start)
         entries: dict[str, Entry] = {}
         revision = 0
-        for reply in pages(lambda each: self._read(each, about=(prefix,)), start, end, keys_only):
+        for reply in read_pages(lambda each: self._read(each, about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
-                transformed = keep(entry_of(kv))
+                transformed = transform(parse_entry(kv))
                 if transformed is not None:
                     entries[transformed.key] = transformed
         return Snapshot(revision, entries)
 
-    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+    def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         """Read up to `limit` keys of a prefix from `start` on, wrapping around, and count all."""
         # One transaction at any number of keys.
-        begin, middle = _bytes(prefix), _bytes(start)
-        ranges = [Range(middle, after(begin), limit), Range(begin, middle, limit)]
+        begin, middle = _encode_key(prefix), _encode_key(start)
+        ranges = [Range(middle, get_prefix_range_end(begin), limit), Range(begin, middle, limit)]
         reply = self._read(Transaction(success=ranges), about=(prefix,))
         results = [response.response_range for response in reply.responses]
-        entries = [entry_of(kv) for result in results for kv in result.kvs]
+        entries = [parse_entry(kv) for result in results for kv in result.kvs]
         return entries[:limit], sum(int(result.count) for result in results)
 
-    def version(self) -> str:
+    def read_version(self) -> str:
         """Return the version of the member that answers, such as `3.4.23`; it needs no role.
 
         https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
@@ -377,21 +385,23 @@ class Store:
         return str(self._read(Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
-        key = _bytes(prefix)
-        return int(self._read(Range(key, after(key), count_only=True), about=(prefix,)).count)
+        """Return the number of keys under a prefix, without reading them."""
+        key = _encode_key(prefix)
+        return int(self._read(Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
-    def has_changed(self, prefix: str, since: int) -> bool:
+    def has_changed(self, prefix: str, since_revision: int) -> bool:
         """Return whether an existing key under a prefix was written since `since_revision`."""
-        key = _bytes(prefix)
-        request = Range(key, after(key), limit=1, keys_only=True, since=since)
+        key = _encode_key(prefix)
+        request = Range(key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision)
         return bool(self._read(request, about=(prefix,)).kvs)
 
-    def revision(self) -> int:
-        reply = self._read(Range(_bytes(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
+    def read_revision(self) -> int:
+        """Return etcd's current revision, by a linearizable read."""
+        reply = self._read(Range(_encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
     ) -> int | None:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
@@ -400,17 +410,17 @@ class Store:
         """
         deadline = 0.0
         while True:
-            fence = self.fence if fenced else None
-            fencing = fence.of(operations) if fence else None
+            fence = self.fence if use_fence else None
+            fencing = fence.select_condition(operations) if fence else None
             request = Transaction(
-                compare=[_compare(condition) for condition in (*conditions, *([fencing] if fencing else []))],
-                success=[_operation(operation) for operation in operations],
-                failure=[Range(_bytes(fencing.key), keys_only=True)] if fencing else [],
+                compare=[_make_comparison(condition) for condition in (*conditions, *([fencing] if fencing else []))],
+                success=[_make_operation(operation) for operation in operations],
+                failure=[Range(_encode_key(fencing.key), keys_only=True)] if fencing else [],
             )
             try:
                 reply = self._write(request, [operation.key for operation in operations])
             except NoSpace as error:
-                if self._may_be_written([*conditions, *([fencing] if fencing else [])], operations):
+                if self._may_have_been_written([*conditions, *([fencing] if fencing else [])], operations):
                     raise UnknownOutcome(f'{error}; whether this was written before that is not known') from error
                 raise
             if reply.succeeded:
@@ -418,15 +428,17 @@ class Store:
             kvs = reply.responses[0].response_range.kvs if fencing else []
             if fence is None or fencing is None or (kvs[0].mod_revision if kvs else 0) == fencing.revision:
                 return None
-            fence.broken()
-            deadline = deadline or time.monotonic() + RENEWED
+            fence.on_broken()
+            deadline = deadline or time.monotonic() + FENCE_RENEWAL_SECONDS
             # After an outage longer than the lease, all commits wait here until the key is put again.
             while self.fence is fence and time.monotonic() < deadline:
-                time.sleep(RENEWED / 100)
+                time.sleep(FENCE_RENEWAL_SECONDS / 100)
             if time.monotonic() >= deadline:
                 raise Unreachable(f'{fencing.key} is not as we put it: nothing is written before it is')
 
-    def _may_be_written(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> bool:
+    def _may_have_been_written(
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]
+    ) -> bool:
         """Return whether a write that etcd refused for lack of space may have been committed.
 
         etcd checks its space before it proposes a write and again when it applies it. In the second case it reports an
@@ -436,11 +448,13 @@ class Store:
         read, True.
         """
         # Any other may be false for another reason: a full etcd refuses before it compares.
-        invalidated = [condition for condition in conditions if any(_ends(condition, change) for change in operations)]
+        invalidated = [
+            condition for condition in conditions if any(_is_invalidated_by(condition, change) for change in operations)
+        ]
         if not invalidated:
             return False
         try:
-            compare = [_compare(condition) for condition in invalidated]
+            compare = [_make_comparison(condition) for condition in invalidated]
             about = [condition.key for condition in invalidated]
             return not self._read(Transaction(compare=compare), about=about).succeeded
         except EcompError:
@@ -449,13 +463,13 @@ class Store:
     def grant(self, seconds: int) -> int:
         """Return a new lease. An unused one expires, so a lost answer does no harm."""
         if self._guard is not None:
-            self._guard.admit()
+            self._guard.raise_if_refused()
         return int(self._read(Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
         """Refresh a lease; return its remaining seconds, or 0 if it has expired."""
         if self._guard is not None:
-            self._guard.admit()
+            self._guard.raise_if_refused()
         reply = self._read(KeepAlive(lease), linearizable=False)
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
@@ -465,39 +479,41 @@ class Store:
             self._connection.ask_once(Revoke(lease))
         except CallFailure as error:
             if error.code != NOT_FOUND:
-                raise self._connection.translated(error, Unreachable) from error
+                raise self._connection.translate_error(error, Unreachable) from error
 
-    def recognise(self) -> None:
+    def check_identity(self) -> None:
         """With a guard, check that this is the etcd that is known; raise StrangeEtcd if not."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
-            self._guard.recognise(entry.value if entry else None, self.where)
+            self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
-    def adopt(self, new: str) -> None:
+    def adopt(self, new_value: str) -> None:
         """With a guard that knows no etcd, remember this one; raise EcompError for no identity.
 
         `new_value` is written to /cluster if that key does not exist.
         """
         while (entry := self.get(keys.CLUSTER)) is None:
             try:
-                self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new)])
+                self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)])
             except UnknownOutcome:
                 continue  # the next read shows whether it was written
         if self._guard is not None:
-            self._guard.adopt(entry.value, self.where)
+            self._guard.adopt(entry.value, self.endpoints)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
+    def watch(
+        self, requests: Sequence[WatchCreate], duration_seconds: float, progress_seconds: float | None = None
+    ) -> WatchStream:
         """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
         While it is read the connection serves no other call. After each `progress_seconds` of silence, unless None,
         etcd is asked for its progress (WatchProgress).
         """
-        stream: Watch = self._connection.client.watch(wanted, seconds, asking)
+        stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 
-    def move_on(self) -> None:
+    def reconnect(self) -> None:
         """Replace the connection with a new one, to the next endpoint."""
-        self._connection.move_on()
+        self._connection.reconnect()
 
     def close(self) -> None:
         self._connection.close()
@@ -509,18 +525,22 @@ class Store:
     def _write(self, request: Request, about: Sequence[str]) -> Any:
         """Send a request that is not repeated once it may have arrived."""
         if self._guard is not None:
-            self._guard.admit()
+            self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
 
-    def _ask(self, request: Request, unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]) -> Any:
-        before = self._guard.known if self._guard is not None else None
-        reply = self._connection.ask(lambda member, limit: member.call(request, limit), unanswered, about)
+    def _ask(
+        self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
+    ) -> Any:
+        before = self._guard.known_cluster if self._guard is not None else None
+        reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
         if self._guard is not None and before is not None and linearizable:
-            self._guard.check(before, header_of(reply), self.where)
+            self._guard.check_reply(before, parse_header(reply), self.endpoints)
         return reply
 
 
-def until_committed(attempt: Callable[[], Result | None], lost: EcompError, tries: int, pause: float = 0) -> Result:
+def retry_until_committed(
+    attempt: Callable[[], Result | None], lost_error: EcompError, max_tries: int, max_pause_seconds: float = 0
+) -> Result:
     """Call `attempt`, which reads, decides and writes, until it wins; None is a lost race.
 
     So is a GenerationConflict of placement; after an UnknownOutcome the next read shows what was written. A random
@@ -532,7 +552,7 @@ def until_committed(attempt: Callable[[], Result | None], lost: EcompError, trie
     """
     import random  # imported here: most commands write nothing that others change
 
-    for remaining_tries in reversed(range(tries)):
+    for remaining_tries in reversed(range(max_tries)):
         try:
             if (result := attempt()) is not None:
                 return result
@@ -541,36 +561,38 @@ def until_committed(attempt: Callable[[], Result | None], lost: EcompError, trie
         except UnknownOutcome:
             if not remaining_tries:
                 raise
-        if pause and remaining_tries:
-            time.sleep(random.uniform(0, pause))
-    raise lost
+        if max_pause_seconds and remaining_tries:
+            time.sleep(random.uniform(0, max_pause_seconds))
+    raise lost_error
 
 
-def header_of(reply: Any) -> Header:
+def parse_header(reply: Any) -> Header:
+    """Return the cluster, revision and Raft term of an answer's header."""
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 
-def after(prefix: bytes) -> bytes:
+def get_prefix_range_end(prefix: bytes) -> bytes:
     """Return the end of a prefix's range of keys; a zero byte (no end) if it is all 0xff."""
     stem = prefix.rstrip(b'\xff')
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b'\0'
 
 
-def _bytes(key: str) -> bytes:
+def _encode_key(key: str) -> bytes:
     """Encode a key; a part of it may come from JSON, which allows lone surrogates."""
     return key.encode(errors='surrogatepass')
 
 
-def entry_of(kv: Any) -> Entry:
+def parse_entry(kv: Any) -> Entry:
+    """Convert etcd's KeyValue; invalid UTF-8 in the key is replaced."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 
 
-def _compare(condition: Unchanged | Exists) -> Comparison:
-    key = _bytes(condition.key)
+def _make_comparison(condition: Unchanged | Exists) -> Comparison:
+    key = _encode_key(condition.key)
     return Comparison(key, GREATER, 0) if isinstance(condition, Exists) else Comparison(key, EQUAL, condition.revision)
 
 
-def _ends(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
+def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
     """Return whether the operation makes a condition false that holds."""
     if condition.key != operation.key:
         return False
@@ -579,6 +601,6 @@ def _ends(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
     return isinstance(condition, Exists) or condition.revision > 0
 
 
-def _operation(operation: Put | Delete) -> Write | Removal:
-    key = _bytes(operation.key)
+def _make_operation(operation: Put | Delete) -> Write | Removal:
+    key = _encode_key(operation.key)
     return Write(key, operation.value.encode(), operation.lease) if isinstance(operation, Put) else Removal(key)

@@ -15,62 +15,64 @@ from ecomp.store.messages import (
     CallFailure,
     Range,
     Request,
-    advice,
-    denied,
+    can_retry_elsewhere,
+    describe_denial,
     is_denied,
     is_full,
-    is_passing,
     is_refusal,
     is_too_long,
-    may_work_elsewhere,
-    was_not_sent,
+    is_transient,
+    is_unsent,
+    suggest_remedy,
 )
 
 if TYPE_CHECKING:  # h2 is slow to load
-    from ecomp.store.by_h2 import Member
+    from ecomp.store.by_h2 import EtcdMember
 
 # Maximum keys of a page.
-MOST = 500
+MAX_PAGE_KEYS = 500
 # Keys of the smallest page: 10 of any size fit into an answer.
-FEWEST = 10
+MIN_PAGE_KEYS = 10
 # Maximum keys of a page without values. Long pages are cheaper: etcd counts all keys of the range for each page.
-MOST_NAMES = 5000
+MAX_PAGE_KEYS_WITHOUT_VALUES = 5000
 # Size in bytes that a page should not exceed.
-EASY = 4 * 1024**2
+TARGET_PAGE_BYTES = 4 * 1024**2
 
 
-class TooLong(EcompError):
+class AnswerTooLong(EcompError):
     """etcd's answer is longer than the longest that is accepted."""
 
 
-def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
+def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
     """Yield each page of the keys from `start` to before `end`, all at one revision.
 
     The first page has few keys, the next ones more while they are small: a value may have 1.5 MiB (etcd's
     --max-request-bytes), and etcd limits a page by its number of keys alone. Raises what `ask` does; AnswerTooLong only
     for a page of MIN_PAGE_KEYS.
     """
-    limit, max_limit, revision = (MOST, MOST_NAMES, 0) if keys_only else (FEWEST, MOST, 0)
+    limit, max_limit, revision = (
+        (MAX_PAGE_KEYS, MAX_PAGE_KEYS_WITHOUT_VALUES, 0) if keys_only else (MIN_PAGE_KEYS, MAX_PAGE_KEYS, 0)
+    )
     while True:
         try:
             reply = ask(Range(start, end, limit, revision, keys_only))
-        except TooLong:
-            if limit == FEWEST:
+        except AnswerTooLong:
+            if limit == MIN_PAGE_KEYS:
                 raise
-            limit = FEWEST
+            limit = MIN_PAGE_KEYS
             continue
         yield reply
         if not reply.more:
             return
         revision, start = revision or reply.header.revision, reply.kvs[-1].key + b'\0'
         size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
-        limit = max(min(limit * 4, limit * EASY // max(size, 1), max_limit), FEWEST)
+        limit = max(min(limit * 4, limit * TARGET_PAGE_BYTES // max(size, 1), max_limit), MIN_PAGE_KEYS)
 
 
 Answer = TypeVar('Answer')
 
 # Seconds between two tries while etcd has no leader or its roles change; also the shortest timeout of a call.
-SHORTEST = 0.2
+MIN_INTERVAL_SECONDS = 0.2
 
 
 class Connection:
@@ -85,21 +87,21 @@ class Connection:
         `open_member` begins a connection to an endpoint; None: an EtcdMember over HTTP/2.
         """
         self._open_member = open_member
-        self.where = ','.join(config.endpoints)
+        self.endpoints = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
-        self._next = 0
+        self._endpoint_index = 0
         self._closed = False
-        self._since = time.monotonic()
+        self._connected_at = time.monotonic()
         # The certificate that prevents a new connection, and its error.
-        self._unreadable = ''
+        self._certificate_error = ''
         try:
             self.client = self._connect()
         except OSError as error:
-            raise UsageError(f'etcd {_certificate(error)}') from error
+            raise UsageError(f'etcd {_describe_certificate_error(error)}') from error
 
     def ask(
-        self, ask: Callable[[Member, float], Answer], unanswered: type[Unreachable], about: Sequence[str] = ()
+        self, ask: Callable[[EtcdMember, float], Answer], no_answer_error: type[Unreachable], about: Sequence[str] = ()
     ) -> Answer:
         """Return the answer of the first endpoint that gives one, within the timeout.
 
@@ -109,7 +111,7 @@ class Connection:
         """
         deadline = time.monotonic() + self.config.timeout
         has_others = len(self.config.endpoints) > 1
-        repeatable = unanswered is Unreachable
+        repeatable = no_answer_error is Unreachable
         # One try more than endpoints: a closed connection may be noticed only when it is used.
         remaining_tries = len(self.config.endpoints) + 1
         while True:
@@ -118,21 +120,21 @@ class Connection:
             # error.
             time_share = self.config.timeout / 2 if has_others else self.config.timeout
             try:
-                return ask(client, max(min(time_share, deadline - time.monotonic()), SHORTEST))
+                return ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
             except CallFailure as error:
                 # A single endpoint that connects slowly gets two timeouts before the connection is begun again.
-                is_young = time.monotonic() - self._since < 2 * self.config.timeout
+                is_young = time.monotonic() - self._connected_at < 2 * self.config.timeout
                 if has_others or not is_young or error.code != DEADLINE_EXCEEDED:
-                    self.move_on(client)
-                is_late = time.monotonic() > deadline - SHORTEST
-                if is_passing(error) and not is_late:
+                    self.reconnect(client)
+                is_late = time.monotonic() > deadline - MIN_INTERVAL_SECONDS
+                if is_transient(error) and not is_late:
                     # One more round: the others may be electing too, and a member that has seen the dead leader's end
                     # refuses.
                     remaining_tries = max(remaining_tries, len(self.config.endpoints))
-                    time.sleep(SHORTEST)
-                elif remaining_tries <= 0 or is_late or not may_work_elsewhere(error, repeatable):
-                    error_type = unanswered if not was_not_sent(error) else Unreachable
-                    raise self.translated(error, error_type, about, repeatable) from error
+                    time.sleep(MIN_INTERVAL_SECONDS)
+                elif remaining_tries <= 0 or is_late or not can_retry_elsewhere(error, repeatable):
+                    error_type = no_answer_error if not is_unsent(error) else Unreachable
+                    raise self.translate_error(error, error_type, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
         """Call the current member, and the next one if that one certainly did nothing.
@@ -143,30 +145,30 @@ class Connection:
         try:
             return client.call(request, self.config.timeout)
         except CallFailure as error:
-            self.move_on(client)
-            if error.code == DEADLINE_EXCEEDED or not was_not_sent(error):
+            self.reconnect(client)
+            if error.code == DEADLINE_EXCEEDED or not is_unsent(error):
                 raise
         client = self.client
         try:
             return client.call(request, self.config.timeout)
         except CallFailure:
-            self.move_on(client)
+            self.reconnect(client)
             raise
 
-    def move_on(self, failed: Member | None = None) -> None:
+    def reconnect(self, failed_member: EtcdMember | None = None) -> None:
         """Connect to the next endpoint instead; no-op if `failed_member` is replaced already."""
         with self._lock:
-            if self._closed or (failed is not None and failed is not self.client):
+            if self._closed or (failed_member is not None and failed_member is not self.client):
                 return
-            self._next = (self._next + 1) % len(self.config.endpoints)
+            self._endpoint_index = (self._endpoint_index + 1) % len(self.config.endpoints)
             # The old connection is not closed: other threads may be using it. It closes when the last one drops it.
-            self._since = time.monotonic()
+            self._connected_at = time.monotonic()
             # Certificates may be missing or empty while they are exchanged, and there may be no thread left to start.
             with contextlib.suppress(RuntimeError):
                 try:
-                    self.client, self._unreadable = self._connect(), ''
+                    self.client, self._certificate_error = self._connect(), ''
                 except OSError as error:
-                    self._unreadable = _certificate(error)
+                    self._certificate_error = _describe_certificate_error(error)
 
     def close(self) -> None:
         with self._lock:
@@ -175,31 +177,33 @@ class Connection:
 
     def _connect(self) -> Any:
         """Connect to the current endpoint; raise OSError for an unreadable certificate."""
-        from ecomp.store.by_h2 import Member  # late, because h2 is slow to load
+        from ecomp.store.by_h2 import EtcdMember  # late, because h2 is slow to load
 
-        return (self._open_member or Member)(self.config, self.config.endpoints[self._next])
+        return (self._open_member or EtcdMember)(self.config, self.config.endpoints[self._endpoint_index])
 
-    def translated(
-        self, error: CallFailure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
+    def translate_error(
+        self, error: CallFailure, no_answer_error: type[Unreachable], about: Sequence[str] = (), is_read: bool = False
     ) -> EcompError:
         """Convert a CallFailure to an EcompError; to `no_answer_error` where no answer came."""
-        name = f'etcd at {self.where}'
+        name = f'etcd at {self.endpoints}'
         if is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
             return NoSpace(f'{name} takes no writes ({error.details}): {cure}')
-        if is_too_long(error) and unanswered is Unreachable:
-            return TooLong(f'{name}: {error.details}')
+        if is_too_long(error) and no_answer_error is Unreachable:
+            return AnswerTooLong(f'{name}: {error.details}')
         if is_denied(error):
             certificate = str(self.config.cert_cert or '')
-            return Denied(f'{name} does not let {denied(certificate, about, read)}')
+            return Denied(f'{name} does not let {describe_denial(certificate, about, is_read)}')
         if is_refusal(error) and not is_too_long(error):
-            return EcompError(f'{name} refuses: {error.details}{advice(error)}')
-        if self._unreadable and was_not_sent(error) and not is_passing(error):
+            return EcompError(f'{name} refuses: {error.details}{suggest_remedy(error)}')
+        if self._certificate_error and is_unsent(error) and not is_transient(error):
             # With a `backend` of its own: else a caller that has logged the loss of etcd would not log this reason.
-            return unanswered(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
+            return no_answer_error(
+                f'{name} cannot be reached: {self._certificate_error}', f'{name} ({self._certificate_error})'
+            )
         why = 'no answer in time' if error.code == DEADLINE_EXCEEDED else error.details
-        return unanswered(f'{name} cannot be reached: {why}', name)
+        return no_answer_error(f'{name} cannot be reached: {why}', name)
 
 
-def _certificate(error: OSError) -> str:
+def _describe_certificate_error(error: OSError) -> str:
     return f'certificate {error.filename}: {error.strerror}'

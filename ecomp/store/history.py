@@ -18,28 +18,28 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
-from ecomp.store.client import Store, after
-from ecomp.store.messages import DEADLINE_EXCEEDED, DELETED, CallFailure, WatchCreate
+from ecomp.store.client import Store, get_prefix_range_end
+from ecomp.store.messages import DEADLINE_EXCEEDED, EVENT_DELETE, CallFailure, WatchCreate
 
 if TYPE_CHECKING:
-    from ecomp.store.by_h2 import Watch
+    from ecomp.store.by_h2 import WatchStream
 
 # The prefix of all keys of ecomp. The keys of others are not read: a role might forbid it.
 PREFIX = b'/'
 # Seconds of silence after which etcd is asked for its progress, when reading the past.
-ASKING = 0.4
+PROGRESS_INTERVAL_SECONDS = 0.4
 # Seconds after which another progress answer counts as a new one.
-SPACED = 0.75 * ASKING
+MIN_PROGRESS_SPACING_SECONDS = 0.75 * PROGRESS_INTERVAL_SECONDS
 # Progress answers, PROGRESS_INTERVAL_SECONDS apart, without a change between, that prove that the past has none.
-ANSWERS = 4
+REQUIRED_PROGRESS_ANSWERS = 4
 # Maximum revisions in one answer of etcd (its watchBatchMaxRevs): after a full one there may be more.
-FULL = 1000
+MAX_ANSWER_REVISIONS = 1000
 # Seconds after which a watch is restarted.
-STREAM = 3600.0
+STREAM_SECONDS = 3600.0
 # Answers that are buffered before they are processed.
-WAITING = 8
+MAX_QUEUED_ANSWERS = 8
 # Repetitions after broken streams, when reading the past.
-TRIES = 5
+MAX_TRIES = 5
 
 
 class History:
@@ -51,138 +51,142 @@ class History:
     Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable.
     """
 
-    def __init__(self, config: EtcdConfig, follow: bool, tell: Callable[[str], None], first: int = 1) -> None:
+    def __init__(
+        self, config: EtcdConfig, follow: bool, report: Callable[[str], None], first_revision: int = 1
+    ) -> None:
         self._config = config
         self._store = Store(config)
         self._follow = follow
-        self._tell = tell
-        self._now = 0
-        self._next = first
-        self._last = 0  # revision of the last change that was yielded; 0 if etcd keeps none
-        self._part: list[Any] = []  # events of a revision that may be incomplete
-        self._lost = self._deaf = False
-        self.since = 1
+        self._report = report
+        self._past_end = 0
+        self._next_revision = first_revision
+        self._last_revision = 0  # revision of the last change that was yielded; 0 if etcd keeps none
+        self._partial_events: list[Any] = []  # events of a revision that may be incomplete
+        self._is_lost = self._is_failure_reported = False
+        self.oldest_revision = 1
 
     @property
     def is_past(self) -> bool:
         """True if the last list that was yielded had happened before the iteration began."""
-        return self._next <= self._now + 1
+        return self._next_revision <= self._past_end + 1
 
     @property
-    def upcoming(self) -> int:
+    def next_revision(self) -> int:
         """The first revision that was not yielded yet."""
-        return self._next
+        return self._next_revision
 
     def close(self) -> None:
         self._store.close()
 
     def __iter__(self) -> Iterator[list[Change]]:
-        self._now = self._store.revision()
+        self._past_end = self._store.read_revision()
         tries, backoff = 0, Backoff(0.2, 5.0)
         while True:
-            previous_next = self._next
-            failure: _Broken | None = None
+            previous_next = self._next_revision
+            failure: _StreamError | None = None
             try:
-                if (yield from self._stream()):
-                    self._next = max(self._next, self._now + 1)
+                if (yield from self._read_stream()):
+                    self._next_revision = max(self._next_revision, self._past_end + 1)
                     return
-            except _Broken as error:
+            except _StreamError as error:
                 failure = error
-            if self._next > previous_next:  # a stream without a change is no progress
-                tries, self._deaf = 0, False
+            if self._next_revision > previous_next:  # a stream without a change is no progress
+                tries, self._is_failure_reported = 0, False
                 backoff.reset()
             if failure is not None:
                 tries += 1
-                self._bear(failure, tries)
-                self._store.move_on()
+                self._handle_failure(failure, tries)
+                self._store.reconnect()
             if tries:
                 time.sleep(backoff.next())
-            self._look()
+            self._check_etcd()
 
-    def _stream(self) -> Generator[list[Change], None, bool]:
+    def _read_stream(self) -> Generator[list[Change], None, bool]:
         """Yield the changes of one stream; return True once all of the past was read."""
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
-        first = self._next if self._follow else self._last or self._next
-        past = _Past(self._now, first == self._last)
-        self._part = []
-        for reply in _answers(self._store, first, None if self._follow else self._now, self._config.timeout):
-            yield from self._changes(reply)
+        first = self._next_revision if self._follow else self._last_revision or self._next_revision
+        past = _PastProgress(self._past_end, first == self._last_revision)
+        self._partial_events = []
+        for reply in _read_answers(self._store, first, None if self._follow else self._past_end, self._config.timeout):
+            yield from self._extract_changes(reply)
             if self._follow:
                 continue
-            past.hear(reply, time.monotonic())
-            if past.is_told or self._next > self._now:
+            past.record_reply(reply, time.monotonic())
+            if past.is_complete or self._next_revision > self._past_end:
                 return True
             if past.is_quiet:
-                if self._last not in (0, first):
+                if self._last_revision not in (0, first):
                     return False
-                if not self._is_owed():
+                if not self._has_missing_changes():
                     return True
-                past.go_on()
+                past.restart()
         return False
 
-    def _is_owed(self) -> bool:
+    def _has_missing_changes(self) -> bool:
         """Return whether a key was changed that the stream has not reported."""
         store = Store(self._config)  # the other connection is busy with the stream
         try:
-            return store.has_changed(PREFIX.decode(), self._next)
+            return store.has_changed(PREFIX.decode(), self._next_revision)
         finally:
             store.close()
 
-    def _changes(self, reply: Any) -> Iterator[list[Change]]:
+    def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
         if reply.compact_revision:
-            if 1 < self._next < reply.compact_revision:
-                self._tell(f'etcd forgot what was before revision {reply.compact_revision} while it could not be heard')
-            self._next = self.since = int(reply.compact_revision)
-            self._last = 0
+            if 1 < self._next_revision < reply.compact_revision:
+                self._report(
+                    f'etcd forgot what was before revision {reply.compact_revision} while it could not be heard'
+                )
+            self._next_revision = self.oldest_revision = int(reply.compact_revision)
+            self._last_revision = 0
         elif reply.canceled:
-            raise EcompError(f'etcd at {self._store.where} refuses: {reply.cancel_reason or "no reason given"}')
+            raise EcompError(f'etcd at {self._store.endpoints} refuses: {reply.cancel_reason or "no reason given"}')
         if not reply.events:
             return
-        revisions = [list(group) for _, group in groupby([*self._part, *reply.events], _revision)]
+        revisions = [list(group) for _, group in groupby([*self._partial_events, *reply.events], _get_revision)]
         # A part may end within a revision, which only the next part shows.
-        self._part = revisions.pop() if reply.fragment else []
+        self._partial_events = revisions.pop() if reply.fragment else []
         for events in revisions:
-            revision = _revision(events[0])
-            if revision >= self._next:
-                self._next, self._last = revision + 1, revision
-                yield [_change(event) for event in events]
+            revision = _get_revision(events[0])
+            if revision >= self._next_revision:
+                self._next_revision, self._last_revision = revision + 1, revision
+                yield [_make_change(event) for event in events]
 
-    def _bear(self, failure: _Broken, tries: int) -> None:
+    def _handle_failure(self, failure: _StreamError, tries: int) -> None:
         """Handle failure number `tries` since the last change; raise Unreachable for one too many.
 
         When following, the first one is not reported: etcd may just have restarted, and _check_etcd() reports a loss.
         """
-        where = f'etcd at {self._store.where}'
-        if not self._follow and tries > TRIES:
+        where = f'etcd at {self._store.endpoints}'
+        if not self._follow and tries > MAX_TRIES:
             raise Unreachable(f'{where}: {failure}', 'etcd') from failure
-        if self._follow and tries > 1 and not self._lost and not self._deaf:
-            self._deaf = True
-            self._tell(f'{where}: {failure}; asking again for what is from revision {self._next} on')
+        if self._follow and tries > 1 and not self._is_lost and not self._is_failure_reported:
+            self._is_failure_reported = True
+            self._report(f'{where}: {failure}; asking again for what is from revision {self._next_revision} on')
 
-    def _look(self) -> None:
+    def _check_etcd(self) -> None:
         """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer."""
         try:
-            revision = self._store.revision()
+            revision = self._store.read_revision()
         except EcompError as error:
             if not self._follow:
                 raise
-            if not self._lost:
-                self._tell(f'{error}; trying again until it is back')
-            self._lost = True
+            if not self._is_lost:
+                self._report(f'{error}; trying again until it is back')
+            self._is_lost = True
             return
-        if revision < self._next - 1:
-            where = f'etcd at {self._store.where}'
+        if revision < self._next_revision - 1:
+            where = f'etcd at {self._store.endpoints}'
             raise EcompError(f'{where} is behind what it said before: it was restored, or is another; ask again')
-        if self._lost:
-            self._tell('etcd is back')
-        self._lost = False
+        if self._is_lost:
+            self._report('etcd is back')
+        self._is_lost = False
 
 
-class _Broken(Exception):
+class _StreamError(Exception):
     """The stream ended early."""
 
 
-class _Past:
+class _PastProgress:
     """Tracks whether a stream has delivered all changes up to `end_revision`.
 
     Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways, each unreliable with some versions,
@@ -199,60 +203,66 @@ class _Past:
     `starts_at_known`: the stream begins with a change that is known, so it is not quiet before that has arrived.
     """
 
-    def __init__(self, now: int, known: bool) -> None:
-        self._now = now
-        self._is_due = known
-        self._whole = 0  # revision up to which the changes are complete
-        self._answers = 0  # answers to WatchProgress since the last change
-        self._counted = float('-inf')
+    def __init__(self, end_revision: int, starts_at_known: bool) -> None:
+        self._end_revision = end_revision
+        self._is_known_change_due = starts_at_known
+        self._complete_revision = 0  # revision up to which the changes are complete
+        self._progress_answers = 0  # answers to WatchProgress since the last change
+        self._counted_at = float('-inf')
         self._revisions: set[int] = set()  # of an answer whose parts are still arriving
 
     @property
-    def is_told(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all was delivered, by both signs."""
-        return self._whole >= self._now and self._answers > 0
+        return self._complete_revision >= self._end_revision and self._progress_answers > 0
 
     @property
     def is_quiet(self) -> bool:
         """True if etcd answers, reports that it has sent all, and had time to send more."""
-        return self._answers >= ANSWERS and not self._is_due
+        return self._progress_answers >= REQUIRED_PROGRESS_ANSWERS and not self._is_known_change_due
 
-    def go_on(self) -> None:
+    def restart(self) -> None:
         """Restart the count of progress answers: more changes are expected."""
-        self._answers = 0
+        self._progress_answers = 0
 
-    def hear(self, reply: Any, moment: float) -> None:
+    def record_reply(self, reply: Any, now_seconds: float) -> None:
         """Record an answer that arrived at this monotonic time."""
         if reply.events:
-            self._answers, self._is_due = 0, False
-            self._revisions |= {_revision(event) for event in reply.events}
+            self._progress_answers, self._is_known_change_due = 0, False
+            self._revisions |= {_get_revision(event) for event in reply.events}
             if not reply.fragment:
-                if len(self._revisions) < FULL:
-                    self._whole = int(reply.header.revision)
+                if len(self._revisions) < MAX_ANSWER_REVISIONS:
+                    self._complete_revision = int(reply.header.revision)
                 self._revisions = set()
         # After a freeze etcd answers all progress requests together, before anything else: they count as one answer.
-        elif _says_how_far(reply) and reply.header.revision >= self._now and moment >= self._counted + SPACED:
-            self._answers += 1
-            self._counted = moment
+        elif (
+            _is_progress_answer(reply)
+            and reply.header.revision >= self._end_revision
+            and now_seconds >= self._counted_at + MIN_PROGRESS_SPACING_SECONDS
+        ):
+            self._progress_answers += 1
+            self._counted_at = now_seconds
 
 
-def _answers(store: Store, first: int, now: int | None, patience: float) -> Iterator[Any]:
+def _read_answers(
+    store: Store, first_revision: int, end_revision: int | None, max_silence_seconds: float
+) -> Iterator[Any]:
     """Yield the answers to one watch for at most STREAM_SECONDS.
 
     With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
     after `max_silence_seconds` without a useful answer. A thread of its own reads them, so that the consumer can be
     interrupted.
     """
-    request = WatchCreate(PREFIX, after(PREFIX), first, previous=True, fragment=True)
-    call = store.watch([request], STREAM, None if now is None else ASKING)
-    replies: queue.Queue[Any] = queue.Queue(WAITING)
+    request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
+    call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)
+    replies: queue.Queue[Any] = queue.Queue(MAX_QUEUED_ANSWERS)
     stopped = threading.Event()
-    threading.Thread(target=_take, args=(call, replies, stopped), name='history', daemon=True).start()
+    threading.Thread(target=_queue_answers, args=(call, replies, stopped), name='history', daemon=True).start()
     try:
         last_useful = time.monotonic()
         while True:
-            if now is not None and time.monotonic() >= last_useful + patience:
-                raise _Broken(f'nothing came for {patience:g} s')
+            if end_revision is not None and time.monotonic() >= last_useful + max_silence_seconds:
+                raise _StreamError(f'nothing came for {max_silence_seconds:g} s')
             try:
                 reply = replies.get(timeout=0.5)
             except queue.Empty:
@@ -265,47 +275,47 @@ def _answers(store: Store, first: int, now: int | None, patience: float) -> Iter
             if reply.canceled:
                 return
             # A member that stays behind answers, too.
-            if reply.events or now is None or reply.header.revision >= now:
+            if reply.events or end_revision is None or reply.header.revision >= end_revision:
                 last_useful = time.monotonic()
     finally:
         stopped.set()
         call.cancel()
 
 
-def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> None:
+def _queue_answers(call: WatchStream, replies: queue.Queue[Any], stopped: threading.Event) -> None:
     """Put each answer into `replies` until `stopped`, and last None or why the stream broke."""
-    last: Any = _Broken('the stream ended')
+    last: Any = _StreamError('the stream ended')
     try:
         for reply in call:
-            _put(replies, reply, ended)
-            if ended.is_set():
+            _put_unless_stopped(replies, reply, stopped)
+            if stopped.is_set():
                 return
     except CallFailure as error:
         is_timeout = error.code == DEADLINE_EXCEEDED and not error.unsent
-        last = None if is_timeout else _Broken(f'the stream broke: {error.code}')
+        last = None if is_timeout else _StreamError(f'the stream broke: {error.code}')
     except Exception as error:  # without it the consumer would wait for ever
         last = error
-    _put(replies, last, ended)
+    _put_unless_stopped(replies, last, stopped)
 
 
-def _put(replies: queue.Queue[Any], reply: Any, ended: threading.Event) -> None:
-    while not ended.is_set():
+def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threading.Event) -> None:
+    while not stopped.is_set():
         with suppress(queue.Full):
             replies.put(reply, timeout=0.5)
             return
 
 
-def _says_how_far(reply: Any) -> bool:
+def _is_progress_answer(reply: Any) -> bool:
     """Return whether it answers WatchProgress."""
     return not (reply.events or reply.created or reply.canceled)
 
 
-def _revision(event: Any) -> int:
+def _get_revision(event: Any) -> int:
     return int(event.kv.mod_revision)
 
 
-def _change(event: Any) -> Change:
-    kv, deleted = event.kv, event.type == DELETED
+def _make_change(event: Any) -> Change:
+    kv, deleted = event.kv, event.type == EVENT_DELETE
     is_new = not deleted and kv.create_revision == kv.mod_revision
     # For a missing prev_kv protobuf has an empty message.
     before = bytes(event.prev_kv.value) if event.prev_kv.mod_revision else None

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ecomp.model.text import printable
+from ecomp.model.text import make_printable
 
 # Results of a Comparison.
 EQUAL = 0
 GREATER = 1
 # The type of an event that deletes a key.
-DELETED = 1
+EVENT_DELETE = 1
 # The target of a Comparison: the revision of the key's last change.
-_MODIFIED = 2
+_TARGET_MOD_REVISION = 2
 # Wire types.
 _VARINT = 0
 _BYTES = 2
-_OTHER = _VARINT ^ _BYTES
+_WIRE_TYPE_FLIP = _VARINT ^ _BYTES
 # Sizes in bytes of the wire types that are skipped.
-_FIXED = {1: 8, 5: 4}
+_FIXED_BYTES = {1: 8, 5: 4}
 # Maximum bytes of a varint.
-_LONGEST = 10
+_MAX_VARINT_BYTES = 10
 # A signed 64-bit number is negative from here on.
-_SIGN = 1 << 63
+_SIGN_BIT = 1 << 63
 
 
 class Range(NamedTuple):
@@ -42,11 +42,21 @@ class Range(NamedTuple):
     revision: int = 0
     keys_only: bool = False
     count_only: bool = False
-    since: int = 0
+    min_mod_revision: int = 0
 
     def to_bytes(self) -> bytes:
-        flags = _number(8, self.keys_only) + _number(9, self.count_only) + _number(10, self.since)
-        return _text(1, self.key) + _text(2, self.end) + _number(3, self.limit) + _number(4, self.revision) + flags
+        flags = (
+            _encode_number(8, self.keys_only)
+            + _encode_number(9, self.count_only)
+            + _encode_number(10, self.min_mod_revision)
+        )
+        return (
+            _encode_bytes(1, self.key)
+            + _encode_bytes(2, self.end)
+            + _encode_number(3, self.limit)
+            + _encode_number(4, self.revision)
+            + flags
+        )
 
 
 class Write(NamedTuple):
@@ -57,7 +67,7 @@ class Write(NamedTuple):
     lease: int = 0
 
     def to_bytes(self) -> bytes:
-        return _text(1, self.key) + _text(2, self.value) + _number(3, self.lease)
+        return _encode_bytes(1, self.key) + _encode_bytes(2, self.value) + _encode_number(3, self.lease)
 
 
 class Removal(NamedTuple):
@@ -66,7 +76,7 @@ class Removal(NamedTuple):
     key: bytes
 
     def to_bytes(self) -> bytes:
-        return _text(1, self.key)
+        return _encode_bytes(1, self.key)
 
 
 class Comparison(NamedTuple):
@@ -78,8 +88,13 @@ class Comparison(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Encode a Compare; the revision is in a oneof, so 0 must be written, too."""
-        revision = _key(6, _VARINT) + _varint(self.revision)
-        return _number(1, self.result) + _number(2, _MODIFIED) + _text(3, self.key) + revision
+        revision = _encode_tag(6, _VARINT) + _encode_varint(self.revision)
+        return (
+            _encode_number(1, self.result)
+            + _encode_number(2, _TARGET_MOD_REVISION)
+            + _encode_bytes(3, self.key)
+            + revision
+        )
 
 
 class Transaction(NamedTuple):
@@ -90,9 +105,12 @@ class Transaction(NamedTuple):
     failure: Sequence[Range | Write | Removal] = ()
 
     def to_bytes(self) -> bytes:
-        parts = [_part(1, comparison.to_bytes()) for comparison in self.compare]
+        parts = [_encode_part(1, comparison.to_bytes()) for comparison in self.compare]
         for field, operations in ((2, self.success), (3, self.failure)):
-            parts += [_part(field, _part(_OPERATIONS[type(request)], request.to_bytes())) for request in operations]
+            parts += [
+                _encode_part(field, _encode_part(_OPERATIONS[type(request)], request.to_bytes()))
+                for request in operations
+            ]
         return b''.join(parts)
 
 
@@ -105,7 +123,7 @@ class Grant(NamedTuple):
     seconds: int
 
     def to_bytes(self) -> bytes:
-        return _number(1, self.seconds)
+        return _encode_number(1, self.seconds)
 
 
 class KeepAlive(NamedTuple):
@@ -114,7 +132,7 @@ class KeepAlive(NamedTuple):
     lease: int
 
     def to_bytes(self) -> bytes:
-        return _number(1, self.lease)
+        return _encode_number(1, self.lease)
 
 
 class Revoke(NamedTuple):
@@ -123,7 +141,7 @@ class Revoke(NamedTuple):
     lease: int
 
     def to_bytes(self) -> bytes:
-        return _number(1, self.lease)
+        return _encode_number(1, self.lease)
 
 
 class Status(NamedTuple):
@@ -144,14 +162,14 @@ class WatchCreate(NamedTuple):
     key: bytes
     end: bytes
     revision: int
-    previous: bool = False
+    with_previous: bool = False
     fragment: bool = False
 
     def to_bytes(self) -> bytes:
         """Encode a WatchRequest that contains a WatchCreateRequest."""
-        key_range = _text(1, self.key) + _text(2, self.end)
-        flags = _number(6, self.previous) + _number(8, self.fragment)
-        return _part(1, key_range + _number(3, self.revision) + flags)
+        key_range = _encode_bytes(1, self.key) + _encode_bytes(2, self.end)
+        flags = _encode_number(6, self.with_previous) + _encode_number(8, self.fragment)
+        return _encode_part(1, key_range + _encode_number(3, self.revision) + flags)
 
 
 class WatchProgress(NamedTuple):
@@ -163,7 +181,7 @@ class WatchProgress(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Encode a WatchRequest that contains an empty WatchProgressRequest."""
-        return _part(3, b'')
+        return _encode_part(3, b'')
 
 
 Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
@@ -185,8 +203,8 @@ class _Message:
     """A parsed answer, with an attribute for each field that is used."""
 
 
-class _Shape:
-    """How to parse a message.
+class _MessageSchema:
+    """The fields of a message, and their parsers.
 
     `fields` holds by tag (number and wire type) a field's name, its type and whether it is repeated. `defaults` holds
     the values of an empty message, except for the fields named in `repeated`.
@@ -195,16 +213,16 @@ class _Shape:
     def __init__(self, **fields: tuple[int, Any]) -> None:
         """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema or [schema]."""
         self.fields: dict[int, tuple[str, Any, bool]] = {}
-        self.nothing: dict[str, Any] = {}
-        self.many = [name for name, (_, value_type) in fields.items() if isinstance(value_type, list)]
+        self.defaults: dict[str, Any] = {}
+        self.repeated = [name for name, (_, value_type) in fields.items() if isinstance(value_type, list)]
         for name, (number, spec) in fields.items():
             value_type = spec[0] if isinstance(spec, list) else spec
             wire_type = _VARINT if value_type in (int, bool, _UNSIGNED) else _BYTES
             self.fields[number << 3 | wire_type] = name, value_type, isinstance(spec, list)
-            if isinstance(value_type, _Shape):
-                self.nothing[name] = _message(value_type, b'', 0, 0, _Budget())
+            if isinstance(value_type, _MessageSchema):
+                self.defaults[name] = _parse_message(value_type, b'', 0, 0, _Budget())
             else:
-                self.nothing[name] = 0 if value_type == _UNSIGNED else value_type()
+                self.defaults[name] = 0 if value_type == _UNSIGNED else value_type()
 
 
 # A varint type; other integers are read as int64.
@@ -218,105 +236,111 @@ MAX_FIELDS = 2**19
 class _Budget:
     """The fields that an answer may still have; `on_progress` is called every 1,024."""
 
-    def __init__(self, go_on: Callable[[], None] = lambda: None) -> None:
-        self.left, self.go_on = MAX_FIELDS, go_on
+    def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        self.remaining_fields, self.on_progress = MAX_FIELDS, on_progress
 
 
-def answer(name: str, data: bytes, go_on: Callable[[], None] = lambda: None) -> Any:
+def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
     """Parse the fields that are used of an answer; raise ValueError if it is malformed.
 
     A missing field has protobuf's default: 0, empty, or an empty message. `on_progress` is called during the parsing,
     which ends with whatever it raises.
     """
     try:
-        return _message(_ANSWERS[name], data, 0, len(data), _Budget(go_on))
+        return _parse_message(_ANSWERS[name], data, 0, len(data), _Budget(on_progress))
     except IndexError as error:
         raise ValueError('a message that ends too early') from error
 
 
-def _message(shape: _Shape, data: bytes, at: int, end: int, budget: _Budget) -> _Message:
+def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
     """Parse the message from `position` to before `end`; raise ValueError or IndexError.
 
     It is called for each key of a list, of which there may be 20,000, so each step in it counts.
     """
-    values = shape.nothing.copy()
-    for name in shape.many:
+    values = shape.defaults.copy()
+    for name in shape.repeated:
         values[name] = []
     fields = shape.fields
-    while at < end:
-        budget.left -= 1
-        if not budget.left & 0x3FF:
-            budget.go_on()
-            if not budget.left:
+    while position < end:
+        budget.remaining_fields -= 1
+        if not budget.remaining_fields & 0x3FF:
+            budget.on_progress()
+            if not budget.remaining_fields:
                 raise ValueError(f'more than {MAX_FIELDS} fields')
-        tag = data[at]
-        at += 1
+        tag = data[position]
+        position += 1
         if tag > 0x7F:
-            tag, at = _read_varint(data, at - 1)
+            tag, position = _read_varint(data, position - 1)
         wire_type = tag & 7
         if wire_type in (_VARINT, _BYTES):
-            value = data[at]
-            at += 1
+            value = data[position]
+            position += 1
             if value > 0x7F:
-                value, at = _read_varint(data, at - 1)
-            start = at
+                value, position = _read_varint(data, position - 1)
+            start = position
             if wire_type == _BYTES:
-                at += value
-        elif wire_type in _FIXED:
-            at += _FIXED[wire_type]
+                position += value
+        elif wire_type in _FIXED_BYTES:
+            position += _FIXED_BYTES[wire_type]
         else:
             raise ValueError(f'a field of kind {wire_type}')
-        if at > end:
+        if position > end:
             raise ValueError('a field that is longer than its message')
         if tag not in fields:
             if tag < 8:
                 raise ValueError('a field without a number')
-            if tag ^ _OTHER in fields:
+            if tag ^ _WIRE_TYPE_FLIP in fields:
                 raise ValueError('a number where bytes should be, or bytes where a number should be')
             continue
         name, value_type, is_repeated = fields[tag]
         if value_type is int:
-            values[name] = value if value < _SIGN else value - 2 * _SIGN
+            values[name] = value if value < _SIGN_BIT else value - 2 * _SIGN_BIT
         elif value_type is bytes:
-            values[name] = data[start:at]
+            values[name] = data[start:position]
         elif is_repeated:
-            values[name].append(_message(value_type, data, start, at, budget))
+            values[name].append(_parse_message(value_type, data, start, position, budget))
         elif value_type is bool:
             values[name] = value != 0
         elif value_type is str:
-            values[name] = str(data[start:at], 'utf-8')
+            values[name] = str(data[start:position], 'utf-8')
         else:
-            values[name] = value if value_type is _UNSIGNED else _message(value_type, data, start, at, budget)
+            values[name] = (
+                value if value_type is _UNSIGNED else _parse_message(value_type, data, start, position, budget)
+            )
     message = _Message()
     message.__dict__ = values
     return message
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, start: int) -> tuple[int, int]:
     """Return the varint at `start` and its end; raise ValueError or IndexError."""
     value = shift = 0
-    for position in range(at, at + _LONGEST):
+    for position in range(start, start + _MAX_VARINT_BYTES):
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & (2 * _SIGN - 1), position + 1
+            return value & (2 * _SIGN_BIT - 1), position + 1
         shift += 7
     raise ValueError('a number without an end')
 
 
-_HEADER = _Shape(cluster_id=(1, _UNSIGNED), member_id=(2, _UNSIGNED), revision=(3, int), raft_term=(4, _UNSIGNED))
-_KEY_VALUE = _Shape(key=(1, bytes), create_revision=(2, int), mod_revision=(3, int), value=(5, bytes), lease=(6, int))
-_RANGE = _Shape(header=(1, _HEADER), kvs=(2, [_KEY_VALUE]), more=(3, bool), count=(4, int))
-_DONE = _Shape(response_range=(1, _RANGE))
-_EVENT = _Shape(type=(1, int), kv=(2, _KEY_VALUE), prev_kv=(3, _KEY_VALUE))
-_ANSWERS: Mapping[str, _Shape] = {
+_HEADER = _MessageSchema(
+    cluster_id=(1, _UNSIGNED), member_id=(2, _UNSIGNED), revision=(3, int), raft_term=(4, _UNSIGNED)
+)
+_KEY_VALUE = _MessageSchema(
+    key=(1, bytes), create_revision=(2, int), mod_revision=(3, int), value=(5, bytes), lease=(6, int)
+)
+_RANGE = _MessageSchema(header=(1, _HEADER), kvs=(2, [_KEY_VALUE]), more=(3, bool), count=(4, int))
+_DONE = _MessageSchema(response_range=(1, _RANGE))
+_EVENT = _MessageSchema(type=(1, int), kv=(2, _KEY_VALUE), prev_kv=(3, _KEY_VALUE))
+_ANSWERS: Mapping[str, _MessageSchema] = {
     'RangeResponse': _RANGE,
-    'TxnResponse': _Shape(header=(1, _HEADER), succeeded=(2, bool), responses=(3, [_DONE])),
-    'LeaseGrantResponse': _Shape(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
-    'LeaseKeepAliveResponse': _Shape(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
-    'LeaseRevokeResponse': _Shape(header=(1, _HEADER)),
-    'StatusResponse': _Shape(header=(1, _HEADER), version=(2, str)),
-    'WatchResponse': _Shape(
+    'TxnResponse': _MessageSchema(header=(1, _HEADER), succeeded=(2, bool), responses=(3, [_DONE])),
+    'LeaseGrantResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
+    'LeaseKeepAliveResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
+    'LeaseRevokeResponse': _MessageSchema(header=(1, _HEADER)),
+    'StatusResponse': _MessageSchema(header=(1, _HEADER), version=(2, str)),
+    'WatchResponse': _MessageSchema(
         header=(1, _HEADER),
         watch_id=(2, int),
         created=(3, bool),
@@ -329,7 +353,7 @@ _ANSWERS: Mapping[str, _Shape] = {
 }
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     value &= (1 << 64) - 1  # a negative number takes ten bytes
     encoded = bytearray()
     while value > 0x7F:
@@ -339,21 +363,21 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _key(field: int, kind: int) -> bytes:
-    return _varint(field << 3 | kind)
+def _encode_tag(field: int, kind: int) -> bytes:
+    return _encode_varint(field << 3 | kind)
 
 
-def _number(field: int, value: int) -> bytes:
+def _encode_number(field: int, value: int) -> bytes:
     """Encode a number; 0 is the default of a missing field."""
-    return _key(field, _VARINT) + _varint(value) if value else b''
+    return _encode_tag(field, _VARINT) + _encode_varint(value) if value else b''
 
 
-def _text(field: int, value: bytes) -> bytes:
-    return _part(field, value) if value else b''
+def _encode_bytes(field: int, value: bytes) -> bytes:
+    return _encode_part(field, value) if value else b''
 
 
-def _part(field: int, value: bytes) -> bytes:
-    return _key(field, _BYTES) + _varint(len(value)) + value
+def _encode_part(field: int, value: bytes) -> bytes:
+    return _encode_tag(field, _BYTES) + _encode_varint(len(value)) + value
 
 
 # What a failed call means
@@ -365,17 +389,17 @@ INVALID_ARGUMENT = 'INVALID_ARGUMENT'
 FAILED_PRECONDITION = 'FAILED_PRECONDITION'
 RESOURCE_EXHAUSTED = 'RESOURCE_EXHAUSTED'
 PERMISSION_DENIED = 'PERMISSION_DENIED'
-_REFUSED = {
+_REFUSAL_CODES = {
     *('UNAUTHENTICATED', PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, 'UNIMPLEMENTED', NOT_FOUND),
     'OUT_OF_RANGE',
 }
 
 # Maximum number of keys named in a message.
-NAMED = 3
+MAX_NAMED_KEYS = 3
 
-_NOBODY = 'etcdserver: user name not found'
-_NO_LEASE = 'etcdserver: requested lease not found'
-_LEARNER = 'etcdserver: rpc not supported for learner'
+_USER_NOT_FOUND = 'etcdserver: user name not found'
+_LEASE_NOT_FOUND = 'etcdserver: requested lease not found'
+_LEARNER_REFUSAL = 'etcdserver: rpc not supported for learner'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
@@ -406,32 +430,32 @@ def is_too_long(error: CallFailure) -> bool:
 def is_refusal(error: CallFailure) -> bool:
     """Return whether etcd understood the call and refused it, or a message was too large."""
     too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
-    return too_large or error.code in _REFUSED
+    return too_large or error.code in _REFUSAL_CODES
 
 
-def advice(error: CallFailure) -> str:
+def suggest_remedy(error: CallFailure) -> str:
     """Return how to recover from an expired lease, which a new run does not meet; '' otherwise."""
-    if error.details != _NO_LEASE:
+    if error.details != _LEASE_NOT_FOUND:
         return ''
     return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
 
 
 def is_denied(error: CallFailure) -> bool:
     """Return whether a role forbids it: https://etcd.io/docs/v3.4/op-guide/authentication/."""
-    nobody = error.code == FAILED_PRECONDITION and error.details == _NOBODY
+    nobody = error.code == FAILED_PRECONDITION and error.details == _USER_NOT_FOUND
     return nobody or error.code == PERMISSION_DENIED
 
 
-def denied(certificate: str, about: Sequence[str], read: bool) -> str:
+def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
     """Explain which access a certificate ('': there is none) lacks; etcd does not name the key."""
     user = certificate or 'whoever has no certificate (cert_cert)'
-    key_names = [printable(key, 200) for key in about[:NAMED]]
-    more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
-    access = f'{"read" if read else "write"} {", ".join([*key_names, *more])}' if about else 'do that'
+    key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
+    more = [f'{len(about) - MAX_NAMED_KEYS} more'] if len(about) > MAX_NAMED_KEYS else []
+    access = f'{"read" if is_read else "write"} {", ".join([*key_names, *more])}' if about else 'do that'
     return f'{user} {access}: it is for another certificate, or `elab certs DIR --enable` has to run again'
 
 
-def is_passing(error: CallFailure) -> bool:
+def is_transient(error: CallFailure) -> bool:
     """Return whether etcd did nothing and soon can: it is electing, or its roles just changed."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
     changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
@@ -443,16 +467,16 @@ def is_learner(error: CallFailure) -> bool:
 
     https://etcd.io/docs/v3.4/learning/design-learner/
     """
-    return error.details == _LEARNER
+    return error.details == _LEARNER_REFUSAL
 
 
-def was_not_sent(error: CallFailure) -> bool:
+def is_unsent(error: CallFailure) -> bool:
     """Return whether the call was not sent, or not passed on: then nothing was changed."""
-    return error.unsent or is_passing(error) or is_learner(error)
+    return error.unsent or is_transient(error) or is_learner(error)
 
 
-def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
+def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
     """Return whether to try the next endpoint: only if nothing was sent unless `is_repeatable`."""
-    if not repeatable:
-        return was_not_sent(error)
+    if not is_repeatable:
+        return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)

@@ -26,12 +26,12 @@ from ecomp.model.roles import (
     AddRole,
     AddUser,
     Change,
-    Give,
-    Grant,
+    GrantPermission,
+    GrantRole,
     Permission,
-    Revoke,
+    RevokePermission,
+    RevokeRole,
     Roles,
-    Take,
 )
 from ecomp.store.by_h2 import check_certificate
 from ecomp.store.connection import Connection
@@ -54,9 +54,9 @@ _TYPES = {READ: auth_pb2.Permission.READ, WRITE: auth_pb2.Permission.WRITE, BOTH
 _KINDS = {number: kind for kind, number in _TYPES.items()}
 
 _NOT_CONNECTED = 'failed to connect to all addresses; last error: '
-_NO_ADDRESS = ('DNS resolution failed', 'errors resolving ')
+_ADDRESS_ERRORS = ('DNS resolution failed', 'errors resolving ')
 # Texts of gRPC's TLS errors, and their meaning; the first match counts.
-_TLS = (
+_TLS_FAILURES = (
     ('certificate has expired', TlsFailure.EXPIRED),
     ('certificate is not yet valid', TlsFailure.NOT_YET_VALID),
     ('Hostname Verification', TlsFailure.OTHER_NAME),
@@ -76,12 +76,12 @@ class Accounts:
 
     def __init__(self, config: EtcdConfig) -> None:
         self._connection = Connection(config, _Channel)
-        self.where = self._connection.where
+        self.endpoints = self._connection.endpoints
 
     def close(self) -> None:
         self._connection.close()
 
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Return whether authentication is enabled.
 
         Before 3.5 etcd reveals that only to an unknown user, so this tries to authenticate one.
@@ -98,7 +98,7 @@ class Accounts:
 
         return self._connection.ask(ask, Unreachable)
 
-    def turn_on(self) -> None:
+    def enable(self) -> None:
         """Enable authentication; a user named `root` with the role `root` must exist.
 
         If etcd takes no user from certificates, disable it again and raise UsageError: it would refuse everything.
@@ -111,26 +111,29 @@ class Accounts:
         except Unreachable:
             raise
         except EcompError as error:
-            token = self._look('Authenticate', etcdrpc.AuthenticateRequest(name=ROOT, password=password)).token
+            token = self._query('Authenticate', etcdrpc.AuthenticateRequest(name=ROOT, password=password)).token
             self._change('AuthDisable', etcdrpc.AuthDisableRequest(), ('token', token))
             reason = 'knows nobody by a certificate: start it with --client-cert-auth, each of its members'
-            raise UsageError(f'etcd at {self.where} {reason}') from error
+            raise UsageError(f'etcd at {self.endpoints} {reason}') from error
 
-    def turn_off(self) -> None:
+    def disable(self) -> None:
         """Disable authentication; users and roles stay."""
         self._change('AuthDisable', etcdrpc.AuthDisableRequest())
 
     def check(self) -> None:
         """Raise Denied if we may do none of this."""
-        self._look('UserList', etcdrpc.AuthUserListRequest())
+        self._query('UserList', etcdrpc.AuthUserListRequest())
 
-    def roles(self) -> Roles:
-        users = self._look('UserList', etcdrpc.AuthUserListRequest()).users
-        names = self._look('RoleList', etcdrpc.AuthRoleListRequest()).roles
+    def read_roles(self) -> Roles:
+        """Read all users and roles, with a query for each; raise Unreachable or Denied."""
+        users = self._query('UserList', etcdrpc.AuthUserListRequest()).users
+        names = self._query('RoleList', etcdrpc.AuthRoleListRequest()).roles
         return Roles(
-            {user: frozenset(self._look('UserGet', etcdrpc.AuthUserGetRequest(name=user)).roles) for user in users},
+            {user: frozenset(self._query('UserGet', etcdrpc.AuthUserGetRequest(name=user)).roles) for user in users},
             {
-                role: frozenset(map(_permission, self._look('RoleGet', etcdrpc.AuthRoleGetRequest(role=role)).perm))
+                role: frozenset(
+                    map(_parse_permission, self._query('RoleGet', etcdrpc.AuthRoleGetRequest(role=role)).perm)
+                )
                 for role in names
             },
         )
@@ -142,29 +145,29 @@ class Accounts:
                 self._change('RoleAdd', etcdrpc.AuthRoleAddRequest(name=role))
             case AddUser(user):
                 self._change('UserAdd', etcdrpc.AuthUserAddRequest(name=user, password=secrets.token_urlsafe(32)))
-            case Grant(role, Permission(kind, key, end)):
+            case GrantPermission(role, Permission(kind, key, end)):
                 permission = auth_pb2.Permission(permType=_TYPES[kind], key=key.encode(), range_end=end.encode())
                 request = etcdrpc.AuthRoleGrantPermissionRequest(name=role, perm=permission)
                 self._change('RoleGrantPermission', request)
-            case Revoke(role, Permission(_, key, end)):
+            case RevokePermission(role, Permission(_, key, end)):
                 # etcd3's messages have text here, which cannot hold every key: such a permission is not ours.
                 request = etcdrpc.AuthRoleRevokePermissionRequest(role=role, key=key, range_end=end)
                 self._change('RoleRevokePermission', request)
-            case Give(user, role):
+            case GrantRole(user, role):
                 self._change('UserGrantRole', etcdrpc.AuthUserGrantRoleRequest(user=user, role=role))
-            case Take(user, role):
+            case RevokeRole(user, role):
                 self._change('UserRevokeRole', etcdrpc.AuthUserRevokeRoleRequest(name=user, role=role))
 
-    def _look(self, name: str, request: Any) -> Any:
+    def _query(self, name: str, request: Any) -> Any:
         return self._connection.ask(partial(self._call, name, request), Unreachable)
 
-    def _change(self, name: str, request: Any, *told: tuple[str, str]) -> None:
-        self._connection.ask(partial(self._call, name, request, told=told), UnknownOutcome)
+    def _change(self, name: str, request: Any, *metadata: tuple[str, str]) -> None:
+        self._connection.ask(partial(self._call, name, request, metadata=metadata), UnknownOutcome)
 
     @staticmethod
-    def _call(name: str, request: Any, client: Any, limit: float, told: Sequence[tuple[str, str]] = ()) -> Any:
-        with _failures():
-            return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *told))
+    def _call(name: str, request: Any, client: Any, limit: float, metadata: Sequence[tuple[str, str]] = ()) -> Any:
+        with _translate_failures():
+            return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *metadata))
 
 
 class _Channel:
@@ -180,35 +183,35 @@ class _Channel:
         if config.ca_cert is None and config.cert_cert is None:
             self.channel = grpc.insecure_channel(endpoint, options)
         else:
-            files = [_content(path) for path in (config.ca_cert, config.cert_key, config.cert_cert)]
+            files = [_read_certificate(path) for path in (config.ca_cert, config.cert_key, config.cert_cert)]
             self.channel = grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(*files), options)
 
     def close(self) -> None:
         self.channel.close()
 
 
-def _content(path: Path | None) -> bytes | None:
+def _read_certificate(path: Path | None) -> bytes | None:
     check_certificate(path)  # gRPC aborts the process for an empty one
     return None if path is None else path.read_bytes()
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
+def _translate_failures() -> Iterator[None]:
     """Convert gRPC's errors to CallFailure, with our own text where no connection was made."""
     try:
         yield
     except grpc.RpcError as error:
-        raise _failure(error.code().name, error.details() or '') from error
+        raise _make_failure(error.code().name, error.details() or '') from error
 
 
-def _failure(code: str, details: str) -> CallFailure:
-    if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_NO_ADDRESS)):
+def _make_failure(code: str, details: str) -> CallFailure:
+    if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_ADDRESS_ERRORS)):
         return CallFailure(code, details)
-    tls_failure = next((tls_failure for sign, tls_failure in _TLS if sign in details), None)
+    tls_failure = next((tls_failure for sign, tls_failure in _TLS_FAILURES if sign in details), None)
     text = ETCD_SENTENCES[tls_failure] if tls_failure is not None else details.removeprefix(_NOT_CONNECTED)
     return CallFailure(code, re.sub(r'^[A-Z]+: (ipv[46]:\S+: )?', '', text), unsent=True)
 
 
-def _permission(found: Any) -> Permission:
-    key, end = found.key.decode(errors='replace'), found.range_end.decode(errors='replace')
-    return Permission(_KINDS[found.permType], key, end)
+def _parse_permission(message: Any) -> Permission:
+    key, end = message.key.decode(errors='replace'), message.range_end.decode(errors='replace')
+    return Permission(_KINDS[message.permType], key, end)

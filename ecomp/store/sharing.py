@@ -15,20 +15,20 @@ from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, summed
-from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
+from ecomp.model.allocation import Resources, sum_resources
+from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.host import Places, by_instance
-from ecomp.model.json_object import dump, load_if_object
-from ecomp.model.order import name_to_json, named
-from ecomp.model.quota import Quota, charge
+from ecomp.model.host import EntriesByCompute, group_by_instance
+from ecomp.model.json_object import dump, load_object_or_empty
+from ecomp.model.order import name_to_json, parse_name_owner
+from ecomp.model.quota import Quota, make_charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import ERROR, GONE, KEPT, Record
+from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
-from ecomp.store.client import AT_ONCE, Delete, Entry, Exists, Put, Store, Unchanged
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
 
@@ -36,44 +36,44 @@ Shared = TypeVar('Shared', Group, Quota)
 Change = tuple[list[Unchanged], list[Put | Delete]]
 
 # Tries of a transaction; each one that fails means that another succeeded.
-TRIES = 100
+MAX_TRIES = 100
 # Maximum seconds between two tries.
-LONGEST = 0.05
+MAX_PAUSE_SECONDS = 0.05
 
 
 class Excluded(Exception):
     """Other instances were faster: of these, only `admitted` may still be placed there."""
 
-    def __init__(self, kept: Collection[str]) -> None:
+    def __init__(self, admitted: Collection[str]) -> None:
         super().__init__()
-        self.kept = kept
+        self.admitted = admitted
 
 
-def holder(entry: Entry) -> str:
+def parse_name_holder(entry: Entry) -> str:
     """Return the instance that a name's key belongs to; raise Unreadable."""
     try:
-        return named(entry.value)
+        return parse_name_owner(entry.value)
     except ValueError as error:
         raise Unreadable(entry.key, error) from error
 
 
-def freed(store: Store, name: str | None, instance: str, lease: int = 0) -> Change:
+def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
     """Return the change that deletes an instance's name, or moves it to its record's lease.
 
     `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
     the name. The change is empty if the name is free or belongs to another instance.
     """
     entry = store.get(keys.name(name)) if name else None
-    if entry is None or not _is_of(entry, instance):
+    if entry is None or not _is_held_by(entry, instance):
         return [], []
-    operation: Put | Delete = Put(entry.key, entry.value.decode(), lease) if lease else Delete(entry.key)
+    operation: Put | Delete = Put(entry.key, entry.value.decode(), record_lease) if record_lease else Delete(entry.key)
     return [Unchanged(entry.key, entry.revision)], [operation]
 
 
-def given_back(store: Store, name: str | None, instance: str) -> Change | None:
+def restore_name(store: Store, name: str | None, instance: str) -> Change | None:
     """Return the change that restores an instance's name; None if another living one has it."""
     entry = store.get(keys.name(name)) if name else None
-    if name is None or (entry is not None and not entry.lease and _is_of(entry, instance)):
+    if name is None or (entry is not None and not entry.lease and _is_held_by(entry, instance)):
         return [], []
     if entry is not None and not entry.lease:
         return None
@@ -81,18 +81,18 @@ def given_back(store: Store, name: str | None, instance: str) -> Change | None:
     return [Unchanged(key, entry.revision if entry else 0)], [Put(key, name_to_json(instance))]
 
 
-def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
+def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
     """Return a group, or None, and the condition that it stays so; raise Unreadable."""
     return _read(store, keys.group(name), lambda value: group_from_json(name, value))
 
 
-def groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
+def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
     """Return the groups that exist, by name, and the names of unreadable ones."""
     groups_by_name: dict[str, Group] = {}
     unreadable = set[str]()
     group_keys = sorted(map(keys.group, names))
-    for start in range(0, len(group_keys), AT_ONCE):  # each value may be as large as etcd allows
-        for key, entry in store.read(group_keys[start : start + AT_ONCE]).items():
+    for start in range(0, len(group_keys), MAX_TRANSACTION_OPERATIONS):  # each value may be as large as etcd allows
+        for key, entry in store.read(group_keys[start : start + MAX_TRANSACTION_OPERATIONS]).items():
             name = key.removeprefix(keys.GROUPS)
             try:
                 groups_by_name[name] = group_from_json(name, entry.value)
@@ -101,67 +101,69 @@ def groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[st
     return groups_by_name, unreadable
 
 
-def quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
+def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
     return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
 
 
-def every(
-    store: Store, prefix: str, read: Callable[[Store, str], tuple[Shared | None, Unchanged]]
+def load_all(
+    store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, Unchanged]]
 ) -> tuple[list[Shared], list[EcompError]]:
     """Return all groups or quotas by name, and an error for each unreadable one."""
     values: list[Shared] = []
     errors: list[EcompError] = []
     for key in sorted(store.snapshot(prefix, keys_only=True).entries):
         try:
-            value, _ = read(store, key.removeprefix(prefix))
+            value, _ = load(store, key.removeprefix(prefix))
             values += [value] if value is not None else []
         except Unreadable as error:
             errors.append(error)
     return values, errors
 
 
-def joined(store: Store, wanted: Membership | None, places: Mapping[str, str]) -> Change:
+def join_group(store: Store, membership: Membership | None, places: Mapping[str, str]) -> Change:
     """Return the change that adds instances to their group.
 
     `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
     UsageError if the group is new and has no policy, Conflict if it has another policy or is full, Unreadable if it is
     malformed.
     """
-    if wanted is None:
+    if membership is None:
         return [], []
-    existing, unchanged = group(store, wanted.name)
-    settled = settle(existing, wanted)
-    admitted = allowed(settled, places)
+    existing, unchanged = load_group(store, membership.name)
+    settled = resolve_group(existing, membership)
+    admitted = filter_admitted(settled, places)
     if len(admitted) < len(places):
         raise Excluded(admitted)
     extended = settled.with_members(places)
-    if len(extended.members) > LARGEST:
-        raise Conflict(f'group {wanted.name} has {len(settled.members)} members, and {LARGEST} at most: take another')
-    return [unchanged], [put_group(extended)]
+    if len(extended.members) > MAX_MEMBERS:
+        raise Conflict(
+            f'group {membership.name} has {len(settled.members)} members, and {MAX_MEMBERS} at most: take another'
+        )
+    return [unchanged], [make_group_operation(extended)]
 
 
-def charged(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
+def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
     """Return the change that charges the project's quota, if any; raise Excluded or Unreadable."""
-    current, unchanged = quota(store, project)
+    current, unchanged = load_quota(store, project)
     if current is None:
         return [unchanged], []  # a quota that is set concurrently counts all requests itself
-    charges = {instance: charge(amounts) for instance, amounts in resources.items()}
+    charges = {instance: make_charge(amounts) for instance, amounts in resources.items()}
     admitted: list[str] = []
     for instance in charges:
-        if current.excess(summed(charges[name] for name in (*admitted, instance))):
+        if current.list_excesses(sum_resources(charges[name] for name in (*admitted, instance))):
             raise Excluded(admitted)
         admitted.append(instance)
-    return [unchanged], [put_quota(current.with_used(summed(charges.values())))]
+    return [unchanged], [make_quota_put(current.add_used(sum_resources(charges.values())))]
 
 
-def recharged(store: Store, project: str, resources: Resources) -> Change:
+def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
     """Return the change that charges a living instance even over quota; raise Unreadable."""
-    current, unchanged = quota(store, project)
-    return [unchanged], [] if current is None else [put_quota(current.with_used(charge(resources)))]
+    current, unchanged = load_quota(store, project)
+    return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
 
-def together(*changes: Change) -> Change:
+def merge_changes(*changes: Change) -> Change:
     """Merge several changes into one."""
     conditions: list[Unchanged] = []
     operations: list[Put | Delete] = []
@@ -171,17 +173,18 @@ def together(*changes: Change) -> Change:
     return conditions, operations
 
 
-def put_quota(found: Quota) -> Put:
-    return Put(keys.quota(found.project), quota_to_json(found))
+def make_quota_put(new_quota: Quota) -> Put:
+    """Return the write that creates or replaces the quota's key, without a condition."""
+    return Put(keys.quota(new_quota.project), quota_to_json(new_quota))
 
 
-def write_end(
+def write_final_record(
     store: Store,
     record: Record,
     conditions: Sequence[Unchanged | Exists],
-    removed: Iterable[str],
-    shares: bool = True,
-    seconds: int | None = None,
+    removed_keys: Iterable[str],
+    release_shared: bool = True,
+    lease_seconds: int | None = None,
 ) -> int | None:
     """Write an instance's final record, on a lease, and release the keys it shared.
 
@@ -192,63 +195,64 @@ def write_end(
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
     error_record = store.get(key) if record.state == GONE and record.error is not None else None
-    lease = store.grant(seconds or KEPT[record.state])
+    lease = store.grant(lease_seconds or RETENTION_SECONDS[record.state])
     put = Put(key, record_to_json(record), lease)
     name_lease = lease if record.state == ERROR else 0
-    make_change = partial(ended, store, record, name_lease) if shares else unshared
-    written = commit_with(store, conditions, [put, *map(Delete, removed)], make_change, lease)
+    make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
+    written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease)
     if written is not None and error_record is not None:
-        quietly_revoke(store, error_record.lease)
+        try_revoke(store, error_record.lease)
     return written
 
 
-def unshared() -> Change:
+def make_empty_change() -> Change:
+    """Return a change without conditions and writes, which always succeeds."""
     return [], []
 
 
-def quietly_revoke(store: Store, lease: int) -> None:
+def try_revoke(store: Store, lease: int) -> None:
     """Revoke a lease that is no longer needed, unless it is 0; on an error it just expires."""
     if lease:
         with suppress(EcompError):
             store.revoke(lease)
 
 
-def ended(store: Store, record: Record, lease: int = 0) -> Change:
+def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:
     """Return the change that releases an instance's name, group slot and quota charge.
 
     For `record_lease` see release_name(). A malformed group or quota is left as it is, so that the end need not wait
     for a repair. A failed instance has already released its charge, so a manual request to destroy it releases none.
     """
-    conditions, operations = freed(store, record.name, record.instance, lease)
+    conditions, operations = release_name(store, record.name, record.instance, record_lease)
     with suppress(Unreadable):
-        members_group, unchanged = group(store, record.group.name) if record.group else (None, None)
+        members_group, unchanged = load_group(store, record.group.name) if record.group else (None, None)
         if members_group is not None and unchanged is not None and record.instance in members_group.members:
             conditions.append(unchanged)
-            operations.append(put_group(members_group.without(record.instance)))
+            operations.append(make_group_operation(members_group.without_members(record.instance)))
     with suppress(Unreadable):
-        current, unchanged = quota(store, record.project_id)
+        current, unchanged = load_quota(store, record.project_id)
         conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
         if current is not None and not (record.state == GONE and record.error is not None):
-            operations.append(put_quota(current.without_used(charge(record.resources))))
+            operations.append(make_quota_put(current.subtract_used(make_charge(record.resources))))
     return conditions, operations
 
 
-def rejoined(store: Store, wanted: Membership | None, instance: str, compute: str) -> Change:
+def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
     """Return the change that adds a living instance to its group in any case; raise Unreadable."""
-    if wanted is None:
+    if membership is None:
         return [], []
-    existing, unchanged = group(store, wanted.name)
+    existing, unchanged = load_group(store, membership.name)
     if existing is not None and existing.members.get(instance) == compute:
         return [], []
-    target = existing or Group(wanted.name, wanted.policy or '', bool(wanted.strict))
-    return [unchanged], [put_group(target.with_members({instance: compute}))]
+    target = existing or Group(membership.name, membership.policy or '', bool(membership.strict))
+    return [unchanged], [make_group_operation(target.with_members({instance: compute}))]
 
 
-def commit_with(
+def commit_with_shared(
     store: Store,
     conditions: Sequence[Unchanged | Exists],
     operations: Sequence[Put | Delete],
-    shared: Callable[[], Change],
+    make_change: Callable[[], Change],
     lease: int = 0,
 ) -> int | None:
     """Commit with a change of shared keys, which is made again while those keys change.
@@ -258,29 +262,29 @@ def commit_with(
     written.
     """
     try:
-        shared_conditions, shared_operations = shared()
-        for _ in range(TRIES):
+        shared_conditions, shared_operations = make_change()
+        for _ in range(MAX_TRIES):
             written = store.commit([*conditions, *shared_conditions], [*operations, *shared_operations])
             if written is not None:
                 return written
             previous = shared_conditions
-            shared_conditions, shared_operations = shared()
+            shared_conditions, shared_operations = make_change()
             if shared_conditions == previous:
                 break
-            time.sleep(random.uniform(0, LONGEST))
+            time.sleep(random.uniform(0, MAX_PAUSE_SECONDS))
     except Exception as error:
         # After these errors the transaction may have been committed: etcd may be found strange by its answer.
         if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
-            quietly_revoke(store, lease)
+            try_revoke(store, lease)
         raise
-    quietly_revoke(store, lease)
+    try_revoke(store, lease)
     return None
 
 
-def put_group(found: Group) -> Put | Delete:
+def make_group_operation(new_group: Group) -> Put | Delete:
     """Return the write of a group's key, or its deletion if it has no members."""
-    key = keys.group(found.name)
-    return Put(key, group_to_json(found)) if found.members else Delete(key)
+    key = keys.group(new_group.name)
+    return Put(key, group_to_json(new_group)) if new_group.members else Delete(key)
 
 
 def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:
@@ -293,9 +297,9 @@ def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Sha
         raise Unreadable(key, error) from error
 
 
-def _is_of(entry: Entry, instance: str) -> bool:
+def _is_held_by(entry: Entry, instance: str) -> bool:
     try:
-        return named(entry.value) == instance
+        return parse_name_owner(entry.value) == instance
     except ValueError:
         return False
 
@@ -303,11 +307,11 @@ def _is_of(entry: Entry, instance: str) -> bool:
 # Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600
 # Tries to write a note whose answer is lost; then UnknownOutcome.
-NOTE_TRIES = 3
+MAX_NOTE_TRIES = 3
 # A higher noted generation counts as this: each step up to it is a call to placement, for which others wait. It is
 # reached by a manual write, or by 50 claims and releases of an instance within the hour; from then on a late release
 # could meet the number of another claim again.
-MAX_NOTED = 50
+MAX_NOTED_GENERATION = 50
 
 
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
@@ -326,9 +330,9 @@ def _write_note(store: Store, generations: Mapping[str, int]) -> None:
     lease = store.grant(NOTE_SECONDS)
     by_key: dict[str, dict[str, int]] = {}
     for instance, generation in generations.items():
-        by_key.setdefault(keys.released(instance, lease), {})[instance] = generation
+        by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
     puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
-    for remaining_tries in reversed(range(NOTE_TRIES)):
+    for remaining_tries in reversed(range(MAX_NOTE_TRIES)):
         try:
             store.commit([], puts)
             return
@@ -337,9 +341,9 @@ def _write_note(store: Store, generations: Mapping[str, int]) -> None:
                 raise
 
 
-def highest_released(store: Store, instances: Collection[str]) -> int:
+def read_highest_released(store: Store, instances: Collection[str]) -> int:
     """Return the highest generation noted for these instances, or 0; to call after a claim."""
-    prefixes = {keys.released_prefix(instance) for instance in instances}
+    prefixes = {keys.released_claims_prefix(instance) for instance in instances}
     highest = 0
 
     def inspect(noted: Entry) -> None:  # returns None, so no entry is kept: each may be as large as etcd allows
@@ -347,7 +351,7 @@ def highest_released(store: Store, instances: Collection[str]) -> int:
         generations = released_from_json(noted.value)
         highest = max([highest, *(generations.get(name, 0) for name in instances)])
 
-    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, keep=inspect)
+    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, transform=inspect)
     return highest
 
 
@@ -366,12 +370,12 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 def released_from_json(value: bytes) -> dict[str, int]:
     """Decode a note as {instance: generation}; {} if ecomp did not write it."""
-    generations = load_if_object(value).get('generations')
+    generations = load_object_or_empty(value).get('generations')
     entries = generations.items() if isinstance(generations, dict) else ()
-    return {name: min(number, MAX_NOTED) for name, number in entries if type(number) is int and number > 0}
+    return {name: min(number, MAX_NOTED_GENERATION) for name, number in entries if type(number) is int and number > 0}
 
 
-class Index:
+class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
     Nothing in etcd says below which compute an instance's keys are. A single lookup reads the keys of the living
@@ -392,83 +396,97 @@ class Index:
         return self._list_records()
 
 
-def find_places(store: Store, instance: str) -> Places[Entry]:
-    """Find the instance's keys below any compute; empty if there are none.
+def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
+    """Find the instance's keys below any compute; empty if absent.
 
     Queues are not read: read them first, since an instance may leave its queue in between.
     """
-    return near(store, instance) or listed(store, instance)
+    return find_at_living_computes(store, instance) or find_by_listing(store, instance)
 
 
-def near(store: Store, instance: str, among: Index | None = None) -> Places[Entry] | None:
+def find_at_living_computes(
+    store: Store, instance: str, key_index: KeyIndex | None = None
+) -> EntriesByCompute[Entry] | None:
     """Find the instance's keys by an earlier index or at living computes; None if elsewhere."""
-    if among is not None:
-        places = listed(store, instance, among)
+    if key_index is not None:
+        places = find_by_listing(store, instance, key_index)
         # An instance that ended in its queue is below no compute, and never elsewhere.
         if places.compute or places.record_key == keys.record('', instance):
             return places
     presences = store.snapshot(keys.COMPUTES, keys_only=True).entries
-    alive = {keys.last(key) for key, entry in presences.items() if entry.lease and keys.is_uuid(keys.last(key))}
+    alive = {
+        keys.get_last_part(key)
+        for key, entry in presences.items()
+        if entry.lease and keys.is_uuid(keys.get_last_part(key))
+    }
     possible = [key for host in sorted(alive) for key in (keys.request(host, instance), keys.record(host, instance))]
-    living_places = _judged(store, instance, store.read([*possible, keys.old_record(instance)]))
+    living_places = _resolve_instance(store, instance, store.read([*possible, keys.old_record(instance)]))
     return living_places if living_places is not None and living_places.compute in alive else None
 
 
-def lives(store: Store, instance: str) -> bool:
+def has_unfinished_record(store: Store, instance: str) -> bool:
     """Return whether any record of the instance is unfinished; ValueError if one is malformed."""
-    key_index = index(store)
+    key_index = read_index(store)
     # All records, whichever computes have a request; with requests, also records written since the listing.
-    record_keys = {*_records_of(key_index, instance), *key_index.records.get(instance, ())}
-    places = by_instance(store.read(sorted(record_keys)).items()).get(instance) or Places()
+    record_keys = {*_list_record_keys(key_index, instance), *key_index.records.get(instance, ())}
+    places = group_by_instance(store.read(sorted(record_keys)).items()).get(instance) or EntriesByCompute()
     records = [record_from_json(entry.value) for entry in places.records.values()]
     return any(record.state not in (GONE, ERROR) for record in records)
 
 
-def index(store: Store) -> Index:
+def read_index(store: Store) -> KeyIndex:
     """List the keys of all requests (10,000 take 0.1 s), and of all records when needed."""
     # Requests before records: an instance that ends in between is seen twice rather than missed.
-    return Index(_names(store, keys.HOSTS), partial(_names, store, keys.INSTANCES))
+    return KeyIndex(_list_keys_by_instance(store, keys.HOSTS), partial(_list_keys_by_instance, store, keys.INSTANCES))
 
 
-def _names(store: Store, family: str) -> Mapping[str, Sequence[str]]:
+def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
         # Other keys below a compute are of no instance, whatever their last part is.
         if (slashes := key.count('/')) == 3 or (slashes == 2 and family == keys.INSTANCES):
-            keys_by_instance.setdefault(keys.last(key), []).append(key)
+            keys_by_instance.setdefault(keys.get_last_part(key), []).append(key)
     return keys_by_instance
 
 
-def listed(store: Store, instance: str, among: Index | None = None) -> Places[Entry]:
+def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
     """Find the instance's keys by listing all keys, or in an earlier index; read queues first.
 
     Empty if there are none, or if the index lacks them.
     """
-    among = index(store) if among is None else among
+    key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
-    request_keys = among.requests.get(instance, ())
-    own_keys = [*request_keys, *_records_of(among, instance)] if request_keys else among.records.get(instance, ())
-    return _judged(store, instance, store.read(sorted(own_keys))) or Places() if own_keys else Places()
+    request_keys = key_index.requests.get(instance, ())
+    own_keys = (
+        [*request_keys, *_list_record_keys(key_index, instance)]
+        if request_keys
+        else key_index.records.get(instance, ())
+    )
+    return (
+        _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()
+        if own_keys
+        else EntriesByCompute()
+    )
 
 
-def _judged(store: Store, instance: str, found: Mapping[str, Entry]) -> Places[Entry] | None:
-    return everywhere(store, found.items()).get(instance)
+def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
+    return resolve_places(store, entries.items()).get(instance)
 
 
-def everywhere(store: Store, found: Iterable[tuple[str, Entry]]) -> dict[str, Places[Entry]]:
+def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
     """Group entries by instance; of several with a request, mark the computes without a claim.
 
     Only a store with `claims` asks placement for that, and raises its errors.
     """
-    places_by_instance = by_instance(found)
+    places_by_instance = group_by_instance(entries)
     if store.claims is not None:
         claims = cache(store.claims)
         for instance, places in places_by_instance.items():
-            places.judge(instance, claims)
+            places.mark_claimless(instance, claims)
     return places_by_instance
 
 
-def _records_of(among: Index, instance: str) -> list[str]:
+def _list_record_keys(key_index: KeyIndex, instance: str) -> list[str]:
     """Return the keys at which the computes with a request have, or will have, their record."""
-    request_keys = among.requests.get(instance, ())
+    request_keys = key_index.requests.get(instance, ())
     return [*(keys.record(key.split('/')[2], instance) for key in request_keys), keys.old_record(instance)]

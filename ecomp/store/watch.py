@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model.backoff import Backoff
-from ecomp.model.json_object import VALUE_LIMIT
-from ecomp.model.text import printable
-from ecomp.store.client import Entry, Guard, Store, after, entry_of, header_of
-from ecomp.store.messages import DEADLINE_EXCEEDED, DELETED, CallFailure, WatchCreate
+from ecomp.model.json_object import MAX_VALUE_BYTES
+from ecomp.model.text import make_printable
+from ecomp.store.client import Entry, Guard, Store, get_prefix_range_end, parse_entry, parse_header
+from ecomp.store.messages import DEADLINE_EXCEEDED, EVENT_DELETE, CallFailure, WatchCreate
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import KnownCluster
-    from ecomp.store.by_h2 import Watch
+    from ecomp.store.by_h2 import WatchStream
 
 log = logging.getLogger(__name__)
 
 # Maximum bytes that are kept of a prefix. Ten thousand requests without user-data are 20 MB.
-MOST = 64 * 1024**2
+MAX_TOTAL_BYTES = 64 * 1024**2
 # Bytes that each comma of a value counts for: once parsed, each part is an object, however short its text.
-PART = 64
+BYTES_PER_PART = 64
 # Bytes of a value that may use as much room again: a request to destroy is one, and must get through when all else is
 # full.
-SMALL = 4096
+SMALL_VALUE_BYTES = 4096
 # Dropped keys that are logged by name; then one line tells that there are more.
-NAMED = 100
+MAX_NAMED_KEYS = 100
 # Maximum keys that are kept, and bytes of one: ecomp writes neither as many nor as long ones, so others leave no trace.
-KEYS = 100_000
-LONGEST = 16 * 1024
+MAX_KEYS = 100_000
+MAX_KEY_BYTES = 16 * 1024
 
 
-class Cache:
+class EntryCache:
     """The entries that a follower keeps: no value that is too large, and a limited size in all.
 
     Of a dropped value the key and revision are kept, so it is visible which compute has a request, and a smaller value
@@ -49,84 +49,90 @@ class Cache:
     event. A kept entry that is unchanged in the next list stays, whatever its position there.
     """
 
-    def __init__(self, largest: int, most: int) -> None:
-        self._largest = largest
-        self._most = most
+    def __init__(self, max_value_bytes: int, max_total_bytes: int) -> None:
+        self._max_value_bytes = max_value_bytes
+        self._max_total_bytes = max_total_bytes
         self.entries: dict[str, Entry] = {}
         self._size = 0
-        self._told: set[str] = set()
+        self._reported_keys: set[str] = set()
 
-    def end(self, listed: Iterable[str]) -> None:
+    def end_list(self, listed_keys: Iterable[str]) -> None:
         """End a list: drop the entries that are not among these keys."""
-        for key in self.entries.keys() - set(listed):
+        for key in self.entries.keys() - set(listed_keys):
             self.forget(key)
-        self._told &= self.entries.keys()
+        self._reported_keys &= self.entries.keys()
 
-    def keep(self, entry: Entry) -> Entry | None:
+    def store(self, entry: Entry) -> Entry | None:
         """Store an entry; return it as it is kept, or None if not even its key is."""
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
             return previous
         size = len(entry.value)
         if previous is not None:
-            self._size -= _weight(previous.value)
+            self._size -= _estimate_bytes(previous.value)
         elif self._has_no_room(entry.key):
-            self._tell(entry.key, size)
+            self._report_dropped(entry.key, size)
             return None
         else:
             self._size += len(entry.key)
-        room = self._most if size > SMALL else 2 * self._most
-        fits = size <= self._largest and self._size + _weight(entry.value) <= room
+        room = self._max_total_bytes if size > SMALL_VALUE_BYTES else 2 * self._max_total_bytes
+        fits = size <= self._max_value_bytes and self._size + _estimate_bytes(entry.value) <= room
         stored = entry if fits else replace(entry, value=b'', dropped=size)
         if not fits:
-            self._tell(entry.key, size)
+            self._report_dropped(entry.key, size)
         self.entries[entry.key] = stored
-        self._size += _weight(stored.value)
+        self._size += _estimate_bytes(stored.value)
         return stored
 
     def forget(self, key: str) -> None:
         """Drop the entry of a key that was deleted."""
         entry = self.entries.pop(key, None)
         if entry is not None:
-            self._size -= len(entry.key) + _weight(entry.value)
+            self._size -= len(entry.key) + _estimate_bytes(entry.value)
 
     def _has_no_room(self, key: str) -> bool:
-        return len(self.entries) >= KEYS or len(key) > LONGEST or self._size + len(key) > 2 * self._most
+        return (
+            len(self.entries) >= MAX_KEYS
+            or len(key) > MAX_KEY_BYTES
+            or self._size + len(key) > 2 * self._max_total_bytes
+        )
 
-    def _tell(self, key: str, size: int) -> None:
-        if key in self._told or len(self._told) > NAMED:
+    def _report_dropped(self, key: str, size: int) -> None:
+        if key in self._reported_keys or len(self._reported_keys) > MAX_NAMED_KEYS:
             return
-        self._told.add(key)
-        if len(self._told) > NAMED:
-            log.warning('more values than these %d are too large, and are not kept', NAMED)
-        elif size > self._largest:
-            log.warning('%s has %d bytes, and %d is the limit: not kept', printable(key, 200), size, self._largest)
+        self._reported_keys.add(key)
+        if len(self._reported_keys) > MAX_NAMED_KEYS:
+            log.warning('more values than these %d are too large, and are not kept', MAX_NAMED_KEYS)
+        elif size > self._max_value_bytes:
+            log.warning(
+                '%s has %d bytes, and %d is the limit: not kept', make_printable(key, 200), size, self._max_value_bytes
+            )
         else:
-            log.warning('%s has %d bytes, and there is no room for it: not kept', printable(key, 200), size)
+            log.warning('%s has %d bytes, and there is no room for it: not kept', make_printable(key, 200), size)
 
 
-def _weight(value: bytes) -> int:
-    return len(value) + PART * value.count(b',')
+def _estimate_bytes(value: bytes) -> int:
+    return len(value) + BYTES_PER_PART * value.count(b',')
 
 
 State = Mapping[str, Entry]
 # A prefix and the callback for its state.
 Subscription = tuple[str, Callable[[State], None]]
 # Seconds until a lost etcd is tried again: at first, and at most.
-FIRST_DELAY = 0.2
-LAST_DELAY = 5.0
+FIRST_DELAY_SECONDS = 0.2
+MAX_DELAY_SECONDS = 5.0
 
 
 class _Resync(Exception):
     """The stream has ended or cannot be trusted: list again."""
 
 
-class _Watch(NamedTuple):
+class _PrefixWatch(NamedTuple):
     """One prefix and the entries kept of it."""
 
     prefix: str
     on_state: Callable[[State], None]
-    kept: Cache
+    cache: EntryCache
 
 
 class Follower:
@@ -146,24 +152,26 @@ class Follower:
         self,
         config: EtcdConfig,
         subscriptions: Iterable[Subscription],
-        resync: float = 60.0,
+        resync_seconds: float = 60.0,
         guard: Guard | None = None,
         on_lost: Callable[[EcompError], None] | None = None,
         on_back: Callable[[], None] | None = None,
-        largest: int = VALUE_LIMIT,
-        most: int = MOST,
+        max_value_bytes: int = MAX_VALUE_BYTES,
+        max_total_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
         # A connection of its own: a long list must not block the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
         self._guard = guard
         self._on_lost = on_lost or self._log_loss
         self._on_back = on_back or self._log_return
-        self._all = [_Watch(*subscription, Cache(largest, most)) for subscription in subscriptions]
-        self._resync = resync
-        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
+        self._watches = [
+            _PrefixWatch(*subscription, EntryCache(max_value_bytes, max_total_bytes)) for subscription in subscriptions
+        ]
+        self._resync_seconds = resync_seconds
+        self._backoff = Backoff(FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS)
         self._stopped = threading.Event()
-        self._call: Watch | None = None
-        self._thread = threading.Thread(target=self._run, name=f'follow {self._all[0].prefix}', daemon=True)
+        self._call: WatchStream | None = None
+        self._thread = threading.Thread(target=self._run, name=f'follow {self._watches[0].prefix}', daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -181,15 +189,15 @@ class Follower:
         is_lost = False
         while not self._stopped.is_set():
             try:
-                cluster_before = self._guard.known if self._guard is not None else None
+                cluster_before = self._guard.known_cluster if self._guard is not None else None
                 revisions = self._list()
                 if self._stopped.is_set():
                     return
-                self._store.recognise()
+                self._store.check_identity()
                 if is_lost:
                     self._on_back()
                 is_lost = False
-                for _, on_state, cache in self._all:
+                for _, on_state, cache in self._watches:
                     on_state(dict(cache.entries))
                 if cluster_before is not None:
                     cluster_before = replace(cluster_before, revision=max(cluster_before.revision, max(revisions) - 1))
@@ -198,8 +206,8 @@ class Follower:
             except _Resync as reason:
                 if self._stopped.is_set():
                     return
-                log.debug('listing %s anew: %s', self._all[0].prefix, reason)
-                self._store.move_on()
+                log.debug('listing %s anew: %s', self._watches[0].prefix, reason)
+                self._store.reconnect()
             except StrangeEtcd:
                 return  # the guard has reported it; there is nothing to follow here
             except EcompError as error:
@@ -207,20 +215,20 @@ class Follower:
                     self._on_lost(error)
                 is_lost = True
             except Exception:  # without this thread ecompute would miss all changes and look healthy
-                log.exception('unexpected error while following %s; trying again', self._all[0].prefix)
+                log.exception('unexpected error while following %s; trying again', self._watches[0].prefix)
             self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
     def _list(self) -> list[int]:
         """List each prefix again; return the revisions to watch from, fewer if stop() was called."""
         revisions = []
-        for prefix, _, cache in self._all:
+        for prefix, _, cache in self._watches:
             if not self._stopped.is_set():
-                snapshot = self._store.snapshot(prefix, keep=cache.keep)
-                cache.end(snapshot.entries)
+                snapshot = self._store.snapshot(prefix, transform=cache.store)
+                cache.end_list(snapshot.entries)
                 revisions.append(snapshot.revision + 1)
         return revisions
 
-    def _watch(self, revisions: Sequence[int], known: KnownCluster | None) -> None:
+    def _watch(self, revisions: Sequence[int], cluster_before: KnownCluster | None) -> None:
         """Apply the changes of each prefix until the planned end; raise _Resync at any other end.
 
         `cluster_before` (None without a guard) is the state of etcd that was known before the list, at the list's
@@ -228,25 +236,29 @@ class Follower:
         before a change arrives here, so every change would seem to come from a member that lags.
         """
         requests = []
-        for prefix_watch, revision in zip(self._all, revisions, strict=True):
+        for prefix_watch, revision in zip(self._watches, revisions, strict=True):
             key = prefix_watch.prefix.encode()
-            requests.append(WatchCreate(key, after(key), revision))
-        self._call = self._store.watch(requests, self._resync * random.uniform(0.8, 1.2))
+            requests.append(WatchCreate(key, get_prefix_range_end(key), revision))
+        self._call = self._store.watch(requests, self._resync_seconds * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
         # etcd numbers the watches in the order of the requests, and reports each number before its first event.
-        watched: dict[int, _Watch] = {}
+        watched: dict[int, _PrefixWatch] = {}
         try:
             for reply in self._call:
                 # One message may report that a watch was created and that it is refused.
                 if reply.canceled or reply.compact_revision:
                     raise _Resync(f'etcd ended the watch: {reply.cancel_reason or "compacted"}')
                 # A member that lags may answer a watch, as may an etcd with another history: the next list shows which.
-                if known is not None and self._guard is not None and not self._guard.observe(known, header_of(reply)):
+                if (
+                    cluster_before is not None
+                    and self._guard is not None
+                    and not self._guard.observe(cluster_before, parse_header(reply))
+                ):
                     raise _Resync('the watch is answered by an etcd that is behind')
                 if reply.created:
-                    watched[reply.watch_id] = self._all[len(watched)]
-                if len(watched) == len(self._all):
+                    watched[reply.watch_id] = self._watches[len(watched)]
+                if len(watched) == len(self._watches):
                     self._backoff.reset()  # only now both the list and the watches have worked
                 if reply.events:
                     self._apply(reply.events, watched.get(reply.watch_id))
@@ -258,19 +270,19 @@ class Follower:
         finally:
             self._call.cancel()
 
-    def _apply(self, events: Iterable[Any], watch: _Watch | None) -> None:
+    def _apply(self, events: Iterable[Any], watch: _PrefixWatch | None) -> None:
         if watch is None:
             raise _Resync('a change came of what is not watched')
         for event in events:
-            entry = entry_of(event.kv)
-            if event.type == DELETED:
-                watch.kept.forget(entry.key)
+            entry = parse_entry(event.kv)
+            if event.type == EVENT_DELETE:
+                watch.cache.forget(entry.key)
             else:
-                watch.kept.keep(entry)
-        watch.on_state(dict(watch.kept.entries))
+                watch.cache.store(entry)
+        watch.on_state(dict(watch.cache.entries))
 
     def _log_loss(self, error: EcompError) -> None:
         log.warning('%s; trying again until it is back', error)
 
     def _log_return(self) -> None:
-        log.info('etcd at %s is back', self._store.where)
+        log.info('etcd at %s is back', self._store.endpoints)

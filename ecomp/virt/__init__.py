@@ -28,28 +28,28 @@ class Hypervisor(Protocol):
         etcd and placement.
         """
 
-    def virt_type(self, wanted: str) -> str:
+    def choose_virt_type(self, setting: str) -> str:
         """Resolve the setting `auto`, `kvm` or `qemu`; UsageError if kvm is unavailable."""
 
-    def cpu_features(self, virt_type: str) -> Set[str]:
+    def read_cpu_features(self, virt_type: str) -> Set[str]:
         """Return a guest's CPU features by libvirt's names; empty if libvirt reports none."""
 
-    def image_directory(self) -> Path | None:
+    def get_image_directory(self) -> Path | None:
         """Return the directory of the base volumes; None if the hypervisor is the fake."""
 
-    def guests(self) -> Mapping[str, Guest]:
+    def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of the domains and overlays with our owner mark."""
 
-    def runs(self, instance: str) -> bool:
+    def is_running(self, instance: str) -> bool:
         """Return whether a domain of this instance with our owner mark runs."""
 
-    def without_base(self) -> Mapping[str, str]:
+    def list_missing_bases(self) -> Mapping[str, str]:
         """Return {instance: path of the base volume} of the overlays whose base volume is missing."""
 
-    def open_dhcp(self) -> Set[str]:
+    def list_open_dhcp(self) -> Set[str]:
         """Return the names of the guests' networks whose DHCP serves unknown MACs, too."""
 
-    def users(self, instance: str) -> Set[str]:
+    def list_disk_users(self, instance: str) -> Set[str]:
         """Return the names of all domains, ours or not, that use the instance's overlay as a disk."""
 
     def create_disk(self, spec: GuestSpec) -> None:
@@ -58,7 +58,7 @@ class Hypervisor(Protocol):
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
         """Write or replace the seed with {name: content}. Raises BuildFailed('disk', …)."""
 
-    def seeds(self) -> Set[str]:
+    def list_seeds(self) -> Set[str]:
         """Return the instances that have a NoCloud disk."""
 
     def delete_seed(self, instance: str) -> None:
@@ -82,33 +82,35 @@ class Hypervisor(Protocol):
     def delete_disk(self, instance: str) -> None:
         """Remove seed, overlay and console log where they exist; Conflict while a domain uses them."""
 
-    def console(self, instance: str) -> Path | None:
+    def get_console_path(self, instance: str) -> Path | None:
         """Return the file with a copy of the guest's serial console; None for the fake."""
 
-    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+    def reserve_address(self, instance: str, mac: str, network: str, preferred: str | None = None) -> str | None:
         """Reserve an IPv4 address of libvirt's `network` for the interface with this MAC.
 
         Returns the address that is already reserved, else `preferred` if it is free, else any free one; None if libvirt
         serves no DHCP there. Raises BuildFailed('scheduled', …) if no address is free or another instance has the MAC.
         """
 
-    def reservations(self) -> Mapping[str, ReservedAddress]:
+    def list_reservations(self) -> Mapping[str, ReservedAddress]:
         """Return {MAC: ReservedAddress} of everything that reserve_address() has reserved."""
 
-    def release(self, instance: str) -> None:
+    def release_addresses(self, instance: str) -> None:
         """Remove all reservations of the instance, on any network."""
 
-    def addresses(self, instance: str) -> Mapping[str, Address]:
+    def find_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return {MAC: Address} of the interfaces that have an address now.
 
         The sources are DHCP leases, the host's ARP table and the guest agent. The agent is queried in the background:
         its answer is returned by the next call.
         """
 
-    def plug_in(self) -> None:
+    def replug_interfaces(self) -> None:
         """Put interfaces that are on no bridge back; failures are `trouble` in list_guests()."""
 
-    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+    def watch_changes(
+        self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
+    ) -> None:
         """Call notify(reason), from any thread, when guests or leases may have changed.
 
         Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the

@@ -24,7 +24,7 @@ except ImportError as error:
         '(it needs libvirt-dev, pkg-config and gcc)'
     ) from error
 
-__all__ = ['Connection', 'libvirt', 'reason']
+__all__ = ['Connection', 'libvirt', 'describe_error']
 
 log = logging.getLogger(__name__)
 
@@ -35,24 +35,26 @@ KEEPALIVE_COUNT = 3
 # Seconds to wait for a connection; after that it is Unreachable.
 OPEN_TIMEOUT = 20.0
 # Seconds between two attempts to reopen a lost connection. The delay doubles from the first to the second value.
-REOPEN_FIRST = 0.2
-REOPEN_MOST = 5.0
+MIN_REOPEN_DELAY_SECONDS = 0.2
+MAX_REOPEN_DELAY_SECONDS = 5.0
 
-BROKEN_CODES = frozenset({libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT})
-BROKEN_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
+BROKEN_CONNECTION_CODES = frozenset(
+    {libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT}
+)
+BROKEN_CONNECTION_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
 
 
-def reason(error: libvirt.libvirtError) -> str:
+def describe_error(error: libvirt.libvirtError) -> str:
     """Return libvirt's message as one line."""
     return ' '.join((error.get_error_message() or str(error)).split())
 
 
 def is_broken(error: libvirt.libvirtError) -> bool:
     """Return whether the connection broke; other errors are libvirtd's answers."""
-    return error.get_error_code() in BROKEN_CODES and error.get_error_domain() in BROKEN_DOMAINS
+    return error.get_error_code() in BROKEN_CONNECTION_CODES and error.get_error_domain() in BROKEN_CONNECTION_DOMAINS
 
 
-class Ignored:
+class IgnoredErrors:
     """Suppresses libvirt errors with one of these codes, unless the connection broke."""
 
     def __init__(self, *codes: int) -> None:
@@ -67,14 +69,14 @@ class Ignored:
 
 
 @contextmanager
-def building(stage: str, what: str = '') -> Iterator[None]:
+def raise_build_failed(stage: str, prefix: str = '') -> Iterator[None]:
     """Raise libvirt's errors, except a broken connection's, as BuildFailed(stage, prefix + …)."""
     try:
         yield
     except libvirt.libvirtError as error:
         if is_broken(error):
             raise
-        raise BuildFailed(stage, what + reason(error)) from error
+        raise BuildFailed(stage, prefix + describe_error(error)) from error
 
 
 class Connection:
@@ -84,40 +86,42 @@ class Connection:
         self.uri = uri
         self._name = f'libvirt {uri}'
         self._lock = threading.Lock()
-        self._open: libvirt.virConnect | None = None
-        self._opening: Future[libvirt.virConnect] | None = None
+        self._current: libvirt.virConnect | None = None
+        self._pending: Future[libvirt.virConnect] | None = None
         self._notify: Callable[[str], None] | None = None
-        self._look: Callable[[str], None] | None = None
-        self._registered: tuple[libvirt.virConnect, int, int | None] | None = None
+        self._on_network_change: Callable[[str], None] | None = None
+        self._registration: tuple[libvirt.virConnect, int, int | None] | None = None
         self._lost = threading.Event()
         self._closed = threading.Event()
 
     @contextmanager
-    def use(self, doing: str) -> Iterator[libvirt.virConnect]:
+    def use(self, activity: str) -> Iterator[libvirt.virConnect]:
         """Yield the open connection, opening it if necessary; `activity` names the block in errors.
 
         Raises Unreachable if the connection cannot be opened or breaks, and EcompError for any other error of libvirt
         in the block or after close(). An `activity` is, for example, 'listing domains'.
         """
-        connection = self._get()
+        connection = self._get_connection()
         try:
             yield connection
         except libvirt.libvirtError as error:
             if is_broken(error):
-                self._drop(connection)
-                raise Unreachable(f'{self._name} is gone while {doing}: {reason(error)}', self._name) from error
-            raise EcompError(f'libvirt: {doing}: {reason(error)}') from error
+                self._discard(connection)
+                raise Unreachable(
+                    f'{self._name} is gone while {activity}: {describe_error(error)}', self._name
+                ) from error
+            raise EcompError(f'libvirt: {activity}: {describe_error(error)}') from error
 
-    def watch(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+    def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
         Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
         interfaces. From the first call on, a lost connection is reopened as soon as libvirtd answers, even if nothing
         uses it. Raises the errors of use().
         """
-        is_first, self._notify, self._look = self._notify is None, notify, look
+        is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
         with self.use('registering for events') as connection:
-            self._register(connection)
+            self._register_callbacks(connection)
         if is_first:
             threading.Thread(target=self._keep_open, name='libvirt-reopen', daemon=True).start()
 
@@ -125,30 +129,30 @@ class Connection:
         self._closed.set()
         self._lost.set()
         with self._lock:
-            connection, self._open = self._open, None
+            connection, self._current = self._current, None
         if connection is not None:
-            self._release(connection)
+            self._remove_callbacks(connection)
             with suppress(libvirt.libvirtError):
                 connection.close()
 
-    def _get(self) -> libvirt.virConnect:
+    def _get_connection(self) -> libvirt.virConnect:
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'libvirt {self.uri}: the connection was closed by us')
             # isAlive() sends nothing: the event loop has noticed a closed socket or a failed keepalive.
-            if self._open is not None and self._open.isAlive():
-                return self._open
-            if self._open is not None:
-                self._release(self._open)
-                self._open = None
-            opening = self._opening or self._begin_opening()
+            if self._current is not None and self._current.isAlive():
+                return self._current
+            if self._current is not None:
+                self._remove_callbacks(self._current)
+                self._current = None
+            opening = self._pending or self._begin_opening()
         # libvirt waits forever for a frozen daemon. The opening thread stays blocked; the next call waits for it, too.
         try:
             return opening.result(OPEN_TIMEOUT)
         except TimeoutError as error:
             raise Unreachable(f'{self._name} does not answer: is libvirtd overloaded?', self._name) from error
         except libvirt.libvirtError as error:
-            raise Unreachable(f'{self._name}: {reason(error)} (is libvirtd running?)', self._name) from error
+            raise Unreachable(f'{self._name}: {describe_error(error)} (is libvirtd running?)', self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
         """Open the connection in a thread, with the lock held; Unreachable if no thread can start."""
@@ -158,7 +162,7 @@ class Connection:
             threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()
         except RuntimeError as error:
             raise Unreachable(f'{self._name}: no thread can be started to open it: {error}', self._name) from error
-        self._opening = opening
+        self._pending = opening
         return opening
 
     def _connect(self, result: Future[libvirt.virConnect]) -> None:
@@ -168,38 +172,38 @@ class Connection:
             connection.setKeepAlive(KEEPALIVE_INTERVAL, KEEPALIVE_COUNT)
             connection.registerCloseCallback(self._on_close, None)
             if self._notify is not None:
-                self._register(connection)
+                self._register_callbacks(connection)
         except Exception as error:
             # Deliver any exception to the callers that wait for the result.
             if connection is not None:
-                self._release(connection)
+                self._remove_callbacks(connection)
                 # Close it here: the exception references it and forms a cycle with this frame, so it would stay open.
                 with suppress(libvirt.libvirtError):
                     connection.close()
             with self._lock:
-                self._opening = None
+                self._pending = None
             result.set_exception(error)
         else:
             with self._lock:
-                self._open, self._opening = connection, None
+                self._current, self._pending = connection, None
             result.set_result(connection)
 
-    def _drop(self, connection: libvirt.virConnect) -> None:
+    def _discard(self, connection: libvirt.virConnect) -> None:
         with self._lock:
-            if self._open is connection:
-                self._open = None
-        self._release(connection)
+            if self._current is connection:
+                self._current = None
+        self._remove_callbacks(connection)
         self._lost.set()
 
-    def _register(self, connection: libvirt.virConnect) -> None:
+    def _register_callbacks(self, connection: libvirt.virConnect) -> None:
         # Called by watch(), and by the opening that watch() may have caused.
-        if self._registered is None or self._registered[0] is not connection:
+        if self._registration is None or self._registration[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
             number = connection.domainEventRegisterAny(None, lifecycle, self._on_lifecycle, None)
-            self._registered = (connection, number, None)  # so that it is removed even if the next line raises
-            self._registered = (connection, number, self._register_networks(connection))
+            self._registration = (connection, number, None)  # so that it is removed even if the next line raises
+            self._registration = (connection, number, self._register_network_callback(connection))
 
-    def _register_networks(self, connection: libvirt.virConnect) -> int | None:
+    def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))
@@ -207,16 +211,16 @@ class Connection:
             if is_broken(error):
                 raise
             # A host that only uses bridges may lack libvirt's network driver.
-            log.debug('libvirt tells nothing of networks: %s', reason(error))
+            log.debug('libvirt tells nothing of networks: %s', describe_error(error))
             return None
 
-    def _release(self, connection: libvirt.virConnect) -> None:
+    def _remove_callbacks(self, connection: libvirt.virConnect) -> None:
         """Remove our callbacks, which would keep the connection and its socket open."""
         # Not closed here: another thread may be in a call on it. Its last reference closes it.
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()
-        if self._registered is not None and self._registered[0] is connection:
-            (_, domains, networks), self._registered = self._registered, None
+        if self._registration is not None and self._registration[0] is connection:
+            (_, domains, networks), self._registration = self._registration, None
             with suppress(libvirt.libvirtError):
                 connection.domainEventDeregisterAny(domains)
             with suppress(libvirt.libvirtError):
@@ -229,22 +233,25 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
-        if self._look is not None and event in (libvirt.VIR_NETWORK_EVENT_STARTED, libvirt.VIR_NETWORK_EVENT_STOPPED):
-            self._look(f'libvirt: network {network.name()} was started or stopped')
+        if self._on_network_change is not None and event in (
+            libvirt.VIR_NETWORK_EVENT_STARTED,
+            libvirt.VIR_NETWORK_EVENT_STOPPED,
+        ):
+            self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
-    def _on_close(self, _connection: object, why: int, _opaque: object) -> None:
+    def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
         self._lost.set()
         if self._notify is not None and not self._closed.is_set():
-            self._notify(f'libvirt: connection lost (reason {why})')
+            self._notify(f'libvirt: connection lost (reason {reason_code})')
 
     def _keep_open(self) -> None:
         while not self._closed.is_set():
             self._lost.wait()
             self._lost.clear()
-            backoff = Backoff(REOPEN_FIRST, REOPEN_MOST)
+            backoff = Backoff(MIN_REOPEN_DELAY_SECONDS, MAX_REOPEN_DELAY_SECONDS)
             while not self._closed.is_set():
                 try:
-                    self._get()
+                    self._get_connection()
                 except EcompError as error:
                     log.debug('%s', error)
                     self._closed.wait(backoff.next())

@@ -15,61 +15,61 @@ from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec
 from ecomp.virt import xml
-from ecomp.virt.connection import Connection, Ignored, building, is_broken, libvirt, reason
+from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
 log = logging.getLogger(__name__)
 
 # Seconds that a guest agent has for each answer; libvirt's default is to wait forever.
-PATIENCE = 1
+AGENT_TIMEOUT_SECONDS = 1
 
 
-class Agents:
+class GuestAgents:
     """Queries guest agents in its own thread and connection: a silent one delays no caller."""
 
     def __init__(self, uri: str) -> None:
         self._connection = Connection(uri)
         self._thread: threading.Thread | None = None
-        self._to_ask: SimpleQueue[tuple[str, Future[Mapping[str, Any]]] | None] = SimpleQueue()
-        self._asked: dict[str, Future[Mapping[str, Any]]] = {}
+        self._queries: SimpleQueue[tuple[str, Future[Mapping[str, Any]]] | None] = SimpleQueue()
+        self._answers: dict[str, Future[Mapping[str, Any]]] = {}
 
-    def addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
+    def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
         """Return {MAC: IPv4 address} from the last answer ({} if none yet), and query again."""
-        answer = self._asked.get(instance)
+        answer = self._answers.get(instance)
         if answer is not None and not answer.done():
             return {}
         if self._thread is None:
             # A plain thread: Python joins an executor's at exit, and libvirtd may be frozen.
-            thread = threading.Thread(target=self._ask_each, name='agents', daemon=True)
+            thread = threading.Thread(target=self._run_queries, name='agents', daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 log.debug('agents are asked later: %s', error)
                 return {}
             self._thread = thread
-        self._asked[instance] = Future()
-        self._to_ask.put((instance, self._asked[instance]))
-        return said(answer.result(), macs) if answer is not None else {}
+        self._answers[instance] = Future()
+        self._queries.put((instance, self._answers[instance]))
+        return pick_addresses(answer.result(), macs) if answer is not None else {}
 
     def forget(self, instance: str) -> None:
         """Drop the answer of an instance that no longer exists."""
-        self._asked.pop(instance, None)
+        self._answers.pop(instance, None)
 
     def close(self) -> None:
-        self._to_ask.put(None)
+        self._queries.put(None)
         self._connection.close()
 
-    def _ask_each(self) -> None:
-        while (query := self._to_ask.get()) is not None:
+    def _run_queries(self) -> None:
+        while (query := self._queries.get()) is not None:
             instance, answer = query
-            answer.set_result(self._ask(instance))
+            answer.set_result(self._query(instance))
 
-    def _ask(self, instance: str) -> Mapping[str, Any]:
+    def _query(self, instance: str) -> Mapping[str, Any]:
         try:
             with self._connection.use(f'asking the agent of {instance}') as connection:
                 domain = connection.lookupByUUIDString(instance)
                 if not xml.has_agent(domain.XMLDesc()):
                     return {}
-                domain.agentSetResponseTimeout(PATIENCE)
+                domain.agentSetResponseTimeout(AGENT_TIMEOUT_SECONDS)
                 answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
                 return answer
         except (EcompError, ValueError) as error:  # ValueError: a name in the answer is not text
@@ -77,19 +77,19 @@ class Agents:
             return {}
 
 
-def said(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
+def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
     """Return {MAC: its first reachable IPv4 address} from virDomainInterfaceAddresses' answer."""
     wanted_macs = set(macs)
     addresses: dict[str, str] = {}
     for interface in answer.values():
         mac = str(interface['hwaddr'] or '').lower()
-        usable = [str(entry['addr']) for entry in interface['addrs'] or () if _usable(str(entry['addr']))]
+        usable = [str(entry['addr']) for entry in interface['addrs'] or () if _is_reachable(str(entry['addr']))]
         if mac in wanted_macs and usable:
             addresses.setdefault(mac, usable[0])
     return addresses
 
 
-def _usable(text: str) -> bool:
+def _is_reachable(text: str) -> bool:
     try:
         address = IPv4Address(text)
     except ValueError:
@@ -99,12 +99,12 @@ def _usable(text: str) -> bool:
 
 
 # Seconds a domain has to end; then EcompError, and the caller tries again.
-DESTROY_DEADLINE = 60.0
+DESTROY_TIMEOUT_SECONDS = 60.0
 # Seconds that a QEMU has to accept a press of the power button; then the call returns.
-ASK_DEADLINE = 5.0
+SHUTDOWN_TIMEOUT_SECONDS = 5.0
 # Seconds between two checks of a domain that is to end. The delay doubles from the first to the second value.
-RETRY_FIRST = 0.05
-RETRY_MOST = 2.0
+MIN_RETRY_DELAY_SECONDS = 0.05
+MAX_RETRY_DELAY_SECONDS = 2.0
 
 # What these flags remove prevents undefining. Not every driver knows every flag: try each set in turn, then none.
 UNDEFINE_FLAGS = (
@@ -114,7 +114,7 @@ UNDEFINE_FLAGS = (
     | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA,
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
 )
-READ_AGAIN = (
+RETRYABLE_ERRORS = (
     # "Already exists", "already off": the state is read again and may be the intended one.
     *(libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID),
     # QEMU did not end in time, but may still end.
@@ -122,7 +122,7 @@ READ_AGAIN = (
     *(libvirt.VIR_ERR_OPERATION_TIMEOUT, libvirt.VIR_ERR_OPERATION_FAILED),
 )
 # For other reasons libvirt itself pauses a guest, and soon resumes it.
-PAUSED_BY_OTHERS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
+EXTERNAL_PAUSE_REASONS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
 
 class Domains:
@@ -131,58 +131,58 @@ class Domains:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def ours(self) -> Mapping[str, Guest]:
+    def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
         guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
-                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
-                    mark = _mark(domain)
+                with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
+                    mark = _read_owner_mark(domain)
                     if mark is not None and mark.instance == domain.UUIDString():
                         _, max_kib, now_kib, vcpus, _ = domain.info()
                         size = {'VCPU': vcpus, 'MEMORY_MB': max_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
-                        presence, trouble = (is_defined, is_active, False), _trouble(*domain.state())
+                        presence, trouble = (is_defined, is_active, False), _describe_trouble(*domain.state())
                         guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
         return guests
 
-    def computes(self) -> frozenset[str]:
+    def list_computes(self) -> frozenset[str]:
         """Return the computes to which the domains on this host belong."""
-        return frozenset(guest.compute for guest in self.ours().values() if guest.compute)
+        return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
 
-    def runs(self, instance: str) -> bool:
+    def is_guest_running(self, instance: str) -> bool:
         """Return whether our domain of this instance runs, without waiting for starting domains."""
         use = self._connection.use(f'looking for domain {instance}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+        with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
-            mark = _mark(domain)
+            mark = _read_owner_mark(domain)
             return mark is not None and mark.instance == instance and bool(domain.isActive())
         return False
 
-    def users(self, disk: str) -> Set[str]:
+    def list_disk_users(self, disk: str) -> Set[str]:
         """Return the names of domains, ours or not, with this disk now or at their next start."""
         names = set()
         with self._connection.use(f'looking for who has {disk}') as connection:
             for domain in connection.listAllDomains():
-                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
-                    if disk in _disks(domain):
+                with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
+                    if disk in _read_disk_paths(domain):
                         names.add(domain.name())
         return names
 
-    def is_running(self, instance: str) -> bool:
+    def is_domain_running(self, instance: str) -> bool:
         """Return whether a domain of this name or uuid runs, ours or not."""
         with self._connection.use(f'looking for domain {instance}') as connection:
-            return any(_runs(domain) for domain in _named(connection, instance))
+            return any(_is_active(domain) for domain in _find_domains(connection, instance))
 
-    def check_free(self, instance: str, files: Collection[str]) -> None:
+    def check_files_unused(self, instance: str, files: Collection[str]) -> None:
         """Raise Conflict if our domain runs, or a foreign one of this name or uuid uses `files`."""
         with self._connection.use(f'looking for domain {instance}') as connection:
-            for domain in _named(connection, instance):
+            for domain in _find_domains(connection, instance):
                 label = f'{domain.name()} ({domain.UUIDString()})'
-                if _is_ours(_mark(domain), domain, instance):
+                if _is_ours(_read_owner_mark(domain), domain, instance):
                     if domain.isActive():
                         raise Conflict(f'domain {instance} is running: its disk is not removed')
-                elif used := _disks(domain) & set(files):
+                elif used := _read_disk_paths(domain) & set(files):
                     raise Conflict(f'domain {label}, not made by ecompute, has {min(used)}: that is not removed')
 
     def start(self, spec: GuestSpec, description: str) -> None:
@@ -191,8 +191,8 @@ class Domains:
         A domain that is defined and off is left from an interrupted build and is redefined. Raises
         BuildFailed('started', …), or Conflict if a domain of this name or uuid is not ours.
         """
-        with self._connection.use(f'starting domain {spec.instance}') as connection, building('started'):
-            for domain in _named(connection, spec.instance):
+        with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
+            for domain in _find_domains(connection, spec.instance):
                 _check_ours(domain, spec.instance, spec.compute)
                 if domain.isActive():
                     return
@@ -203,8 +203,8 @@ class Domains:
 
     def resume(self, instance: str, compute: str) -> None:
         """Start our domain as it is defined; no-op if it runs. Raises what start() raises."""
-        with self._connection.use(f'starting domain {instance}') as connection, building('started'):
-            domains = _named(connection, instance)
+        with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
+            domains = _find_domains(connection, instance)
             for domain in domains:
                 _check_ours(domain, instance, compute)
                 if not domain.isActive():
@@ -216,11 +216,11 @@ class Domains:
         """Press the power button of our running domain and return; Conflict as in start()."""
         result: Future[None] = Future()
 
-        def ask() -> None:
+        def press() -> None:
             # libvirt waits forever for a frozen QEMU, and serves only a few calls of one connection concurrently.
             own_connection = Connection(self._connection.uri)
             try:
-                _press(own_connection, instance, compute)
+                _press_power_button(own_connection, instance, compute)
                 result.set_result(None)
             except Exception as error:  # delivered to the caller by result.result()
                 result.set_exception(error)
@@ -228,13 +228,13 @@ class Domains:
                 own_connection.close()
 
         # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
-        threading.Thread(target=ask, name='libvirt-ask', daemon=True).start()
+        threading.Thread(target=press, name='libvirt-ask', daemon=True).start()
         try:
-            result.result(ASK_DEADLINE)
+            result.result(SHUTDOWN_TIMEOUT_SECONDS)
         except TimeoutError:
-            self.is_running(instance)  # raises Unreachable if libvirtd does not answer, either
+            self.is_domain_running(instance)  # raises Unreachable if libvirtd does not answer, either
 
-    def end(self, instance: str, compute: str, undefine: bool) -> None:
+    def force_off(self, instance: str, compute: str, undefine: bool) -> None:
         """Force our domain off and wait until it is off; with `undefine`, until it is gone.
 
         Raises Conflict if the domain belongs to another compute or was not created by ecompute. With `undefine` the
@@ -242,11 +242,11 @@ class Domains:
         DESTROY_TIMEOUT_SECONDS.
         """
         failure, foreign = 'no error', set[str]()
-        for _ in _until(time.monotonic() + DESTROY_DEADLINE):
+        for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
             with self._connection.use(f'destroying domain {instance}') as connection:
-                for domain in _named(connection, instance):
+                for domain in _find_domains(connection, instance):
                     try:
-                        if not _check_ours(domain, instance, compute, or_stranger=undefine):
+                        if not _check_ours(domain, instance, compute, allow_foreign=undefine):
                             foreign.add(domain.UUIDString())
                             continue
                         # Destroy first: undefining makes a running domain transient and leaves it running.
@@ -256,71 +256,77 @@ class Domains:
                         if undefine and domain.isPersistent():
                             _undefine(domain)
                     except libvirt.libvirtError as error:
-                        if is_broken(error) or error.get_error_code() not in READ_AGAIN:
+                        if is_broken(error) or error.get_error_code() not in RETRYABLE_ERRORS:
                             raise
-                        failure = reason(error)
-                remaining = [other for other in _named(connection, instance) if other.UUIDString() not in foreign]
-                if not any(undefine or _runs(domain) for domain in remaining):
+                        failure = describe_error(error)
+                remaining = [
+                    other for other in _find_domains(connection, instance) if other.UUIDString() not in foreign
+                ]
+                if not any(undefine or _is_active(domain) for domain in remaining):
                     return
-        raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {failure}')
+        raise EcompError(
+            f'domain {instance} is still there after {DESTROY_TIMEOUT_SECONDS:g} s of destroying it: {failure}'
+        )
 
-    def interfaces(self, instance: str) -> Mapping[str, xml.Plug]:
+    def read_interfaces(self, instance: str) -> Mapping[str, xml.InterfaceLink]:
         """Return {MAC: InterfaceLink} of our domain's interfaces, in order; {} without a domain."""
         use = self._connection.use(f'asking for the interfaces of {instance}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
-            return xml.interfaces(connection.lookupByUUIDString(instance).XMLDesc())
+        with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
+            return xml.parse_interfaces(connection.lookupByUUIDString(instance).XMLDesc())
         return {}
 
 
-def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
+def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
     """Return the domains with this uuid or this name: none, one, or two different ones."""
     domains_by_uuid: dict[str, libvirt.virDomain] = {}
     for lookup in (connection.lookupByUUIDString, connection.lookupByName):
-        with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+        with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = lookup(instance)
             domains_by_uuid[domain.UUIDString()] = domain
     return list(domains_by_uuid.values())
 
 
-def _runs(domain: libvirt.virDomain) -> bool:
+def _is_active(domain: libvirt.virDomain) -> bool:
     """Return whether the domain runs; a transient one no longer exists when it does not."""
-    with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+    with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
         return bool(domain.isActive())
     return False
 
 
-def _press(connection: Connection, instance: str, compute: str) -> None:
+def _press_power_button(connection: Connection, instance: str, compute: str) -> None:
     with connection.use(f'shutting domain {instance} down') as opened:
-        for domain in _named(opened, instance):
+        for domain in _find_domains(opened, instance):
             _check_ours(domain, instance, compute)
             # A QEMU that is just ending does not answer; one that keeps running is asked again.
-            with Ignored(*READ_AGAIN):
+            with IgnoredErrors(*RETRYABLE_ERRORS):
                 if domain.isActive():
                     # By default libvirt would try the guest agent first, and wait for it.
                     domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
 
 
-def _mark(domain: libvirt.virDomain) -> xml.Mark | None:
-    with Ignored(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
-        return xml.mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
+def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
+    with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
+        return xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
     return None
 
 
-def _disks(domain: libvirt.virDomain) -> Set[str]:
+def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
     """Return the domain's disk files, now or at its next start."""
-    return {disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.disks(domain.XMLDesc(flags))}
+    return {
+        disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
+    }
 
 
-def _is_ours(mark: xml.Mark | None, domain: libvirt.virDomain, instance: str) -> bool:
+def _is_ours(mark: xml.OwnerMark | None, domain: libvirt.virDomain, instance: str) -> bool:
     """Return whether any ecompute created the domain for this instance; `mark` is the domain's."""
     return mark is not None and mark.instance == instance and domain.UUIDString() == instance
 
 
-def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stranger: bool = False) -> bool:
+def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_foreign: bool = False) -> bool:
     """Raise Conflict unless ours; with `allow_foreign`, return False if not made by ecompute."""
-    mark = _mark(domain)
+    mark = _read_owner_mark(domain)
     if mark is None or not _is_ours(mark, domain, instance):
-        if or_stranger:
+        if allow_foreign:
             return False
         label = f'{domain.name()} ({domain.UUIDString()})'
         raise Conflict(f'domain {label} is here and was not made by ecompute: not touched')
@@ -329,32 +335,32 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stran
     return True
 
 
-def _trouble(state: int, why: int) -> str:
+def _describe_trouble(state: int, reason_code: int) -> str:
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
-        state == libvirt.VIR_DOMAIN_SHUTOFF and why == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
+        state == libvirt.VIR_DOMAIN_SHUTOFF and reason_code == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
     ):
         return CRASHED
-    if state == libvirt.VIR_DOMAIN_PAUSED and why == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
+    if state == libvirt.VIR_DOMAIN_PAUSED and reason_code == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
         return NO_SPACE
-    is_paused = state == libvirt.VIR_DOMAIN_PAUSED and why in PAUSED_BY_OTHERS
+    is_paused = state == libvirt.VIR_DOMAIN_PAUSED and reason_code in EXTERNAL_PAUSE_REASONS
     return PAUSED if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ''
 
 
 def _undefine(domain: libvirt.virDomain) -> None:
     for flags in UNDEFINE_FLAGS:
-        with Ignored(libvirt.VIR_ERR_INVALID_ARG):
+        with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):
             domain.undefineFlags(flags)
             return
     domain.undefineFlags(0)
 
 
-def _until(deadline: float) -> Iterator[None]:
+def _retry_until(deadline: float) -> Iterator[None]:
     """Yield immediately, then after growing delays, until time.monotonic() passes `deadline`."""
-    delay = RETRY_FIRST
+    delay = MIN_RETRY_DELAY_SECONDS
     yield
     while time.monotonic() < deadline:
         time.sleep(delay)
-        delay = min(2 * delay, RETRY_MOST)
+        delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, same_mac
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, make_mac_conflict
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -25,7 +25,7 @@ class FakeHypervisor:
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
-        self._reserved: dict[str, ReservedAddress] = {}
+        self._reservations: dict[str, ReservedAddress] = {}
         self._seeds: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
@@ -39,65 +39,65 @@ class FakeHypervisor:
             state / 'fake.json', lambda data: {guest.instance: guest for guest in (Guest(**row) for row in data)}
         )
         with self._lock:
-            self._reserved, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
+            self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
 
-    def virt_type(self, wanted: str) -> str:
-        if wanted == 'kvm':
+    def choose_virt_type(self, setting: str) -> str:
+        if setting == 'kvm':
             raise UsageError('virt_type kvm cannot be had: the guests are only pretended (--fake)')
         return 'qemu'
 
-    def cpu_features(self, _virt_type: str) -> Set[str]:
+    def read_cpu_features(self, _virt_type: str) -> Set[str]:
         return frozenset()
 
-    def image_directory(self) -> Path | None:
+    def get_image_directory(self) -> Path | None:
         return None
 
-    def guests(self) -> Mapping[str, Guest]:
+    def list_guests(self) -> Mapping[str, Guest]:
         with self._lock:
             return dict(self._guests)
 
-    def runs(self, instance: str) -> bool:
+    def is_running(self, instance: str) -> bool:
         with self._lock:
             guest = self._guests.get(instance)
             return guest is not None and guest.running
 
-    def without_base(self) -> Mapping[str, str]:
+    def list_missing_bases(self) -> Mapping[str, str]:
         return {}
 
-    def open_dhcp(self) -> Set[str]:
+    def list_open_dhcp(self) -> Set[str]:
         return set()
 
-    def users(self, instance: str) -> Set[str]:
+    def list_disk_users(self, instance: str) -> Set[str]:
         with self._lock:
             guest = self._guests.get(instance)
         return {instance} if guest is not None and guest.disk and guest.defined else set()
 
     def create_disk(self, spec: GuestSpec) -> None:
-        image.capacity(spec)
+        image.determine_capacity(spec)
         with self._lock:
-            guest = self._guest(spec.instance)
+            guest = self._get_guest(spec.instance)
             if guest.running:
                 raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
-            self._put(replace(guest, disk=True), 'disk')
+            self._save_guest(replace(guest, disk=True), 'disk')
 
     def create_seed(self, instance: str, _files: Mapping[str, bytes]) -> None:
         with self._lock:
-            if self._guest(instance).running:
+            if self._get_guest(instance).running:
                 raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
-            self._put_seeds(self._seeds | {instance}, 'disk')
+            self._save_seeds(self._seeds | {instance}, 'disk')
 
-    def seeds(self) -> Set[str]:
+    def list_seeds(self) -> Set[str]:
         return self._seeds
 
     def delete_seed(self, instance: str) -> None:
         with self._lock:
-            if self._guest(instance).running:
+            if self._get_guest(instance).running:
                 raise Conflict(f'domain {instance} is running: its seed is not removed')
-            self._put_seeds(self._seeds - {instance})
+            self._save_seeds(self._seeds - {instance})
 
     def start(self, spec: GuestSpec) -> None:
         with self._lock:
-            guest = self._guest(spec.instance)
+            guest = self._get_guest(spec.instance)
             if guest.compute not in (None, spec.compute):
                 raise Conflict(
                     f'domain {spec.instance} is here and belongs to compute {guest.compute}, '
@@ -107,16 +107,16 @@ class FakeHypervisor:
                 raise BuildFailed('started', f'the disk of {spec.instance} is not there')
             if spec.seed is not None and spec.instance not in self._seeds:
                 raise BuildFailed('started', f'the seed of {spec.instance} is not there')
-            self._put(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
-        self._changed(f'fake: domain {spec.instance} started')
+            self._save_guest(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
+        self._notify_change(f'fake: domain {spec.instance} started')
 
     def resume(self, instance: str, compute: str) -> None:
         with self._lock:
-            guest = self._ours(instance, compute)
+            guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
-            self._put(replace(guest, running=True, trouble=''))
-        self._changed(f'fake: domain {instance} started')
+            self._save_guest(replace(guest, running=True, trouble=''))
+        self._notify_change(f'fake: domain {instance} started')
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Switch the guest off immediately: the fake has no guest that could do it."""
@@ -124,97 +124,101 @@ class FakeHypervisor:
 
     def switch_off(self, instance: str, compute: str) -> None:
         with self._lock:
-            self._put(replace(self._ours(instance, compute), running=False))
-        self._changed(f'fake: domain {instance} is off')
+            self._save_guest(replace(self._get_own_guest(instance, compute), running=False))
+        self._notify_change(f'fake: domain {instance} is off')
 
     def destroy(self, instance: str, compute: str) -> None:
         with self._lock:
-            self._put(replace(self._ours(instance, compute), compute=None, defined=False, running=False))
-        self._changed(f'fake: domain {instance} destroyed')
+            self._save_guest(
+                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False)
+            )
+        self._notify_change(f'fake: domain {instance} destroyed')
 
     def delete_disk(self, instance: str) -> None:
         with self._lock:
-            guest = self._guest(instance)
+            guest = self._get_guest(instance)
             if guest.running:
                 raise Conflict(f'domain {instance} is running: its disk is not removed')
             self.delete_seed(instance)
-            self._put(replace(guest, disk=False))
+            self._save_guest(replace(guest, disk=False))
 
-    def console(self, _instance: str) -> Path | None:
+    def get_console_path(self, _instance: str) -> Path | None:
         return None
 
-    def reserve(self, instance: str, mac: str, _network: str, _wanted: str | None = None) -> str | None:
+    def reserve_address(self, instance: str, mac: str, _network: str, _preferred: str | None = None) -> str | None:
         """Return an address in 10.0.0.0/8 that depends on the MAC alone."""
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
-            if (holder := self._reserved.get(mac)) is not None and holder.instance != instance:
-                raise same_mac(mac, holder.instance)
-            self._keep({**self._reserved, mac: ReservedAddress(instance, address)}, 'scheduled')
+            if (holder := self._reservations.get(mac)) is not None and holder.instance != instance:
+                raise make_mac_conflict(mac, holder.instance)
+            self._save_reservations({**self._reservations, mac: ReservedAddress(instance, address)}, 'scheduled')
         return address
 
-    def reservations(self) -> Mapping[str, ReservedAddress]:
+    def list_reservations(self) -> Mapping[str, ReservedAddress]:
         with self._lock:
-            return dict(self._reserved)
+            return dict(self._reservations)
 
-    def release(self, instance: str) -> None:
+    def release_addresses(self, instance: str) -> None:
         with self._lock:
-            remaining = {mac: entry for mac, entry in self._reserved.items() if entry.instance != instance}
-            if remaining != self._reserved:
-                self._keep(remaining)
+            remaining = {mac: entry for mac, entry in self._reservations.items() if entry.instance != instance}
+            if remaining != self._reservations:
+                self._save_reservations(remaining)
 
-    def addresses(self, instance: str) -> Mapping[str, Address]:
+    def find_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return the reserved addresses of a running guest."""
         with self._lock:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
-            reservations = self._reserved.items()
+            reservations = self._reservations.items()
         return {mac: Address(entry.address, 'lease') for mac, entry in reservations if entry.instance == instance}
 
-    def plug_in(self) -> None:
+    def replug_interfaces(self) -> None:
         """Do nothing: fake guests have no interfaces."""
 
-    def on_change(self, notify: Callable[[str], None], _look: Callable[[str], None] | None = None) -> None:
+    def watch_changes(
+        self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
+    ) -> None:
         self._notify = notify
 
     def close(self) -> None:
         self._notify = None
 
-    def _guest(self, instance: str) -> Guest:
-        return self._guests.get(instance, _nothing(instance))
+    def _get_guest(self, instance: str) -> Guest:
+        return self._guests.get(instance, _make_empty_guest(instance))
 
-    def _ours(self, instance: str, compute: str) -> Guest:
-        guest = self._guest(instance)
+    def _get_own_guest(self, instance: str, compute: str) -> Guest:
+        guest = self._get_guest(instance)
         if guest.compute not in (None, compute):
             raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
         return guest
 
-    def _put(self, guest: Guest, stage: str | None = None) -> None:
+    def _save_guest(self, guest: Guest, stage: str | None = None) -> None:
         """Store the guest; drop it if it has neither domain nor disk."""
         guests = {**self._guests, guest.instance: guest}
-        if guest == _nothing(guest.instance):
+        if guest == _make_empty_guest(guest.instance):
             del guests[guest.instance]
         if guests != self._guests:
             self._write('', [asdict(guest) for guest in guests.values()], stage)
             self._guests = guests
 
-    def _keep(self, reserved: dict[str, ReservedAddress], stage: str | None = None) -> None:
-        self._write('-reserved', reserved, stage)
-        self._reserved = reserved
+    def _save_reservations(self, reservations: dict[str, ReservedAddress], stage: str | None = None) -> None:
+        self._write('-reserved', reservations, stage)
+        self._reservations = reservations
 
-    def _put_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
+    def _save_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
         if seeds != self._seeds:
             self._write('-seeds', sorted(seeds), stage)
             self._seeds = seeds
 
-    def _write(self, which: str, content: object, stage: str | None) -> None:
+    def _write(self, suffix: str, content: object, stage: str | None) -> None:
         """Write a file atomically, but not durably: no fake guest outlives a power cut.
 
         Raises BuildFailed in this `stage` of a build if the file system fails, or EcompError if `stage` is None.
         """
         if self._state is None:
             return
-        path = self._state / f'fake{which}.json'
+        path = self._state / f'fake{suffix}.json'
         temporary = path.with_suffix('.new')
         try:
             temporary.write_text(json.dumps(content))
@@ -224,7 +228,7 @@ class FakeHypervisor:
             reason = f'{path}: {error.strerror}'
             raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
 
-    def _changed(self, reason: str) -> None:
+    def _notify_change(self, reason: str) -> None:
         if self._notify is not None:
             self._notify(reason)
 
@@ -239,5 +243,5 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
         raise EcompError(f'{path} is not what this ecompute writes ({error}): remove it') from error
 
 
-def _nothing(instance: str) -> Guest:
+def _make_empty_guest(instance: str) -> Guest:
     return Guest(instance, compute=None, defined=False, running=False, disk=False)

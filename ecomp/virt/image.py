@@ -19,15 +19,15 @@ from ecomp.model.guest import BaseImage, GuestSpec
 
 QCOW2_MAGIC = b'QFI\xfb'
 # The first bytes of a compressed file, and the name of its format.
-PACKED = {b'\xfd7zXZ\0': 'xz', b'\x1f\x8b': 'gzip', b'(\xb5/\xfd': 'zstd', b'BZh': 'bzip2', b'PK\3\4': 'zip'}
-OFFSET_BITS = 0x00FFFFFFFFFFFE00
-COMPRESSED = 1 << 62
-L1_MOST = 32 * MIB  # QEMU reads no larger table
-BACKING_MOST = 1023  # bytes of the name of a backing file, by the format
-CLUSTER_MOST = 2**21  # bytes of a cluster, by the format
+COMPRESSION_MAGIC = {b'\xfd7zXZ\0': 'xz', b'\x1f\x8b': 'gzip', b'(\xb5/\xfd': 'zstd', b'BZh': 'bzip2', b'PK\3\4': 'zip'}
+OFFSET_MASK = 0x00FFFFFFFFFFFE00
+COMPRESSED_FLAG = 1 << 62
+MAX_L1_BYTES = 32 * MIB  # QEMU reads no larger table
+MAX_BACKING_NAME_BYTES = 1023  # bytes of the name of a backing file, by the format
+MAX_CLUSTER_BYTES = 2**21  # bytes of a cluster, by the format
 
 
-def capacity(spec: GuestSpec) -> int:
+def determine_capacity(spec: GuestSpec) -> int:
     """Return the instance's disk size in bytes; BuildFailed('disk', …) if the image is larger."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
@@ -56,9 +56,9 @@ def inspect(path: Path) -> BaseImage:
             inspector.safety_check()
     except format_inspector.SafetyCheckFailed as error:
         reasons = '; '.join(str(failure) for failure in error.failures.values())
-        raise _refused(f'is a qcow2 that is not safe to use: {reasons}') from error
+        raise _make_refusal(f'is a qcow2 that is not safe to use: {reasons}') from error
     except format_inspector.ImageFormatError as error:
-        raise _refused(f'is not a plain disk image: {error}') from error
+        raise _make_refusal(f'is not a plain disk image: {error}') from error
     except OSError as error:
         raise BuildFailed('image', f'{path} cannot be read: {error.strerror}') from error
 
@@ -67,11 +67,11 @@ def inspect(path: Path) -> BaseImage:
             return BaseImage(str(path), 'qcow2', _check_qcow2(file))
         # Only the inspector distinguishes a partition table from a raw disk.
         if format_name not in ('raw', 'gpt'):
-            raise _refused(f'is in {format_name} format')
+            raise _make_refusal(f'is in {format_name} format')
         return BaseImage(str(path), 'raw', _check_raw(file))
 
 
-def inspected(path: Path) -> BaseImage:
+def read_base_volume(path: Path) -> BaseImage:
     """Read a base volume's format and size from its header. Raises OSError, struct.error."""
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
@@ -79,43 +79,43 @@ def inspected(path: Path) -> BaseImage:
         return BaseImage(str(path), 'qcow2', struct.unpack('>24xQ', file.read(32))[0])
 
 
-def backing(path: Path) -> str | None:
-    """Return the backing file in a qcow2's header; None if there is none or it is unreadable."""
+def find_backing_file(path: Path) -> str | None:
+    """Return the backing file in a qcow2's header; None if absent or it is unreadable."""
     try:
-        return _backing(path)
+        return _read_backing_file(path)
     except OSError:
         return None
 
 
-def chain(path: Path) -> list[str]:
+def read_backing_chain(path: Path) -> list[str]:
     """Return a qcow2's chain of backing files, up to a missing one. Raises OSError."""
     files: list[str] = []
-    below = _backing(path)
+    below = _read_backing_file(path)
     while below is not None and (below := os.path.realpath(below)) not in files:
         files.append(below)
         try:
-            below = _backing(Path(below))
+            below = _read_backing_file(Path(below))
         except FileNotFoundError:
             break
     return files
 
 
-def _backing(path: Path) -> str | None:
+def _read_backing_file(path: Path) -> str | None:
     try:
         with path.open('rb') as file:
             magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))
             # The name is in the first cluster, which has at most 2 MiB.
-            if magic != QCOW2_MAGIC or not 0 < offset < CLUSTER_MOST:
+            if magic != QCOW2_MAGIC or not 0 < offset < MAX_CLUSTER_BYTES:
                 return None
             file.seek(offset)
-            name = file.read(min(length, BACKING_MOST))
+            name = file.read(min(length, MAX_BACKING_NAME_BYTES))
     except struct.error:
         return None
     return os.path.join(path.parent, os.fsdecode(name)) if name else None
 
 
-def _refused(what: str) -> BuildFailed:
-    return BuildFailed('image', f'the image {what}; qcow2 and raw are taken')
+def _make_refusal(problem: str) -> BuildFailed:
+    return BuildFailed('image', f'the image {problem}; qcow2 and raw are taken')
 
 
 def _check_features(path: Path) -> None:
@@ -140,15 +140,15 @@ def _check_raw(file: BinaryIO) -> int:
     start = file.read(512)
     size = os.fstat(file.fileno()).st_size
     if not start:
-        raise _refused('is empty')
+        raise _make_refusal('is empty')
     if start.startswith(QCOW2_MAGIC):
-        raise _refused('is a qcow2 cut off in its header')
+        raise _make_refusal('is a qcow2 cut off in its header')
     if start[510:] != b'\x55\xaa':
-        packed = [name for magic, name in PACKED.items() if start.startswith(magic)]
+        packed = [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]
         reason = f'it is packed with {packed[0]}, unpack it first' if packed else 'it has no boot signature'
-        raise _refused(f'is not a disk image: {reason}')
+        raise _make_refusal(f'is not a disk image: {reason}')
     if size % 512:
-        raise _refused(f'is a raw disk of {size} bytes, not a multiple of 512: it is cut off')
+        raise _make_refusal(f'is a raw disk of {size} bytes, not a multiple of 512: it is cut off')
     return size
 
 
@@ -163,44 +163,46 @@ def _check_qcow2(file: BinaryIO) -> int:
     _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header
     incompatible = struct.unpack('>Q', file.read(16)[8:])[0] if version >= 3 else 0
     if encryption:
-        raise _refused('is an encrypted qcow2')
+        raise _make_refusal('is an encrypted qcow2')
     if incompatible & 0b10:
-        raise _refused('is a qcow2 marked corrupt')
+        raise _make_refusal('is a qcow2 marked corrupt')
     if not 9 <= cluster_bits <= 21 or not 0 < size < 2**63:
-        raise _refused('is a qcow2 with a size, or a size of its clusters, that cannot be')
+        raise _make_refusal('is a qcow2 with a size, or a size of its clusters, that cannot be')
     cluster_bytes = 1 << cluster_bits
-    if l1_entries * 8 > L1_MOST:
-        raise _refused('is a qcow2 with a larger table than QEMU reads')
+    if l1_entries * 8 > MAX_L1_BYTES:
+        raise _make_refusal('is a qcow2 with a larger table than QEMU reads')
     if l1_entries * (cluster_bytes // 8) * cluster_bytes < size:
-        raise _refused('is a qcow2 whose tables do not cover its size')
+        raise _make_refusal('is a qcow2 whose tables do not cover its size')
 
-    def whole(offset: int, needed: int) -> None:
-        if offset + needed > file_bytes:
-            raise _refused(f'is a cut-off qcow2: {file_bytes} bytes, and it names what is behind them')
+    def check_range(offset: int, size_bytes: int) -> None:
+        if offset + size_bytes > file_bytes:
+            raise _make_refusal(f'is a cut-off qcow2: {file_bytes} bytes, and it names what is behind them')
 
-    def whole_table(offset: int, needed: int) -> None:
+    def check_table(offset: int, size_bytes: int) -> None:
         if offset % cluster_bytes:
-            raise _refused('is a qcow2 with a table that is not where a cluster begins, which QEMU refuses as well')
-        whole(offset, needed)
+            raise _make_refusal(
+                'is a qcow2 with a table that is not where a cluster begins, which QEMU refuses as well'
+            )
+        check_range(offset, size_bytes)
 
-    whole_table(l1_offset, l1_entries * 8)
-    whole_table(refcounts, refcount_clusters * cluster_bytes)
+    check_table(l1_offset, l1_entries * 8)
+    check_table(refcounts, refcount_clusters * cluster_bytes)
     compressed_mask = (1 << (62 - (cluster_bits - 8))) - 1
     previous = 0
     # Sorted to skip duplicates: all four million entries may refer to one table.
-    for table in sorted(map(OFFSET_BITS.__and__, _table(file, l1_offset, l1_entries))):
+    for table in sorted(map(OFFSET_MASK.__and__, _read_table(file, l1_offset, l1_entries))):
         if table == previous:
             continue
         previous = table
-        whole_table(table, cluster_bytes)
-        entries = _table(file, table, cluster_bytes // 8)
+        check_table(table, cluster_bytes)
+        entries = _read_table(file, table, cluster_bytes // 8)
         # Only the first byte of a data cluster is required: the last cluster of a file may be truncated.
-        last = max(entry & (compressed_mask if entry & COMPRESSED else OFFSET_BITS) for entry in entries)
-        whole(last, 1)
+        last = max(entry & (compressed_mask if entry & COMPRESSED_FLAG else OFFSET_MASK) for entry in entries)
+        check_range(last, 1)
     return size
 
 
-def _table(file: BinaryIO, offset: int, entries: int) -> array[int]:
+def _read_table(file: BinaryIO, offset: int, entries: int) -> array[int]:
     file.seek(offset)
     table = array('Q', file.read(entries * 8))
     if sys.byteorder == 'little':

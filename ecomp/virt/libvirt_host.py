@@ -19,60 +19,62 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ecomp.addresses import addresses, is_own
+from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.files import search_path
+from ecomp.files import get_search_path
 from ecomp.model import health
 from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, Guest, GuestSpec
 from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
-from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
-from ecomp.virt.domains import Agents, Domains
+from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
+from ecomp.virt.domains import Domains, GuestAgents
 from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import POOL, Seeds, Volumes
 from ecomp.virt.xml import Service
 
 
-def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.Libvirt:
+def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.LibvirtFacts:
     """Return what libvirt offers on this host; Unreachable if it does not answer, EcompError."""
     with closing(Connection(uri)) as connection:
         with connection.use('asking for its version') as opened:
-            version, capabilities = opened.getLibVersion(), xml.capabilities(opened.getCapabilities())
-        qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
-        states = {attachment: Networks(connection).state(attachment) for attachment in attachments}
-        filters = Filters(connection, ()).missing()
+            version, capabilities = opened.getLibVersion(), xml.parse_capabilities(opened.getCapabilities())
+        qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
+        states = {attachment: Networks(connection).read_state(attachment) for attachment in attachments}
+        filters = Filters(connection, ()).explain_missing()
         unfit = [Networks(connection).explain_unfit(attachment, not filters) for attachment in attachments]
-        closed = blocked(state.absolute() / 'images', qemu)
-        return health.Libvirt(
+        closed = find_blocked_directory(state.absolute() / 'images', qemu)
+        return health.LibvirtFacts(
             version=version,
-            library=libvirt.getVersion(),
-            qemu='qemu' in capabilities.domain_types,
+            library_version=libvirt.getVersion(),
+            has_qemu='qemu' in capabilities.domain_types,
             qemu_user=qemu.name,
-            kvm_device=KVM.exists(),
-            kvm_closed=is_kvm_closed(qemu),
-            kvm=explain_no_kvm(qemu, capabilities.domain_types),
-            blocked='' if closed is None else str(closed),
-            pool=_others_pool(connection, state.absolute() / 'images'),
+            has_kvm_device=KVM_DEVICE.exists(),
+            is_kvm_closed=is_kvm_closed(qemu),
+            no_kvm_reason=explain_no_kvm(qemu, capabilities.domain_types),
+            blocked_directory='' if closed is None else str(closed),
+            foreign_pool_directory=_find_foreign_pool(connection, state.absolute() / 'images'),
             networks=states,
             has_bridge=any(
                 _has_bridge(connection, attachment) for attachment, condition in states.items() if condition != MISSING
             ),
-            filters=filters,
-            unfit=tuple(problem for problems in unfit for problem in problems if problem),
-            computes=Domains(connection).computes(),
+            no_filters_reason=filters,
+            network_problems=tuple(problem for problems in unfit for problem in problems if problem),
+            computes=Domains(connection).list_computes(),
         )
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
     with suppress(EcompError):  # a network without a bridge
-        return attachment.kind == 'network' and Networks(connection).own_bridge(attachment.name) is not None
+        return attachment.kind == 'network' and Networks(connection).find_own_bridge(attachment.name) is not None
     return False
 
 
-def _others_pool(connection: Connection, directory: Path) -> str:
+def _find_foreign_pool(connection: Connection, directory: Path) -> str:
     with connection.use(f'looking for the storage pool {POOL}') as opened:
-        targets = [xml.pool_target(pool.XMLDesc()) for pool in opened.listAllStoragePools() if pool.name() == POOL]
+        targets = [
+            xml.parse_pool_target(pool.XMLDesc()) for pool in opened.listAllStoragePools() if pool.name() == POOL
+        ]
     return next((str(target) for target in targets if os.path.realpath(target) != os.path.realpath(directory)), '')
 
 
@@ -82,7 +84,7 @@ NO_FILTERS = (
     "libvirt cannot filter what guests send ({why}), so each can take another one's address and speak to etcd and "
     "placement: it takes libvirt's nwfilter driver, and ebtables, which is in Debian's package iptables"
 )
-NO_FILTERS_NOW = (
+FILTERS_LOST = (
     'libvirt cannot filter what guests send any more ({why}): no guest is made until it can, or until ecompute is '
     'started again without'
 )
@@ -102,41 +104,41 @@ class Libvirt:
         state: Path,
         attachments: Sequence[Attachment] = DEFAULT_NETWORKS,
         uri: str = 'qemu:///system',
-        control: Sequence[tuple[str, int]] = (),
-        filters: bool = False,
+        control_endpoints: Sequence[tuple[str, int]] = (),
+        has_filters: bool = False,
         hold_addresses: bool = False,
     ) -> None:
         self._state = state.absolute()
         self._attachments = attachments
         self._connection = Connection(uri)
-        self._agents = Agents(uri)
+        self._agents = GuestAgents(uri)
         self._domains = Domains(self._connection)
-        self._filters = Filters(self._connection, control)
-        self.filters, self._hold_addresses = filters, hold_addresses
+        self._filters = Filters(self._connection, control_endpoints)
+        self.has_filters, self._hold_addresses = has_filters, hold_addresses
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
         self._is_probed = False
-        self._unplugged: dict[str, str] = {}
-        self._watching = ExitStack()
+        self._unplugged_reasons: dict[str, str] = {}
+        self._lease_watch = ExitStack()
         # Operations that one part implements alone.
-        self.shutdown, self.without_base = self._domains.shutdown, self._volumes.without_base
-        self.switch_off = partial(self._domains.end, undefine=False)
-        self.destroy = partial(self._domains.end, undefine=True)
-        self.runs, self.computes = self._domains.runs, self._domains.computes
-        self.reserve, self.reservations = self._networks.reserve, self._networks.reservations
-        self.seeds = self._seeds.present
+        self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
+        self.switch_off = partial(self._domains.force_off, undefine=False)
+        self.destroy = partial(self._domains.force_off, undefine=True)
+        self.is_running, self.list_computes = self._domains.is_guest_running, self._domains.list_computes
+        self.reserve_address, self.list_reservations = self._networks.reserve_address, self._networks.list_reservations
+        self.list_seeds = self._seeds.list_instances
 
     def check(self) -> None:
         """Raise the error that prepare() would raise on this host; change nothing."""
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('libvirt is asked what QEMU can do here: seconds at first, up to a minute of a busy machine')
-        qemu = self._qemu()
+        qemu = self._find_qemu_user()
         if is_first:
             log.info('libvirt has said so, after %.1f s', time.monotonic() - started_at)
         check_reachable(self._volumes.directory, qemu)
-        has_filters = not self._filters.missing()
+        has_filters = not self._filters.explain_missing()
         for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
             build_problem, address_problem = self._networks.explain_unfit(attachment, has_filters)
@@ -148,99 +150,99 @@ class Libvirt:
     def prepare(self) -> None:
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
-        for directory, mode in {**directory_modes, self._consoles: 0o700}.items():
+        for directory, mode in {**directory_modes, self._console_directory: 0o700}.items():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 directory.chmod(mode)
             except OSError as error:
                 raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
-        qemu = self._qemu()
+        qemu = self._find_qemu_user()
         check_reachable(self._volumes.directory, qemu)  # again: a new directory may have a default ACL
         if is_kvm_closed(qemu):
-            log.warning('%s %s', KVM, UNUSABLE_KVM.format(name=qemu.name))
+            log.warning('%s %s', KVM_DEVICE, UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
         problem = self._filters.prepare()
-        self.filters = not problem
+        self.has_filters = not problem
         if problem:
             log.warning(NO_FILTERS.format(why=problem))
         # libvirt's first probe of QEMU takes seconds: do it here, not when the first guest starts.
         with self._connection.use('probing QEMU') as connection:
-            connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
+            connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.choose_virt_type('auto'))
 
-    def virt_type(self, wanted: str) -> str:
-        capabilities = self._capabilities()
-        qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
-        return choose_virt_type(wanted, explain_no_kvm(qemu, capabilities.domain_types))
+    def choose_virt_type(self, setting: str) -> str:
+        capabilities = self._read_capabilities()
+        qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
+        return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
 
-    def cpu_features(self, virt_type: str) -> Set[str]:
+    def read_cpu_features(self, virt_type: str) -> Set[str]:
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('asking what guests can do') as connection:
-                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *target))
+                cpu = xml.parse_guest_cpu(connection.getDomainCapabilities(None, *target))
                 if cpu is None:
                     return frozenset()
                 expand = libvirt.VIR_CONNECT_BASELINE_CPU_EXPAND_FEATURES
-                expanded = connection.baselineHypervisorCPU(None, *target, [xml.cpu_xml(cpu.model)], expand)
+                expanded = connection.baselineHypervisorCPU(None, *target, [xml.make_cpu_xml(cpu.model)], expand)
         except Unreachable:
             raise
         except EcompError as error:
             log.warning('no traits of the processor: %s', error)
             return frozenset()
-        return (xml.cpu_features(expanded) | cpu.more) - cpu.fewer
+        return (xml.parse_cpu_features(expanded) | cpu.extra_features) - cpu.missing_features
 
-    def image_directory(self) -> Path | None:
+    def get_image_directory(self) -> Path | None:
         return self._volumes.directory
 
-    def guests(self) -> Mapping[str, Guest]:
+    def list_guests(self) -> Mapping[str, Guest]:
         # List disks first: a guest removed in between then seems to have a disk, not to lack one.
-        disks = self._volumes.present()
+        disks = self._volumes.list_instances()
         guests = {uuid: Guest(uuid, None, defined=False, running=False, disk=True) for uuid in disks}
-        for instance, guest_domain in self._domains.ours().items():
+        for instance, guest_domain in self._domains.list_guests().items():
             size = {**guest_domain.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
             guest = replace(guest_domain, disk=instance in disks, size=size)
-            guests[instance] = guest.with_trouble(self._unplugged.get(instance, ''))
+            guests[instance] = guest.with_trouble(self._unplugged_reasons.get(instance, ''))
         return guests
 
-    def open_dhcp(self) -> Set[str]:
+    def list_open_dhcp(self) -> Set[str]:
         names = {name for kind, name in self._attachments if kind == 'network'}
-        return {name for name in names if self._networks.answers_anybody(name)}
+        return {name for name in names if self._networks.has_open_dhcp(name)}
 
-    def users(self, instance: str) -> Set[str]:
-        return self._domains.users(str(self._volumes.path(instance)))
+    def list_disk_users(self, instance: str) -> Set[str]:
+        return self._domains.list_disk_users(str(self._volumes.get_path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
         # Without a disk no domain runs on it, so the query to libvirt is skipped.
-        if self._volumes.path(spec.instance).exists() and self._domains.is_running(spec.instance):
+        if self._volumes.get_path(spec.instance).exists() and self._domains.is_domain_running(spec.instance):
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
         self._volumes.create(spec)
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        if self._domains.is_running(instance):
+        if self._domains.is_domain_running(instance):
             raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
         self._seeds.create(instance, files)
 
     def delete_seed(self, instance: str) -> None:
-        if self._domains.is_running(instance):
+        if self._domains.is_domain_running(instance):
             raise Conflict(f'domain {instance} is running: its seed is not removed')
         self._seeds.delete(instance)
 
     def start(self, spec: GuestSpec) -> None:
-        seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
-        disk, console = self._volumes.path(spec.instance), self.console(spec.instance)
+        seed = str(self._seeds.get_path(spec.instance)) if spec.seed is not None else None
+        disk, console = self._volumes.get_path(spec.instance), self.get_console_path(spec.instance)
         # Prepared each time: filters may have been removed, or missing packages installed.
         problem = self._filters.prepare()
-        if problem and self.filters:
-            raise Unreachable(NO_FILTERS_NOW.format(why=problem), "libvirt's network filters")
-        control = None if problem else self._filters.services()
-        description = xml.domain_xml(
+        if problem and self.has_filters:
+            raise Unreachable(FILTERS_LOST.format(why=problem), "libvirt's network filters")
+        control = None if problem else self._filters.resolve_services()
+        description = xml.make_domain_xml(
             spec,
             str(disk),
             str(console),
             seed=seed,
-            control=control,
-            without_ipv6=self._networks.without_ipv6(spec.networks),
+            blocked_services=control,
+            without_ipv6=self._networks.list_without_ipv6(spec.networks),
             hold_addresses=self._hold_addresses,
         )
         self._domains.start(spec, description)
@@ -250,163 +252,172 @@ class Libvirt:
         self._domains.resume(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
-        self._domains.check_free(instance, [str(files.path(instance)) for files in (self._volumes, self._seeds)])
+        self._domains.check_files_unused(
+            instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
+        )
         self._seeds.delete(instance)  # first: the overlay shows that the instance exists here
         self._volumes.delete(instance)
         # virtlogd rotates the log: older files are .log.0 and so on.
-        for path in self._consoles.glob(f'{instance}.log*'):
+        for path in self._console_directory.glob(f'{instance}.log*'):
             path.unlink(missing_ok=True)
 
-    def release(self, instance: str) -> None:
-        self._networks.release(instance)
+    def release_addresses(self, instance: str) -> None:
+        self._networks.release_addresses(instance)
         self._agents.forget(instance)
 
-    def addresses(self, instance: str) -> Mapping[str, Address]:
-        interfaces = self._domains.interfaces(instance)
+    def find_addresses(self, instance: str) -> Mapping[str, Address]:
+        interfaces = self._domains.read_interfaces(instance)
         known_addresses: dict[str, Address] = {}
         for network in {link.attachment.name for link in interfaces.values() if link.attachment.kind == 'network'}:
-            known_addresses |= self._networks.leases(network, interfaces)
+            known_addresses |= self._networks.read_leases(network, interfaces)
         # On a bridge another DHCP server assigns the address: the host sees it when the guest talks to it.
-        for source, find in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
+        for source, find in (
+            ('arp', networks.read_neighbours),
+            ('agent', partial(self._agents.query_addresses, instance)),
+        ):
             missing = {mac: port.bridge for mac, port in interfaces.items() if mac not in known_addresses}
             for mac, address in (find(missing) if missing else {}).items():
                 # dnsmasq adds mere offers to the ARP table, and an agent may report anything: only the lease counts.
                 kind, name = interfaces[mac].attachment
-                if kind != 'network' or not self._networks.gives(name, address):
+                if kind != 'network' or not self._networks.can_give(name, address):
                     known_addresses[mac] = Address(address, source)
         return known_addresses
 
-    def plug_in(self) -> None:
+    def replug_interfaces(self) -> None:
         loose_taps, unplugged = networks.find_loose_taps(), dict[str, str]()
-        for instance in self._domains.ours() if loose_taps else ():
-            for link in self._domains.interfaces(instance).values():
+        for instance in self._domains.list_guests() if loose_taps else ():
+            for link in self._domains.read_interfaces(instance).values():
                 # List them again: libvirt describes a starting guest only after its tap is on its bridge.
                 if link.tap not in loose_taps & networks.find_loose_taps():
                     continue
                 kind, name = link.attachment
                 try:
-                    bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or link.bridge
-                    networks.plug_tap(link.tap, bridge, link.isolated)
+                    bridge = (self._networks.find_own_bridge(name) if kind == 'network' else None) or link.bridge
+                    networks.plug_tap(link.tap, bridge, link.is_isolated)
                     log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, link.tap, bridge)
                 except EcompError as error:
                     unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
-        self._unplugged = unplugged
+        self._unplugged_reasons = unplugged
 
-    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
-        self._connection.watch(notify, look)
-        self._watching.close()
+    def watch_changes(
+        self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
+    ) -> None:
+        self._connection.watch(notify, on_network_change)
+        self._lease_watch.close()
         try:
-            self._watching.callback(networks.watch_leases(networks.LEASES, notify))
+            self._lease_watch.callback(networks.watch_leases(networks.LEASES_DIRECTORY, notify))
         except OSError as error:
-            log.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
+            log.warning(
+                '%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES_DIRECTORY, error
+            )
 
-    def metadata_address_present(self) -> bool:
+    def has_metadata_address(self) -> bool:
         """Return whether our bridge has 169.254.169.254. Raises EcompError."""
-        bridge = self.bridge_name()
+        bridge = self.find_bridge()
         return bridge is not None and networks.has_metadata_address(bridge)
 
     def set_metadata_address(self, present: bool) -> None:
         """Add 169.254.169.254 to our bridge, or remove it; no-op without one. Raises EcompError."""
-        if (bridge := self.bridge_name()) is not None:
+        if (bridge := self.find_bridge()) is not None:
             networks.set_metadata_address(bridge, present)
 
-    def bridge_name(self) -> str | None:
+    def find_bridge(self) -> str | None:
         """Return the first bridge libvirt created for our networks, or None: LANs get no metadata."""
         names = (name for kind, name in self._attachments if kind == 'network')
-        return next(filter(None, map(self._networks.own_bridge, names)), None)
+        return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
     def close(self) -> None:
-        self._watching.close()
+        self._lease_watch.close()
         self._agents.close()
         self._connection.close()
 
     @property
-    def _consoles(self) -> Path:
+    def _console_directory(self) -> Path:
         return self._state / 'console'
 
-    def console(self, instance: str) -> Path:
-        return self._consoles / f'{instance}.log'
+    def get_console_path(self, instance: str) -> Path:
+        return self._console_directory / f'{instance}.log'
 
-    def _qemu(self) -> User:
+    def _find_qemu_user(self) -> QemuUser:
         """Return QEMU's user. Raises UsageError if libvirt has no QEMU."""
-        capabilities = self._capabilities()
+        capabilities = self._read_capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
                 f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
             )
-        return user(capabilities.qemu_uid, capabilities.qemu_gid)
+        return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
-    def _capabilities(self) -> xml.Capabilities:
+    def _read_capabilities(self) -> xml.Capabilities:
         with self._connection.use('asking for its capabilities') as connection:
-            return xml.capabilities(connection.getCapabilities())
+            return xml.parse_capabilities(connection.getCapabilities())
 
 
 class Filters:
     """The network filters of one libvirt. Every method may raise Unreachable or EcompError."""
 
-    def __init__(self, connection: Connection, control: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, connection: Connection, control_endpoints: Sequence[tuple[str, int]]) -> None:
         self._connection = connection
-        self._control = control
-        self._found: dict[str, list[IpAddress]] = {}
+        self._control_endpoints = control_endpoints
+        self._last_addresses: dict[str, list[IpAddress]] = {}
 
     def prepare(self) -> str:
         """Define our filters if libvirt lacks them; return '' or why this host cannot have any."""
-        return self._try('defining network filters', _define_all)
+        return self._explain_failure('defining network filters', _define_filters)
 
-    def missing(self) -> str:
+    def explain_missing(self) -> str:
         """Return what prepare() would return, without defining anything."""
-        return self._try('looking for network filters', lambda connection: connection.listAllNWFilters())
+        return self._explain_failure('looking for network filters', lambda connection: connection.listAllNWFilters())
 
-    def _try(self, doing: str, call: Callable[[libvirt.virConnect], object]) -> str:
-        if shutil.which('ebtables', path=search_path()) is None:
+    def _explain_failure(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
+        if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
-        with self._connection.use(doing) as connection:
+        with self._connection.use(activity) as connection:
             try:
-                call(connection)
+                operation(connection)
             except libvirt.libvirtError as error:
                 # NO_SUPPORT: libvirtd has no nwfilter driver. With modular daemons and no virtnwfilterd, our daemon
                 # reports a broken connection to it, while our own connection stays alive.
                 is_unsupported = error.get_error_code() == libvirt.VIR_ERR_NO_SUPPORT
                 if not is_unsupported and not (is_broken(error) and connection.isAlive()):
                     raise
-                return reason(error)
+                return describe_error(error)
         return ''
 
-    def services(self) -> list[Service]:
+    def resolve_services(self) -> list[Service]:
         """Return etcd's and placement's services at each current address of their names.
 
         A service on this host is listed with all addresses of the host, because a guest could reach it at any. A name
         that does not resolve now keeps its last addresses; if it never resolved in this process, Unreachable is raised.
         """
         services: dict[Service, None] = {}
-        for host, port in self._control:
-            host_addresses = self._addresses(host)
-            if any(map(is_own, host_addresses)):
-                host_addresses = networks.own_addresses()
+        for host, port in self._control_endpoints:
+            host_addresses = self._resolve(host)
+            if any(map(is_own_address, host_addresses)):
+                host_addresses = networks.list_own_addresses()
             services |= {Service(address, port): None for address in host_addresses}
         return list(services)
 
-    def _addresses(self, host: str) -> list[IpAddress]:
+    def _resolve(self, host: str) -> list[IpAddress]:
         try:
-            self._found[host] = addresses(host)
+            self._last_addresses[host] = resolve_addresses(host)
         except (OSError, ValueError) as error:
-            if host not in self._found:
+            if host not in self._last_addresses:
                 name = f'the address of {host}'
                 raise Unreachable(f'{name}, which no guest is to reach, cannot be found: {error}', name) from error
             log.warning('%s has no address now (%s): guests are kept from those it had', host, error)
-        return self._found[host]
+        return self._last_addresses[host]
 
 
-def _define_all(connection: libvirt.virConnect) -> None:
+def _define_filters(connection: libvirt.virConnect) -> None:
     for name, definition in xml.FILTERS.items():
-        with Ignored(libvirt.VIR_ERR_NO_NWFILTER):
+        with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER):
             connection.nwfilterLookupByName(name)
             continue
         # Another process may do the same concurrently: harmless, because the uuid is the same.
         connection.nwfilterDefineXML(definition)
 
 
-ACL = 'system.posix_acl_access'
+ACL_XATTR = 'system.posix_acl_access'
 ACL_USER = 0x02
 ACL_GROUP_OBJ = 0x04
 ACL_GROUP = 0x08
@@ -415,7 +426,7 @@ ENTER = 0o1
 READ_WRITE = 0o6
 
 CPUINFO = Path('/proc/cpuinfo')
-KVM = Path('/dev/kvm')
+KVM_DEVICE = Path('/dev/kvm')
 # libvirt then considers its cache of QEMU's capabilities outdated on every use.
 UNUSABLE_KVM = (
     'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
@@ -424,7 +435,7 @@ UNUSABLE_KVM = (
 
 
 @dataclass(frozen=True)
-class User:
+class QemuUser:
     """The user QEMU runs as; `groups` are the gids of all its groups."""
 
     name: str
@@ -432,47 +443,47 @@ class User:
     groups: frozenset[int]
 
 
-def user(uid: int, gid: int) -> User:
+def find_user(uid: int, gid: int) -> QemuUser:
     """Return the user of this host with this uid, as a member of the group `gid`."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:
-        return User(str(uid), uid, frozenset({gid}))
+        return QemuUser(str(uid), uid, frozenset({gid}))
     # libvirt may run QEMU in another group than the user's own: it then has both.
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return User(entry.pw_name, uid, frozenset({*groups, gid}))
+    return QemuUser(entry.pw_name, uid, frozenset({*groups, gid}))
 
 
-def check_reachable(directory: Path, qemu: User) -> None:
+def check_reachable(directory: Path, qemu: QemuUser) -> None:
     """Raise UsageError, with a fix, for the first existing directory that QEMU cannot enter."""
-    if (step := blocked(directory, qemu)) is not None:
+    if (step := find_blocked_directory(directory, qemu)) is not None:
         raise UsageError(
             f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
             f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
         )
 
 
-def blocked(directory: Path, qemu: User) -> Path | None:
+def find_blocked_directory(directory: Path, qemu: QemuUser) -> Path | None:
     """Return the first existing directory on the way that QEMU cannot enter, or None."""
     real = directory.resolve()
     steps = (*reversed(real.parents), real)
     # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
-    return next((step for step in steps if os.path.exists(step) and not can(ENTER, step, qemu)), None)
+    return next((step for step in steps if os.path.exists(step) and not has_access(ENTER, step, qemu)), None)
 
 
-def can(wanted: int, path: Path, qemu: User) -> bool:
+def has_access(required_bits: int, path: Path, qemu: QemuUser) -> bool:
     """Return whether QEMU has `required_bits` by a path's own mode and ACL. Raises OSError."""
     status = path.stat()
     try:
-        acl = os.getxattr(path, ACL)
+        acl = os.getxattr(path, ACL_XATTR)
     except OSError:
         # No ACL is set, or the file system has none: only the mode counts.
         acl = b''
-    granted_bits = granted(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
-    return granted_bits & wanted == wanted
+    granted_bits = evaluate_permissions(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
+    return granted_bits & required_bits == required_bits
 
 
-def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
+def evaluate_permissions(mode: int, owner: int, group: int, acl: bytes, qemu: QemuUser) -> int:
     """Return a user's rwx bits on a file by the algorithm of acl(5); b'' means no ACL."""
     if qemu.uid == 0:
         return 0o7
@@ -497,29 +508,29 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
     return mode & 0o7
 
 
-def is_kvm_closed(qemu: User) -> bool:
+def is_kvm_closed(qemu: QemuUser) -> bool:
     """Return whether /dev/kvm exists and QEMU may not open it."""
-    return KVM.exists() and not can(READ_WRITE, KVM, qemu)
+    return KVM_DEVICE.exists() and not has_access(READ_WRITE, KVM_DEVICE, qemu)
 
 
-def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
+def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
     """Return why guests cannot use KVM here, or ''; libvirt offers `domain_types`."""
     # /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
         'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
-        '/dev/kvm is not there for QEMU to open': KVM.exists() and not is_kvm_closed(qemu),
+        '/dev/kvm is not there for QEMU to open': KVM_DEVICE.exists() and not is_kvm_closed(qemu),
         'libvirt does not offer it': 'kvm' in domain_types,
     }
     return '; '.join(problem for problem, is_met in needed.items() if not is_met)
 
 
-def choose_virt_type(wanted: str, no_kvm: str) -> str:
+def choose_virt_type(setting: str, no_kvm: str) -> str:
     """Return kvm or qemu for a setting auto, kvm or qemu; UsageError if unknown or unavailable."""
-    if wanted == 'qemu' or (wanted == 'auto' and no_kvm):
+    if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
-    if wanted not in ('auto', 'kvm'):
-        raise UsageError(f'virt_type {wanted!r} is not known: auto, kvm or qemu')
+    if setting not in ('auto', 'kvm'):
+        raise UsageError(f'virt_type {setting!r} is not known: auto, kvm or qemu')
     if no_kvm:
         raise UsageError(f'virt_type kvm cannot be had: {no_kvm}. Use virt_type: auto or qemu')
     return 'kvm'

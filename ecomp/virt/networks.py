@@ -19,31 +19,31 @@ from pathlib import Path
 from typing import Any
 
 from ecomp.errors import BuildFailed, EcompError, UsageError
-from ecomp.files import search_path, watch
+from ecomp.files import get_search_path, watch_files
 from ecomp.model import keys
-from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, all_macs, same_mac
-from ecomp.model.health import MISSING, OFF, THERE
-from ecomp.model.record import timestamp
+from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, list_macs, make_mac_conflict
+from ecomp.model.health import MISSING, OFF, USABLE
+from ecomp.model.record import format_time
 from ecomp.virt import xml
-from ecomp.virt.connection import Connection, Ignored, building, libvirt
+from ecomp.virt.connection import Connection, IgnoredErrors, libvirt, raise_build_failed
 from ecomp.virt.xml import Dhcp, Reservation
 
 log = logging.getLogger(__name__)
 
-INTERFACES = Path('/sys/class/net')
+INTERFACES_DIRECTORY = Path('/sys/class/net')
 # States of a neighbour entry in which its MAC is trusted.
-KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
+TRUSTED_STATES = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
 # Timeout of one `ip`, which only queries the kernel.
-SECONDS = 10
+IP_TIMEOUT_SECONDS = 10
 
 
-def neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
+def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
     """Return {MAC: IPv4 address} from this host's ARP table for these MACs on their bridges.
 
     A MAC with several addresses is left out and logged, because one of these claims is false. Raises EcompError.
     libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
     """
-    entries = [entry for entry in _asked('-4', 'neighbour', 'show') if KNOWN & {*entry.get('state', ())}]
+    entries = [entry for entry in _query_ip('-4', 'neighbour', 'show') if TRUSTED_STATES & {*entry.get('state', ())}]
     addresses_of: dict[str, set[str]] = {}
     for entry in entries:
         mac, address = entry.get('lladdr', ''), entry['dst']
@@ -52,37 +52,39 @@ def neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
             addresses_of.setdefault(mac, set()).add(address)
     for mac, addresses in addresses_of.items():
         if len(addresses) > 1:
-            _tell(mac, bridges[mac], ', '.join(sorted(addresses)))
+            _warn_once(mac, bridges[mac], ', '.join(sorted(addresses)))
     return {mac: addresses.pop() for mac, addresses in addresses_of.items() if len(addresses) == 1}
 
 
 @lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
-def _tell(mac: str, bridge: str, addresses: str) -> None:
+def _warn_once(mac: str, bridge: str, addresses: str) -> None:
     fix = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
     log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, fix)
 
 
-def own_addresses() -> list[IPv4Address | IPv6Address]:
+def list_own_addresses() -> list[IPv4Address | IPv6Address]:
     """Return the host's current addresses without loopback ones. Raises EcompError."""
-    own = {ip_address(entry['local']) for entry in _addresses()}
+    own = {ip_address(entry['local']) for entry in _list_address_entries()}
     return sorted((address for address in own if not address.is_loopback), key=str)
 
 
 def find_loose_taps() -> frozenset[str]:
     """Return the names of libvirt's tap devices that are on no bridge."""
-    return frozenset(interface.name for interface in INTERFACES.glob('vnet*') if not (interface / 'master').exists())
+    return frozenset(
+        interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*') if not (interface / 'master').exists()
+    )
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
     """Connect a tap to a bridge; `isolated` ports cannot reach each other. Raises EcompError."""
-    _run('link', 'set', 'dev', tap, 'master', bridge)
+    _run_ip('link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
-        _run('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
+        _run_ip('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
 
 
 def has_metadata_address(bridge: str) -> bool:
     """Return whether the bridge itself has 169.254.169.254. Raises EcompError."""
-    return any(entry['local'] == METADATA_ADDRESS for entry in _addresses(bridge))
+    return any(entry['local'] == METADATA_ADDRESS for entry in _list_address_entries(bridge))
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
@@ -90,62 +92,62 @@ def set_metadata_address(bridge: str, present: bool) -> None:
     # Only the network's own bridge has it, so that its guests cannot ask another machine.
     if has_metadata_address(bridge) == present:
         return
-    if all(interface['ifname'] != bridge for interface in _asked('address', 'show')):
+    if all(interface['ifname'] != bridge for interface in _query_ip('address', 'show')):
         raise EcompError(f'the bridge {bridge} is not there: is the network started?')
     try:
         # Not `add`, which fails if mdserver's unit adds it concurrently.
-        _run('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
+        _run_ip('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
     except EcompError as error:
         verb = 'put on' if present else 'taken off'
         raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error}') from error
 
 
-def _addresses(interface: str | None = None) -> list[dict[str, Any]]:
+def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
     """Return the address entries of all interfaces, or of this one; [] if it is missing."""
-    links = [link for link in _asked('address', 'show') if interface in (None, link['ifname'])]
+    links = [link for link in _query_ip('address', 'show') if interface in (None, link['ifname'])]
     return [entry for link in links for entry in link['addr_info'] if 'local' in entry]
 
 
-def _asked(*words: str) -> list[dict[str, Any]]:
+def _query_ip(*arguments: str) -> list[dict[str, Any]]:
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
-    return [entry for entry in json.loads(_run('-json', *words) or '[]') if entry]
+    return [entry for entry in json.loads(_run_ip('-json', *arguments) or '[]') if entry]
 
 
-def _run(*words: str) -> str:
+def _run_ip(*arguments: str) -> str:
     """Return what `ip` prints. Raises EcompError with its message."""
-    program = shutil.which('ip', path=search_path())
+    program = shutil.which('ip', path=get_search_path())
     if program is None:
         raise EcompError('the program `ip` is not there: install iproute2')
     try:
         process = subprocess.run(
-            (program, *words),
+            (program, *arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=SECONDS,
+            timeout=IP_TIMEOUT_SECONDS,
             check=True,
             encoding='utf-8',
             errors='replace',  # an interface's name is bytes
         )
     except subprocess.TimeoutExpired as error:
-        raise EcompError(f'`ip {" ".join(words)}` does not end') from error
+        raise EcompError(f'`ip {" ".join(arguments)}` does not end') from error
     except OSError as error:
         raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
-        raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(words)}` failed') from error
+        raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(arguments)}` failed') from error
     return process.stdout
 
 
 # The stage at which an instance without an address fails: before anything of it is created.
-STAGE = 'scheduled'
+RESERVE_STAGE = 'scheduled'
 # Attempts, when other processes take the chosen address first; then BuildFailed or EcompError.
-TRIES = 20
-HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
+MAX_TRIES = 20
+DHCP_HOST_SECTION = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
 ADD = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST
 DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 LIVE = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE
 CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
 # "A matching entry exists", "no matching entry exists": read the definition again.
-READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
+RETRYABLE_ERROR = libvirt.VIR_ERR_OPERATION_INVALID
 
 
 class Networks:
@@ -154,7 +156,7 @@ class Networks:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+    def reserve_address(self, instance: str, mac: str, network: str, preferred: str | None = None) -> str | None:
         """Reserve an address for this MAC: its current one, else `preferred`, else a free one.
 
         Returns None if libvirt serves no DHCP there. Raises BuildFailed('scheduled', …) if the network is missing, no
@@ -162,49 +164,53 @@ class Networks:
         the loser tries again.
         """
         use = self._connection.use(f'reserving an address on network {network}')
-        with use as connection, building(STAGE, f'network {network}: '):
+        with use as connection, raise_build_failed(RESERVE_STAGE, f'network {network}: '):
             libvirt_network = connection.networkLookupByName(network)
-            for _ in range(TRIES):
-                definitions = _definitions(libvirt_network)
+            for _ in range(MAX_TRIES):
+                definitions = _read_definitions(libvirt_network)
                 if not definitions:
-                    raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
-                for existing in filter(None, (dhcp.of(mac) for dhcp in definitions.values())):
+                    raise BuildFailed(RESERVE_STAGE, f'network {network} was stopped and is gone')
+                for existing in filter(None, (dhcp.find_reservation(mac) for dhcp in definitions.values())):
                     if existing.name != instance and _is_ours(existing):
-                        raise same_mac(mac, existing.name)
+                        raise make_mac_conflict(mac, existing.name)
                 effective = definitions[min(definitions)]
-                if not effective.ranges or not effective.served:
+                if not effective.ranges or not effective.is_served:
                     return None
-                address = _chosen(libvirt_network, definitions, mac, wanted)
+                address = _choose_address(libvirt_network, definitions, mac, preferred)
                 if address is None:
-                    raise BuildFailed(STAGE, f'network {network} has no free address: {_words(effective)}')
+                    raise BuildFailed(
+                        RESERVE_STAGE, f'network {network} has no free address: {_explain_exhausted(effective)}'
+                    )
                 for existing in (entry for definition in definitions.values() for entry in definition.reservations):
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if existing.name == instance and existing.mac != mac:
                         problem = f'network {network} has {existing.mac} under its name, and not its own {mac}'
                         command = f'delete ip-dhcp-host "<host mac=\'{existing.mac}\'/>" --live --config'
-                        raise BuildFailed(STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
-                if _written(libvirt_network, definitions, Reservation(mac, address, instance)):
+                        raise BuildFailed(RESERVE_STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
+                if _write_reservation(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
-        raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
+        raise BuildFailed(
+            RESERVE_STAGE, f'network {network}: each of {MAX_TRIES} addresses was taken by somebody else meanwhile'
+        )
 
-    def reservations(self) -> Mapping[str, ReservedAddress]:
+    def list_reservations(self) -> Mapping[str, ReservedAddress]:
         """Return {MAC: ReservedAddress} of the reservations for instances."""
         reserved: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
-            for _, definitions in _networks(connection):
+            for _, definitions in _iterate_networks(connection):
                 for _, definition in sorted(definitions.items(), reverse=True):  # the running definition wins
                     for reservation in definition.reservations:
                         if _is_ours(reservation):
                             reserved[reservation.mac] = ReservedAddress(reservation.name, reservation.address)
         return reserved
 
-    def release(self, instance: str) -> None:
+    def release_addresses(self, instance: str) -> None:
         """Remove all the instance's reservations; EcompError if they keep changing concurrently."""
-        macs = frozenset(all_macs(instance))
-        for _ in range(TRIES):
+        macs = frozenset(list_macs(instance))
+        for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
                 is_incomplete = False
-                for network, definitions in _networks(connection):
+                for network, definitions in _iterate_networks(connection):
                     flags_of: dict[Reservation, int] = {}
                     for flag, definition in definitions.items():
                         for reservation in definition.reservations:
@@ -216,19 +222,19 @@ class Networks:
                     return
         raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
 
-    def state(self, attachment: Attachment) -> str:
+    def read_state(self, attachment: Attachment) -> str:
         """Return THERE if guests can be plugged in, OFF if libvirt's network is off, or MISSING."""
         kind, name = attachment
         if kind == 'bridge':
-            return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
+            return USABLE if (INTERFACES_DIRECTORY / name / 'bridge').is_dir() else MISSING
         use = self._connection.use(f'looking for the network {name}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
-            return THERE if connection.networkLookupByName(name).isActive() else OFF
+        with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
+            return USABLE if connection.networkLookupByName(name).isActive() else OFF
         return MISSING
 
     def check(self, attachment: Attachment) -> str:
         """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
-        if (state := self.state(attachment)) != MISSING:
+        if (state := self.read_state(attachment)) != MISSING:
             return state
         kind, name = attachment
         if kind == 'bridge':
@@ -243,58 +249,60 @@ class Networks:
             with self._connection.use(f'starting the network {attachment.name}') as connection:
                 connection.networkLookupByName(attachment.name).create()
 
-    def own_bridge(self, name: str) -> str | None:
+    def find_own_bridge(self, name: str) -> str | None:
         """Return the bridge that libvirt created for the network, or None if it uses another one."""
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
-            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).served else None
+            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
 
-    def gives(self, name: str, address: str) -> bool:
+    def can_give(self, name: str, address: str) -> bool:
         """Return whether the network's DHCP may give out the address; False without the network."""
-        return self._dhcp(name).may_give(IPv4Address(address))
+        return self._read_dhcp(name).can_give(IPv4Address(address))
 
-    def answers_anybody(self, name: str) -> bool:
+    def has_open_dhcp(self, name: str) -> bool:
         """Return whether the network's DHCP serves unknown MACs, too; False without the network."""
-        definition = self._dhcp(name)
-        return bool(definition.ranges) and definition.served and not definition.known_only
+        definition = self._read_dhcp(name)
+        return bool(definition.ranges) and definition.is_served and not definition.reserved_only
 
-    def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
+    def list_without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
         """Return the attachments that are networks of libvirt's own without IPv6."""
         networks = dict.fromkeys(attachment for attachment in attachments if attachment.kind == 'network')
-        return [attachment for attachment in networks if not self._dhcp(attachment.name).ipv6]
+        return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
         """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''."""
-        build_problem, address_problem = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
+        build_problem, address_problem = (
+            self._read_dhcp(attachment.name).problems if attachment.kind == 'network' else ('', '')
+        )
         return build_problem if has_filters else '', address_problem
 
-    def _dhcp(self, name: str) -> Dhcp:
+    def _read_dhcp(self, name: str) -> Dhcp:
         """Return the network's DHCP; one without ranges if the network is missing."""
         use = self._connection.use(f'asking for the DHCP of network {name}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
+        with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
-        return Dhcp((), frozenset(), (), served=False)
+        return Dhcp((), frozenset(), (), is_served=False)
 
-    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
+    def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
         """Return {MAC: its latest leased IPv4 address}; {} if the network is missing or off."""
-        absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
+        absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
-            return newest(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
+            return pick_newest_leases(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
         return {}
 
 
 def _is_ours(reservation: Reservation) -> bool:
-    return keys.is_uuid(reservation.name) and reservation.mac in all_macs(reservation.name)
+    return keys.is_uuid(reservation.name) and reservation.mac in list_macs(reservation.name)
 
 
-def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
+def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
     for network in connection.listAllNetworks():
-        with Ignored(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
-            yield network, _definitions(network)
+        with IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
+            yield network, _read_definitions(network)
 
 
-def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
+def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
     """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent."""
     definitions = {}
     if network.isActive():
@@ -304,29 +312,31 @@ def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
     return definitions
 
 
-def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
+def _choose_address(
+    network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, preferred: str | None
+) -> str | None:
     """Return the MAC's reserved or leased address, else `preferred`, else a free one, or None."""
     for _, definition in sorted(definitions.items()):
-        if (existing := definition.of(mac)) is not None:
+        if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
     leases = network.DHCPLeases() if network.isActive() else []
     ipv4_leases = [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
     mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in ipv4_leases}
     reserved = [reservation.address for dhcp in definitions.values() for reservation in dhcp.reservations]
-    reserved_addresses = {address for text in reserved for address in _parsed(text)}
+    reserved_addresses = {address for text in reserved for address in _parse_address(text)}
     effective = definitions[min(definitions)]
-    for address in (*(candidate for candidate, holder in mac_of.items() if holder == mac), *_parsed(wanted)):
-        if address not in reserved_addresses and mac_of.get(address, mac) == mac and effective.may_give(address):
+    for address in (*(candidate for candidate, holder in mac_of.items() if holder == mac), *_parse_address(preferred)):
+        if address not in reserved_addresses and mac_of.get(address, mac) == mac and effective.can_give(address):
             return str(address)
     free = xml.choose_address(effective, reserved_addresses | mac_of.keys(), mac)
     return str(free) if free is not None else None
 
 
-def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
+def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
     """Write the reservation where it is missing; False if another process changed a definition."""
     missing = 0
     for flag, definition in definitions.items():
-        existing = definition.of(reservation.mac)
+        existing = definition.find_reservation(reservation.mac)
         if existing is not None and existing != reservation and not _update(network, DELETE, existing, flag):
             return False
         if existing != reservation:
@@ -335,47 +345,49 @@ def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reser
 
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
-    with Ignored(READ_AGAIN):
-        network.update(command, HOST, -1, xml.host_xml(reservation), flags)
+    with IgnoredErrors(RETRYABLE_ERROR):
+        network.update(command, DHCP_HOST_SECTION, -1, xml.make_host_xml(reservation), flags)
         return True
     return False
 
 
-def _parsed(address: str | None) -> Iterator[IPv4Address]:
+def _parse_address(address: str | None) -> Iterator[IPv4Address]:
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
 
 
-def _words(definition: Dhcp) -> str:
+def _explain_exhausted(definition: Dhcp) -> str:
     ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
     return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'
 
 
 # Here libvirt's helper for dnsmasq rewrites `<bridge>.status` on each lease.
-LEASES = Path('/var/lib/libvirt/dnsmasq')
+LEASES_DIRECTORY = Path('/var/lib/libvirt/dnsmasq')
 
 
-def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
+def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
     """Return {MAC: its IPv4 address that expires last} from virNetworkGetDHCPLeases' answer."""
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
-        lease['mac'].lower(): Address(lease['ipaddr'], 'lease', _given(lease, network))
+        lease['mac'].lower(): Address(lease['ipaddr'], 'lease', _derive_lease_start(lease, network))
         for lease in by_expiry
         if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted_macs
     }
 
 
-def _given(lease: Mapping[str, Any], network: Dhcp) -> str:
+def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
     """Return when a lease was given or renewed, computed from its expiry; '' if unknown."""
-    lease_seconds = network.lasts(IPv4Address(lease['ipaddr']))
+    lease_seconds = network.get_lease_seconds(IPv4Address(lease['ipaddr']))
     with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
-        return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lease_seconds, UTC)) if lease_seconds else ''
+        return (
+            format_time(datetime.fromtimestamp(int(lease['expirytime']) - lease_seconds, UTC)) if lease_seconds else ''
+        )
     return ''
 
 
-def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
+def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
     """Return the (MAC, address, expiry) of each lease in a status file; None if unreadable."""
     names = 'mac-address', 'ip-address', 'expiry-time'
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -390,11 +402,11 @@ def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[],
     """
     last_leases: dict[Path, object] = {}
 
-    def written(path: Path) -> None:
+    def on_written(path: Path) -> None:
         # Ignore unchanged files: on each changed reservation dnsmasq runs the helper for every lease.
-        leases = leased(path)
+        leases = read_lease_file(path)
         if leases is None or leases != last_leases.get(path):
             last_leases[path] = leases
             notify(f'leases: {path.name} was written')
 
-    return watch(directory, '.status', written)
+    return watch_files(directory, '.status', on_written)

@@ -11,17 +11,17 @@ from io import BytesIO
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable
-from ecomp.files import part_of, write_durably
+from ecomp.files import get_part_path, write_durably
 from ecomp.model import keys
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import GuestSpec
 from ecomp.virt import image, xml
-from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
+from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
 
-LABEL = 'cidata'
+SEED_LABEL = 'cidata'
 
 
-class _Files:
+class _InstanceFiles:
     """A directory with at most one file for each instance, `<instance><suffix>`."""
 
     suffix = ''
@@ -29,10 +29,10 @@ class _Files:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def path(self, instance: str) -> Path:
+    def get_path(self, instance: str) -> Path:
         return self.directory / (instance + self.suffix)
 
-    def present(self) -> Set[str]:
+    def list_instances(self) -> Set[str]:
         """Return the instances that have a file; Unreachable if the directory cannot be read."""
         try:
             names = os.listdir(self.directory)
@@ -43,7 +43,7 @@ class _Files:
         return {stem for stem in stems if keys.is_uuid(stem)}
 
 
-class Seeds(_Files):
+class Seeds(_InstanceFiles):
     """The seeds in `directory`."""
 
     suffix = '.iso'
@@ -52,22 +52,22 @@ class Seeds(_Files):
         """Write or replace the seed, on which no domain may run. Raises BuildFailed('disk', …)."""
         try:
             # Only root may read it, because user-data may hold secrets: libvirt gives it to QEMU's user at the start.
-            write_durably(self.path(instance), iso(files))
+            write_durably(self.get_path(instance), make_iso(files))
         except OSError as error:
-            raise BuildFailed('disk', f'{self.path(instance)}: {error.strerror}') from error
+            raise BuildFailed('disk', f'{self.get_path(instance)}: {error.strerror}') from error
 
     def delete(self, instance: str) -> None:
         """Remove the instance's seed, if it has one. Raises OSError."""
-        for path in (part_of(self.path(instance)), self.path(instance)):
+        for path in (get_part_path(self.get_path(instance)), self.get_path(instance)):
             path.unlink(missing_ok=True)
 
 
-def iso(files: Mapping[str, bytes]) -> bytes:
+def make_iso(files: Mapping[str, bytes]) -> bytes:
     """Return an ISO 9660 image of {name: content}, with Rock Ridge (Linux) and Joliet names."""
     import pycdlib  # late: most ecomputes write no seed, and every worker imports this module
 
     disk = pycdlib.PyCdlib()
-    disk.new(interchange_level=3, vol_ident=LABEL, joliet=3, rock_ridge='1.09')
+    disk.new(interchange_level=3, vol_ident=SEED_LABEL, joliet=3, rock_ridge='1.09')
     for name, content in files.items():
         iso_path = f'/{name.upper().replace("-", "_")}.;1'
         disk.add_fp(BytesIO(content), len(content), iso_path, rr_name=name, joliet_path=f'/{name}')
@@ -79,14 +79,14 @@ def iso(files: Mapping[str, bytes]) -> bytes:
 
 POOL = 'ecompute'
 # Seconds for which libvirt may refuse to refresh the pool; then its error is raised.
-REFRESH_DEADLINE = 20.0
+REFRESH_TIMEOUT_SECONDS = 20.0
 # Seconds for which another worker may be setting up the pool; then libvirt's error is raised.
-PUT_UP_DEADLINE = 2.0
+POOL_SETUP_TIMEOUT_SECONDS = 2.0
 # Errors when another worker sets up the pool concurrently.
-BEING_PUT_UP = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
+POOL_SETUP_RACE_ERRORS = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
-class Volumes(_Files):
+class Volumes(_InstanceFiles):
     """The overlays in `directory`. Methods raise Conflict, Unreachable or EcompError."""
 
     # list_instances() does not use libvirt's list of the pool: that is a cache, and refreshing it opens every volume.
@@ -99,24 +99,24 @@ class Volumes(_Files):
     def check(self) -> None:
         """Raise Conflict if the pool is over another directory."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
-            self._pool(connection)
+            self._find_pool(connection)
 
     def prepare(self) -> None:
         """Define the pool over our directory, start it and mark it for autostart, where necessary."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
-            self._put_up(connection)
+            self._set_up_pool(connection)
 
-    def _put_up(self, connection: libvirt.virConnect) -> None:
-        pool = self._pool(connection)
+    def _set_up_pool(self, connection: libvirt.virConnect) -> None:
+        pool = self._find_pool(connection)
         if pool is None:
-            pool = connection.storagePoolDefineXML(xml.pool_xml(POOL, str(self.directory)))
+            pool = connection.storagePoolDefineXML(xml.make_pool_xml(POOL, str(self.directory)))
             pool.build()
         if not pool.isActive():
             pool.create()
         if not pool.autostart():
             pool.setAutostart(True)
 
-    def _pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
+    def _find_pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
         """Return our pool, or None if libvirt has none. Raises Conflict as check() does."""
         try:
             pool = connection.storagePoolLookupByName(POOL)
@@ -124,7 +124,7 @@ class Volumes(_Files):
             if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_POOL:
                 raise
             return None
-        target = xml.pool_target(pool.XMLDesc())
+        target = xml.parse_pool_target(pool.XMLDesc())
         if os.path.realpath(target) != os.path.realpath(self.directory):
             raise Conflict(
                 f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this '
@@ -133,74 +133,74 @@ class Volumes(_Files):
             )
         return pool
 
-    def without_base(self) -> Mapping[str, str]:
+    def list_missing_bases(self) -> Mapping[str, str]:
         """Return {instance: path of its base volume} where that file is missing."""
-        bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
+        bases = {instance: image.find_backing_file(self.get_path(instance)) for instance in self.list_instances()}
         exists = {base: os.path.exists(base) for base in set(bases.values()) if base}
         return {instance: base for instance, base in bases.items() if base and not exists[base]}
 
     def measure_disk_gb(self, instance: str) -> int:
         """Return the size of the instance's disk in GiB, rounded up; 0 if it is unreadable."""
         with suppress(OSError, struct.error):
-            return -(-image.inspected(self.path(instance)).virtual_size // GIB)
+            return -(-image.read_base_volume(self.get_path(instance)).virtual_size // GIB)
         return 0
 
     def create(self, spec: GuestSpec) -> None:
         """Create or replace the overlay, on which no domain may run. Raises BuildFailed('disk', …)."""
-        path, base = self.path(spec.instance), spec.base
-        description = xml.volume_xml(path.name, image.capacity(spec), base.path, base.format)
+        path, base = self.get_path(spec.instance), spec.base
+        description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
             raise BuildFailed('disk', f'the base volume {base.path} is gone')
         if path.exists():
             self.delete(spec.instance)
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
             try:
-                self._in_pool(connection, lambda pool: _create(pool, description))
+                self._run_in_pool(connection, lambda pool: _create(pool, description))
             except libvirt.libvirtError as error:
                 if is_broken(error):
                     raise
                 with suppress(EcompError):
                     self.delete(spec.instance)
-                raise BuildFailed('disk', self._why(reason(error))) from error
+                raise BuildFailed('disk', self._explain_failure(describe_error(error))) from error
 
     def delete(self, instance: str) -> None:
         """Remove the instance's overlay, if it has one."""
-        path = self.path(instance)
+        path = self.get_path(instance)
         with self._connection.use(f'deleting the disk of {instance}') as connection:
-            self._in_pool(connection, lambda pool: _delete(pool, path))
+            self._run_in_pool(connection, lambda pool: _delete(pool, path))
             if not os.path.lexists(path):
                 return
-            self._pool(connection)
+            self._find_pool(connection)
         # The pool is over our directory, and libvirt does not consider this a volume: a link, for example.
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
-    def _in_pool(self, connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
+    def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
         """Run `action` on the pool; set the pool up and retry if it is missing or off."""
-        deadline, is_up, is_late = time.monotonic() + PUT_UP_DEADLINE, False, False
+        deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
         while True:
             try:
                 # Checking the pool first would slow down every disk.
-                do(connection.storagePoolLookupByName(POOL))
+                action(connection.storagePoolLookupByName(POOL))
                 return
             except libvirt.libvirtError as error:
                 missing = error.get_error_code() in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID)
                 if not missing or (is_up and is_late):
                     raise
             try:
-                self._put_up(connection)
+                self._set_up_pool(connection)
                 is_up = True
             except libvirt.libvirtError as error:
                 # Another worker is setting it up: it may have defined the pool, but not started it yet.
-                if is_late or error.get_error_code() not in BEING_PUT_UP:
+                if is_late or error.get_error_code() not in POOL_SETUP_RACE_ERRORS:
                     raise
                 is_up = False
             is_late = time.monotonic() > deadline
             time.sleep(0.05)
 
-    def _why(self, message: str) -> str:
+    def _explain_failure(self, message: str) -> str:
         """Return why no overlay could be created: a full file system, else libvirt's `message`."""
         # qemu-img only reports exit status 1, so the file system is queried.
         try:
@@ -217,7 +217,7 @@ class Volumes(_Files):
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:
-    with Ignored(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
+    with IgnoredErrors(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
         pool.createXML(description)
         return
     # libvirt remembers a volume whose file was removed outside libvirt.
@@ -227,7 +227,7 @@ def _create(pool: libvirt.virStoragePool, description: str) -> None:
 
 def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
     for refreshed in (False, True):
-        with Ignored(libvirt.VIR_ERR_NO_STORAGE_VOL):
+        with IgnoredErrors(libvirt.VIR_ERR_NO_STORAGE_VOL):
             pool.storageVolLookupByName(path.name).delete()
             return
         if refreshed or not path.exists():
@@ -238,7 +238,7 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
     """Let libvirt reread the directory; retry while it refuses, because a volume is being made."""
-    deadline = time.monotonic() + REFRESH_DEADLINE
+    deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:
             pool.refresh()

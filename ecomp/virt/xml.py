@@ -21,11 +21,11 @@ ARCHITECTURE = 'x86_64'
 MACHINE = 'pc'
 
 # The name of the channel that a guest agent opens.
-AGENT = 'org.qemu.guest_agent.0'
+AGENT_CHANNEL = 'org.qemu.guest_agent.0'
 
 
 @dataclass(frozen=True)
-class Mark:
+class OwnerMark:
     """The owner mark of a domain: the uuids of its instance and of the compute that created it."""
 
     instance: str
@@ -37,8 +37,8 @@ class Cpu:
     """A CPU as a model that libvirt knows, with its extra and its missing features."""
 
     model: str
-    more: frozenset[str] = frozenset()
-    fewer: frozenset[str] = frozenset()
+    extra_features: frozenset[str] = frozenset()
+    missing_features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Capabilities:
     qemu_gid: int
 
 
-def seed_url(instance: str) -> str:
+def make_seed_url(instance: str) -> str:
     """Return the URL at which the metadata server serves the NoCloud data of an instance."""
     return f'http://{METADATA_ADDRESS}/seed/{instance}/'
 
 
-def domain_xml(
+def make_domain_xml(
     spec: GuestSpec,
     disk: str,
     console_log: str,
     *,
     seed: str | None = None,
-    control: Collection[Service] | None = (),
+    blocked_services: Collection[Service] | None = (),
     without_ipv6: Collection[Attachment] = (),
     hold_addresses: bool = False,
 ) -> str:
@@ -73,40 +73,40 @@ def domain_xml(
     that DHCP gives it.
     """
     domain = ET.Element('domain', type=spec.virt_type)
-    _text(domain, 'name', spec.instance)
-    _text(domain, 'uuid', spec.instance)
+    _add_text(domain, 'name', spec.instance)
+    _add_text(domain, 'uuid', spec.instance)
     mark = {'xmlns:ecomp': MARK_NAMESPACE, 'uuid': spec.instance, 'compute': spec.compute, 'version': '1'}
     ET.SubElement(ET.SubElement(domain, 'metadata'), 'ecomp:instance', mark)
-    _text(domain, 'memory', str(spec.memory_mb), unit='MiB')
-    _text(domain, 'vcpu', str(spec.vcpus))
-    _firmware(domain, spec, None if seed else seed_url(spec.instance))
+    _add_text(domain, 'memory', str(spec.memory_mb), unit='MiB')
+    _add_text(domain, 'vcpu', str(spec.vcpus))
+    _add_firmware(domain, spec, None if seed else make_seed_url(spec.instance))
     # Also under emulation: QEMU's default, qemu64, is too old for binaries built for x86-64-v2 (EL 9) or -v3.
     ET.SubElement(domain, 'cpu', mode='host-model')
     ET.SubElement(domain, 'clock', offset='utc')
     # A crashed guest stays off: the user decides whether to restart it.
     for event, action in (('poweroff', 'destroy'), ('reboot', 'restart'), ('crash', 'destroy')):
-        _text(domain, f'on_{event}', action)
+        _add_text(domain, f'on_{event}', action)
     devices = ET.SubElement(domain, 'devices')
-    _disks(devices, spec, disk, seed)
-    _devices(devices, spec, console_log)
-    if control is not None:
-        addresses = dict(zip(spec.macs, spec.reserved, strict=False))
+    _add_disks(devices, spec, disk, seed)
+    _add_devices(devices, spec, console_log)
+    if blocked_services is not None:
+        addresses = dict(zip(spec.macs, spec.reserved_addresses, strict=False))
         for interface, mac, network in zip(devices.findall('interface'), spec.macs, spec.networks, strict=True):
             mac6 = None if network in without_ipv6 else mac
             by_dhcp = hold_addresses and network.kind == 'bridge'
-            reference(interface, addresses.get(mac), control, mac6, by_dhcp)
-    return _serialized(domain)
+            add_filter_reference(interface, addresses.get(mac), blocked_services, mac6, by_dhcp)
+    return _serialize(domain)
 
 
-def _firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
+def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
     system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
     # A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
     # label, but would still ask the network if the serial number named it.
     if url is not None:
-        _text(system, 'entry', f'ds=nocloud-net;s={url}', name='serial')
-    _text(system, 'entry', spec.instance, name='uuid')
+        _add_text(system, 'entry', f'ds=nocloud-net;s={url}', name='serial')
+    _add_text(system, 'entry', spec.instance, name='uuid')
     os = ET.SubElement(domain, 'os')
-    _text(os, 'type', 'hvm', arch=ARCHITECTURE, machine=MACHINE)
+    _add_text(os, 'type', 'hvm', arch=ARCHITECTURE, machine=MACHINE)
     ET.SubElement(os, 'boot', dev='hd')
     ET.SubElement(os, 'smbios', mode='sysinfo')
     features = ET.SubElement(domain, 'features')
@@ -114,7 +114,7 @@ def _firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
     ET.SubElement(features, 'apic')
 
 
-def _disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
+def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
     drive = ET.SubElement(devices, 'disk', type='file', device='disk')
     ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
     ET.SubElement(drive, 'source', file=disk)
@@ -136,7 +136,7 @@ def _disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) ->
     ET.SubElement(drive, 'readonly')
 
 
-def _devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
+def _add_devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
     ET.SubElement(devices, 'controller', type='usb', model='none')
     for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
         interface = ET.SubElement(devices, 'interface', type=kind)
@@ -148,57 +148,57 @@ def _devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
     ET.SubElement(serial, 'log', file=console_log, append='on')
     ET.SubElement(serial, 'target', port='0')
     ET.SubElement(ET.SubElement(devices, 'console', type='pty'), 'target', type='serial', port='0')
-    ET.SubElement(ET.SubElement(devices, 'channel', type='unix'), 'target', type='virtio', name=AGENT)
-    _text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
+    ET.SubElement(ET.SubElement(devices, 'channel', type='unix'), 'target', type='virtio', name=AGENT_CHANNEL)
+    _add_text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
     ET.SubElement(devices, 'memballoon', model='virtio')
 
 
-def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
+def make_volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
     """Return the definition of a `capacity` byte overlay; the format of `base` is not probed."""
     volume = ET.Element('volume', type='file')
-    _text(volume, 'name', name)
-    _text(volume, 'capacity', str(capacity), unit='bytes')
+    _add_text(volume, 'name', name)
+    _add_text(volume, 'capacity', str(capacity), unit='bytes')
     target = ET.SubElement(volume, 'target')
     ET.SubElement(target, 'format', type='qcow2')
     # libvirt's default is the format of 2009, in which a discard over a backing file frees nothing.
-    _text(target, 'compat', '1.1')
-    _text(ET.SubElement(target, 'permissions'), 'mode', '0600')
+    _add_text(target, 'compat', '1.1')
+    _add_text(ET.SubElement(target, 'permissions'), 'mode', '0600')
     backing = ET.SubElement(volume, 'backingStore')
-    _text(backing, 'path', base)
+    _add_text(backing, 'path', base)
     ET.SubElement(backing, 'format', type=base_format)
-    return _serialized(volume)
+    return _serialize(volume)
 
 
-def pool_xml(name: str, target: str) -> str:
+def make_pool_xml(name: str, target: str) -> str:
     """Return the definition of a storage pool over the directory `target`."""
     pool = ET.Element('pool', type='dir')
-    _text(pool, 'name', name)
-    _text(ET.SubElement(pool, 'target'), 'path', target)
-    return _serialized(pool)
+    _add_text(pool, 'name', name)
+    _add_text(ET.SubElement(pool, 'target'), 'path', target)
+    return _serialize(pool)
 
 
-def pool_target(xml: str) -> str:
+def parse_pool_target(xml: str) -> str:
     """Return the directory in a pool's definition, '' if it has none."""
     return ET.fromstring(xml).findtext('target/path', '')
 
 
-def mark(xml: str) -> Mark | None:
+def parse_owner_mark(xml: str) -> OwnerMark | None:
     """Return the owner mark in the metadata element of our namespace, None if it is incomplete."""
     element = ET.fromstring(xml)
     instance, compute = element.get('uuid'), element.get('compute')
-    return Mark(instance, compute) if instance and compute else None
+    return OwnerMark(instance, compute) if instance and compute else None
 
 
-class Plug(NamedTuple):
-    """What an interface is connected to; `bridge` and `tap` are '' while the domain is off."""
+class InterfaceLink(NamedTuple):
+    """The connection of an interface; `bridge` and `tap` are '' while the domain is off."""
 
     attachment: Attachment
     bridge: str
     tap: str = ''
-    isolated: bool = False
+    is_isolated: bool = False
 
 
-def interfaces(xml: str) -> dict[str, Plug]:
+def parse_interfaces(xml: str) -> dict[str, InterfaceLink]:
     """Return {MAC: InterfaceLink} of a domain's interfaces, in order."""
     links = {}
     for interface in ET.fromstring(xml).iterfind('devices/interface'):
@@ -207,22 +207,22 @@ def interfaces(xml: str) -> dict[str, Plug]:
             name, bridge = (source.get(attribute, '') if source is not None else '' for attribute in (kind, 'bridge'))
             tap = next((target.get('dev', '') for target in interface.iterfind('target')), '')
             isolated = interface.find("port[@isolated='yes']") is not None
-            links[mac.get('address', '').lower()] = Plug(Attachment(kind, name), bridge, tap, isolated)
+            links[mac.get('address', '').lower()] = InterfaceLink(Attachment(kind, name), bridge, tap, isolated)
     return links
 
 
 def has_agent(xml: str) -> bool:
     """Return whether a guest agent is connected, by the definition of the running domain."""
     targets = ET.fromstring(xml).iterfind('devices/channel/target')
-    return any(target.get('name') == AGENT and target.get('state') == 'connected' for target in targets)
+    return any(target.get('name') == AGENT_CHANNEL and target.get('state') == 'connected' for target in targets)
 
 
-def disks(xml: str) -> tuple[str, ...]:
+def parse_disk_paths(xml: str) -> tuple[str, ...]:
     """Return the paths of a domain's disks and of their backing files."""
     return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
 
 
-def capabilities(xml: str) -> Capabilities:
+def parse_capabilities(xml: str) -> Capabilities:
     """Parse libvirt's answer to getCapabilities."""
     root = ET.fromstring(xml)
     domains = root.iterfind(f"guest[os_type='hvm']/arch[@name='{ARCHITECTURE}']/domain")
@@ -232,53 +232,53 @@ def capabilities(xml: str) -> Capabilities:
     return Capabilities(frozenset(domain.get('type', '') for domain in domains), int(uid), int(gid))
 
 
-def guest_cpu(domain_capabilities: str) -> Cpu | None:
+def parse_guest_cpu(domain_capabilities: str) -> Cpu | None:
     """Return a guest's CPU from getDomainCapabilities' answer; None if it has no host model."""
     host_model = ET.fromstring(domain_capabilities).find("cpu/mode[@name='host-model'][@supported='yes']")
     model = host_model.findtext('model') if host_model is not None else None
     if host_model is None or not model:
         return None
-    fewer = frozenset(_names(host_model, 'disable') | _names(host_model, 'forbid'))
-    return Cpu(model, frozenset(_names(host_model) - fewer), fewer)
+    fewer = frozenset(_list_features(host_model, 'disable') | _list_features(host_model, 'forbid'))
+    return Cpu(model, frozenset(_list_features(host_model) - fewer), fewer)
 
 
-def cpu_xml(model: str) -> str:
+def make_cpu_xml(model: str) -> str:
     """Return a CPU of this model in the format of baselineHypervisorCPU."""
     cpu = ET.Element('cpu')
-    _text(cpu, 'model', model)
-    return _serialized(cpu)
+    _add_text(cpu, 'model', model)
+    return _serialize(cpu)
 
 
-def cpu_features(xml: str) -> frozenset[str]:
+def parse_cpu_features(xml: str) -> frozenset[str]:
     """Return the features in an expanded answer of baselineHypervisorCPU."""
     cpu = ET.fromstring(xml)
-    return frozenset(_names(cpu) - _names(cpu, 'disable') - _names(cpu, 'forbid'))
+    return frozenset(_list_features(cpu) - _list_features(cpu, 'disable') - _list_features(cpu, 'forbid'))
 
 
-def _names(cpu: ET.Element, policy: str | None = None) -> set[str]:
+def _list_features(cpu: ET.Element, policy: str | None = None) -> set[str]:
     return {feature.get('name', '') for feature in cpu.iterfind('feature') if policy in (None, feature.get('policy'))}
 
 
-def _text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:
+def _add_text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:
     ET.SubElement(parent, tag, attributes).text = text
 
 
-def _serialized(element: ET.Element) -> str:
+def _serialize(element: ET.Element) -> str:
     ET.indent(element)
     return ET.tostring(element, encoding='unicode') + '\n'
 
 
-GUEST_MAC = 'ecompute-guest-mac-3'
-GUEST_ADDRESS = 'ecompute-guest-address-3'
+MAC_FILTER = 'ecompute-guest-mac-3'
+ADDRESS_FILTER = 'ecompute-guest-address-3'
 
 # All rules are on the Ethernet level: traffic between two guests of one bridge is invisible on the IP level.
-_NO_SERVER = """\
+_NO_SERVER_RULES = """\
   <rule action='drop' direction='out' priority='10'><ip protocol='udp' srcportstart='67'/></rule>
   <rule action='drop' direction='out' priority='20'><ipv6 protocol='udp' srcportstart='547'/></rule>
   <rule action='drop' direction='out' priority='30'><ipv6 protocol='icmpv6' type='134'/></rule>
   <rule action='drop' direction='out' priority='40'><ipv6 protocol='icmpv6' type='137'/></rule>
 """
-_NO_CONTROL = """\
+_NO_CONTROL_RULES = """\
   <rule action='drop' direction='out' priority='50'>
     <ip protocol='tcp' dstipaddr='$CONTROL4[@1]' dstportstart='$PORT4[@1]'/>
   </rule>
@@ -296,20 +296,20 @@ _NO_CONTROL = """\
 FILTERS = {
     # Pass only what is verifiably from the guest. A VLAN tag hides a frame's content from ebtables, and other protocols
     # than IP and ARP may address the switch. ebtables cannot parse ARP of other hardware types, which Linux accepts.
-    GUEST_MAC: f"""\
-<filter name='{GUEST_MAC}' chain='root'>
+    MAC_FILTER: f"""\
+<filter name='{MAC_FILTER}' chain='root'>
   <uuid>d25464e4-1908-4f05-afa1-acd9b6b44141</uuid>
-{_NO_SERVER}{_NO_CONTROL}\
+{_NO_SERVER_RULES}{_NO_CONTROL_RULES}\
   <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC'/></rule>
   <rule action='accept' direction='out' priority='200'><arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC'/></rule>
   <rule action='accept' direction='out' priority='300'><ipv6 srcmacaddr='$MAC6'/></rule>
   <rule action='drop' direction='out' priority='500'><mac/></rule>
 </filter>
 """,
-    GUEST_ADDRESS: f"""\
-<filter name='{GUEST_ADDRESS}' chain='root'>
+    ADDRESS_FILTER: f"""\
+<filter name='{ADDRESS_FILTER}' chain='root'>
   <uuid>1e2e5c91-3a39-419c-915b-b9adad333217</uuid>
-{_NO_SERVER}{_NO_CONTROL}\
+{_NO_SERVER_RULES}{_NO_CONTROL_RULES}\
   <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
   <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
   <rule action='accept' direction='out' priority='300'>
@@ -331,34 +331,40 @@ class Service:
 
 
 # A variable of a libvirt filter needs a value; nothing listens at these.
-_NOWHERE = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
-_NOBODY = '00:00:00:00:00:00'  # Linux's bridge drops frames from this MAC
+_PLACEHOLDER_SERVICES = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
+_UNUSED_MAC = '00:00:00:00:00:00'  # Linux's bridge drops frames from this MAC
 
 
-def reference(
-    interface: ET.Element, address: str | None, control: Collection[Service], mac6: str | None, by_dhcp: bool = False
+def add_filter_reference(
+    interface: ET.Element,
+    address: str | None,
+    blocked_services: Collection[Service],
+    mac6: str | None,
+    by_dhcp: bool = False,
 ) -> None:
     """Add the filter to a domain's `<interface>`, by its reserved IPv4 `address` if it has one.
 
     The filter blocks `blocked_services`. `mac6` is the MAC that may send IPv6, None for none. With `by_dhcp` and no
     reserved address the guest may only send DHCP until libvirt has seen which address it is given.
     """
-    filter_reference = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address or by_dhcp else GUEST_MAC)
-    ET.SubElement(filter_reference, 'parameter', name='MAC6', value=mac6 or _NOBODY)
+    filter_reference = ET.SubElement(
+        interface, 'filterref', filter=ADDRESS_FILTER if address or by_dhcp else MAC_FILTER
+    )
+    ET.SubElement(filter_reference, 'parameter', name='MAC6', value=mac6 or _UNUSED_MAC)
     if address:
         ET.SubElement(filter_reference, 'parameter', name='IP', value=address)
     elif by_dhcp:
         ET.SubElement(filter_reference, 'parameter', name='CTRL_IP_LEARNING', value='dhcp')
-    for version, nowhere in zip((4, 6), _NOWHERE, strict=True):
-        for service in [service for service in control if service.address.version == version] or [nowhere]:
+    for version, nowhere in zip((4, 6), _PLACEHOLDER_SERVICES, strict=True):
+        for service in [service for service in blocked_services if service.address.version == version] or [nowhere]:
             ET.SubElement(filter_reference, 'parameter', name=f'CONTROL{version}', value=str(service.address))
             ET.SubElement(filter_reference, 'parameter', name=f'PORT{version}', value=str(service.port))
 
 
 # Forward modes in which libvirt gives out no addresses, because it did not create the network.
-NOT_SERVED = frozenset({'bridge', 'private', 'vepa', 'passthrough', 'hostdev'})
-UNITS = {'seconds': 1, 'minutes': 60, 'hours': 3600}
-DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
+UNSERVED_FORWARD_MODES = frozenset({'bridge', 'private', 'vepa', 'passthrough', 'hostdev'})
+SECONDS_PER_UNIT = {'seconds': 1, 'minutes': 60, 'hours': 3600}
+DNSMASQ_NAMESPACE = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 
 
 @dataclass(frozen=True)
@@ -380,24 +386,24 @@ class Dhcp:
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
-    own: frozenset[IPv4Address]
+    own_addresses: frozenset[IPv4Address]
     reservations: tuple[Reservation, ...]
-    served: bool
-    known_only: bool = False
-    seconds: tuple[int, ...] = ()
-    ipv6: bool = True
-    unfit: tuple[str, str] = ('', '')
+    is_served: bool
+    reserved_only: bool = False
+    lease_seconds: tuple[int, ...] = ()
+    has_ipv6: bool = True
+    problems: tuple[str, str] = ('', '')
 
-    def lasts(self, address: IPv4Address) -> int:
+    def get_lease_seconds(self, address: IPv4Address) -> int:
         """Return the seconds of a lease of this address; 0 if unlimited or unknown."""
-        ranges = zip(self.ranges, self.seconds, strict=True)
+        ranges = zip(self.ranges, self.lease_seconds, strict=True)
         return next((seconds for (first, last), seconds in ranges if first <= address <= last), 0)
 
-    def of(self, mac: str) -> Reservation | None:
+    def find_reservation(self, mac: str) -> Reservation | None:
         return next((reservation for reservation in self.reservations if reservation.mac == mac), None)
 
-    def may_give(self, address: IPv4Address) -> bool:
-        return address not in self.own and any(first <= address <= last for first, last in self.ranges)
+    def can_give(self, address: IPv4Address) -> bool:
+        return address not in self.own_addresses and any(first <= address <= last for first, last in self.ranges)
 
 
 def read_dhcp(xml: str) -> Dhcp:
@@ -412,63 +418,67 @@ def read_dhcp(xml: str) -> Dhcp:
         own |= {IPv4Address(element.get('address', '0.0.0.0')), network.network_address, network.broadcast_address}
         served_ranges = element.findall('dhcp/range')
         ranges += [(IPv4Address(entry.get('start', '')), IPv4Address(entry.get('end', ''))) for entry in served_ranges]
-        seconds += [_lasts(entry.find('lease')) for entry in served_ranges]
+        seconds += [_parse_lease_seconds(entry.find('lease')) for entry in served_ranges]
         reservations += [
             Reservation(host.get('mac', '').lower(), host.get('ip', ''), host.get('name', ''))
             for host in element.iterfind('dhcp/host')
         ]
     mode = forward.get('mode', 'nat') if forward is not None else ''
     # https://libvirt.org/formatnetwork.html#network-namespaces; dnsmasq(8): a reservation sets the tag `known`.
-    options = {option.get('value') for option in root.iterfind(f'{{{DNSMASQ}}}options/{{{DNSMASQ}}}option')}
+    options = {
+        option.get('value') for option in root.iterfind(f'{{{DNSMASQ_NAMESPACE}}}options/{{{DNSMASQ_NAMESPACE}}}option')
+    }
     known_only = 'dhcp-ignore=tag:!known' in options
-    served = mode not in NOT_SERVED
+    served = mode not in UNSERVED_FORWARD_MODES
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
     unfit = _explain_unfit(root, served, ipv4_elements, not ranges)
     return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit)
 
 
-def _explain_unfit(root: ET.Element, served: bool, of_ipv4: list[ET.Element], rangeless: bool) -> tuple[str, str]:
+def _explain_unfit(
+    root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
+) -> tuple[str, str]:
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
-    if ports or not (served or root.find('bridge') is not None):
+    if ports or not (is_served or root.find('bridge') is not None):
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
         fix = 'name a Linux bridge in its place under `networks:` (docs/howto/bridge.md), as in `{bridge: br0}`'
         unfilterable = f'{name} is {kind}, where libvirt cannot filter guests, so none is made. Fix: {fix}'
-    if served and rangeless and any(element.find('dhcp') is not None for element in of_ipv4):
-        fix = f'virsh net-update {root.findtext("name")} add ip-dhcp-range "<range start=\'FIRST\' end=\'LAST\'/>"'
+    if is_served and has_no_range and any(element.find('dhcp') is not None for element in ipv4_elements):
+        fix = f"virsh net-update {root.findtext('name')} add ip-dhcp-range \"<range start='FIRST' end='LAST'/>\""
         unaddressed = f'{name} has DHCP without a <range>: guests wait for ever. Fix: {fix} --live --config'
-    elif served and not of_ipv4 and root.find('ip') is not None:
+    elif is_served and not ipv4_elements and root.find('ip') is not None:
         fix = 'give it an <ip> of IPv4 with a <dhcp><range> by virsh net-edit, and restart it'
         unaddressed = f'{name} has IPv6 alone: a guest waits for an IPv4 address for ever. Fix: {fix}'
     return unfilterable, unaddressed
 
 
-def _lasts(lease: ET.Element | None) -> int:
+def _parse_lease_seconds(lease: ET.Element | None) -> int:
     """Return the seconds in a range's `<lease>`; without one dnsmasq's default, an hour."""
     if lease is None:
         return 3600
-    return int(lease.get('expiry', '0')) * UNITS[lease.get('unit', 'minutes')]
+    return int(lease.get('expiry', '0')) * SECONDS_PER_UNIT[lease.get('unit', 'minutes')]
 
 
-def choose_address(dhcp: Dhcp, taken: Set[IPv4Address], mac: str) -> IPv4Address | None:
+def choose_address(dhcp: Dhcp, taken_addresses: Set[IPv4Address], mac: str) -> IPv4Address | None:
     """Return a free address in the ranges, or None; the same one for a MAC while it stays free."""
-    taken = taken | dhcp.own
+    taken_addresses = taken_addresses | dhcp.own_addresses
     sizes = [int(last) - int(first) + 1 for first, last in dhcp.ranges]
     start = int.from_bytes(hashlib.sha256(mac.encode()).digest()[:8], 'big')
     # One more step than there are taken addresses reaches a free one.
-    for step in range(min(sum(sizes), len(taken) + 1)):
+    for step in range(min(sum(sizes), len(taken_addresses) + 1)):
         index = (start + step) % sum(sizes)
         for (first, _), size in zip(dhcp.ranges, sizes, strict=True):
             if index < size:
-                if (address := first + index) not in taken:
+                if (address := first + index) not in taken_addresses:
                     return address
                 break
             index -= size
     return None
 
 
-def host_xml(reservation: Reservation) -> str:
+def make_host_xml(reservation: Reservation) -> str:
     """Return the reservation for virNetworkUpdate; dnsmasq sends the name as host name."""
     attributes = {'mac': reservation.mac, 'ip': reservation.address, 'name': reservation.name}
     return ET.tostring(ET.Element('host', {key: value for key, value in attributes.items() if value}), 'unicode')

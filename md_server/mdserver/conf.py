@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # Bytes of the user-data file; a larger one is refused.
-USER_DATA_LIMIT = 1 << 20
+MAX_USER_DATA_BYTES = 1 << 20
 T = TypeVar('T')
 # Converts the text of a key; the path is the directory that paths in it are relative to. Raises ValueError.
 Reader = Callable[[str, Path], T]
@@ -30,45 +30,45 @@ def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) 
     """Return the user-data file's bytes; `opener` is that of open(). Raises ValueError."""
     try:
         with open(path, 'rb', opener=opener) as file:
-            data = file.read(USER_DATA_LIMIT + 1)
+            data = file.read(MAX_USER_DATA_BYTES + 1)
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}') from error
-    if len(data) > USER_DATA_LIMIT:
-        raise ValueError(f'{path} is larger than {USER_DATA_LIMIT} bytes')
+    if len(data) > MAX_USER_DATA_BYTES:
+        raise ValueError(f'{path} is larger than {MAX_USER_DATA_BYTES} bytes')
     return data
 
 
-def _address(value: str, _: Path = Path()) -> str:
+def _parse_address(value: str, _: Path = Path()) -> str:
     try:
         return str(ipaddress.IPv4Address(value))
     except ValueError as error:
         raise ValueError(f'{value!r} is not an IPv4 address') from error
 
 
-def _port(value: str, _: Path = Path()) -> int:
+def _parse_port(value: str, _: Path = Path()) -> int:
     # 0 is any free port, for tests.
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port, 0 to 65535')
     return int(value)
 
 
-def _path_to(what: str, check: Callable[[Path], T]) -> Reader[T]:
+def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
     """Return a reader of a path to `description`, whose value `convert` makes."""
 
     def read(value: str, base: Path) -> T:
         if not value:
-            raise ValueError(f'is empty: name {what}')
-        return check(base / value)
+            raise ValueError(f'is empty: name {description}')
+        return convert(base / value)
 
     return read
 
 
-def _readable(path: Path) -> Path:
+def _check_readable(path: Path) -> Path:
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
 
-def _key(default: T, read: Reader[T], name: str = '') -> T:
+def _make_field(default: T, read: Reader[T], name: str = '') -> T:
     """Return a field that is set by the key of its name, or of `name`, in [mdserver]."""
     new_field: T = field(default=default, metadata={'read': read, 'name': name})
     return new_field
@@ -83,17 +83,19 @@ class Config:
     is the kernel's ARP table, not a key.
     """
 
-    listen_address: str = _key('169.254.169.254', _address)
-    port: int = _key(80, _port)
-    guests: Path = _key(Path('/var/lib/ecompute/metadata'), _path_to('a directory', Path))
-    leases: str = _key('/var/lib/libvirt/dnsmasq/*.status', _path_to("the status files of libvirt's dnsmasq", str))
-    user_data: Path | None = _key(None, _path_to('a file', _readable), name='user-data')
+    listen_address: str = _make_field('169.254.169.254', _parse_address)
+    port: int = _make_field(80, _parse_port)
+    guests: Path = _make_field(Path('/var/lib/ecompute/metadata'), _make_path_reader('a directory', Path))
+    leases: str = _make_field(
+        '/var/lib/libvirt/dnsmasq/*.status', _make_path_reader("the status files of libvirt's dnsmasq", str)
+    )
+    user_data: Path | None = _make_field(None, _make_path_reader('a file', _check_readable), name='user-data')
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     neighbours: Path = Path('/proc/net/arp')
 
 
 # The fields that have a key, by the name of that key.
-KEYS = {each.metadata['name'] or each.name: each for each in fields(Config) if each.metadata}
+FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Config) if each.metadata}
 
 
 def load(path: Path | None) -> Config:
@@ -131,7 +133,7 @@ def parse(text: str, path: Path) -> Config:
     except configparser.DuplicateOptionError as error:
         raise ConfError(f'{path}: line {error.lineno}: "{error.option}" is there twice in [{error.section}]') from error
 
-    lines_of = _lines(text)
+    lines_of = _find_line_numbers(text)
     values: dict[str, Any] = {}
     keys: list[tuple[str, str]] = []
     problems: list[tuple[int, str]] = []
@@ -143,9 +145,9 @@ def parse(text: str, path: Path) -> Config:
         for name, value in parser.items(section):
             try:
                 if section == 'public-keys':
-                    keys.append((_key_name(name), public_key(value)))
+                    keys.append((_check_key_name(name), check_public_key(value)))
                 else:
-                    key_field = _row(name)
+                    key_field = _find_field(name)
                     values[key_field.name] = key_field.metadata['read'](value, path.parent)
             except ValueError as error:
                 problems.append((lines_of[section, name], f'"{name}": {error}'))
@@ -154,7 +156,7 @@ def parse(text: str, path: Path) -> Config:
     return Config(public_keys=tuple(keys), **values)
 
 
-def public_key(text: str) -> str:
+def check_public_key(text: str) -> str:
     """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid."""
     problem = 'is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
     kind, _, rest = text.partition(' ')
@@ -169,27 +171,27 @@ def public_key(text: str) -> str:
     return text
 
 
-def address_port(text: str, default: int) -> tuple[str, int]:
+def parse_address_port(text: str, default: int) -> tuple[str, int]:
     """Parse `ADDRESS[:PORT]`; the port defaults to `default`. Raises ValueError."""
     address, colon, port = text.partition(':')
-    return _address(address), _port(port) if colon else default
+    return _parse_address(address), _parse_port(port) if colon else default
 
 
-def _row(key: str) -> Field[Any]:
+def _find_field(key: str) -> Field[Any]:
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
         raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
-    if key not in KEYS:
-        raise ValueError(f'unknown key in [mdserver]: known are {", ".join(KEYS)}')
-    return KEYS[key]
+    if key not in FIELDS_BY_KEY:
+        raise ValueError(f'unknown key in [mdserver]: known are {", ".join(FIELDS_BY_KEY)}')
+    return FIELDS_BY_KEY[key]
 
 
-def _key_name(name: str) -> str:
+def _check_key_name(name: str) -> str:
     if not re.fullmatch('[a-z0-9._@+-]+', name):
         raise ValueError('is no name for a key: use letters, digits and . _ @ + -')
     return name
 
 
-def _lines(text: str) -> dict[tuple[str, str | None], int]:
+def _find_line_numbers(text: str) -> dict[tuple[str, str | None], int]:
     """Return {(section, key or None): line number}, which configparser does not keep."""
     line_numbers: dict[tuple[str, str | None], int] = {}
     section = ''

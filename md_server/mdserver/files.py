@@ -28,27 +28,27 @@ from operator import attrgetter
 from pathlib import Path
 
 from mdserver import conf, guests
-from mdserver.guests import Broken, Forged, Guest, Lease, Unknown
+from mdserver.guests import BrokenFileError, ForgedAddressError, Guest, Lease, UnknownGuestError
 
 # Bytes of a file; a larger one is refused. Legitimate files are smaller: 256 KiB of gzip are 1.5 MiB of JSON.
-LIMIT = 1 << 21
+MAX_FILE_BYTES = 1 << 21
 
 # Suffixes of libvirt's files for dnsmasq, one each for a network, in the directory of the status files.
-CONF = '.conf'
-HOSTS = '.hostsfile'
+CONF_SUFFIX = '.conf'
+HOSTS_SUFFIX = '.hostsfile'
 
-REFUSED = '.refused'
+REFUSAL_SUFFIX = '.refused'
 # A guest without filters can send from any MAC, and must not fill the directory.
 MAX_REFUSALS = 256
 
 # How long the leased addresses are cached: a new lease is seen after that.
-LEASED_SECONDS = 1.0
+LEASE_CACHE_SECONDS = 1.0
 
 # Held while a report or refusal is stored: without a monitor, several threads do that.
-_being_told = threading.Lock()
+_write_lock = threading.Lock()
 
 # A file's name and its open descriptor, which the caller closes, or the error of opening it.
-Opened = tuple[str, 'int | OSError']
+OpenedFile = tuple[str, 'int | OSError']
 
 
 class Files:
@@ -57,25 +57,25 @@ class Files:
     `ask` executes the five requests above; with None this process does. OSError if the monitor is gone.
     """
 
-    def __init__(self, config: conf.Config, ask: Callable[[str], list[Opened]] | None = None) -> None:
+    def __init__(self, config: conf.Config, ask: Callable[[str], list[OpenedFile]] | None = None) -> None:
         self._config = config
         self._ask = ask or partial(carry_out, config)
-        self._leased: Container[str] = ()
-        self._leased_at = float('-inf')
-        self._answered: set[str] = set()
+        self._leased_addresses: Container[str] = ()
+        self._leases_read_at = float('-inf')
+        self._answered_macs: set[str] = set()
 
-    def leased_to(self, address: str, now: float) -> str:
+    def find_leased_mac(self, address: str, now: float) -> str:
         """Return the MAC of the guest with this IPv4 address, by DHCP at `now`, in epoch seconds.
 
         A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another guest
         sends the same client identifier. Raises Unknown, Broken, or Forged if the kernel sees another MAC there.
         """
-        leases, problems = self._leases()
+        leases, problems = self._read_leases()
         table = self._read_table()
         # Only on the lease's bridge: the kernel also accepts a guest's claim to this address on another one.
         owners = {
             lease: guests.parse_neighbours(table, lease.bridge).get(address, frozenset())
-            for lease in [*filter(attrgetter('reserved'), leases), *guests.current(leases, now).values()]
+            for lease in [*filter(attrgetter('reserved'), leases), *guests.select_current(leases, now).values()]
             if lease.address == address
         }
         for owner, macs in owners.items():
@@ -86,9 +86,9 @@ class Files:
         for owner, macs in owners.items():
             if macs:
                 detail = f'leased to {owner.mac}, used by {", ".join(sorted(macs))}'
-                raise Forged(f'{address} is leased to another machine', detail)
+                raise ForgedAddressError(f'{address} is leased to another machine', detail)
         problems = problems or [f'looked in {self._config.leases}']
-        raise Unknown(f'no current DHCP lease for {address}', '; '.join(problems))
+        raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
         """Return the MACs that the kernel sees at an address, on any bridge. Raises Broken."""
@@ -97,37 +97,37 @@ class Files:
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
         """Write why the guests with these MACs were refused; '': answered. Raises OSError."""
         for mac in macs:
-            if refusal or mac not in self._answered:
+            if refusal or mac not in self._answered_macs:
                 self._ask(f'refused {mac} {refusal}')
-            (self._answered.discard if refusal else self._answered.add)(mac)
+            (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
-    def guest(self, mac: str) -> Guest:
+    def read_guest(self, mac: str) -> Guest:
         """Parse ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
-            return guests.parse_guest(_whole(opened), mac)
+            return guests.parse_guest(_read_all(opened), mac)
         except FileNotFoundError as error:
-            raise Unknown(f'no instance with the MAC address {mac}', f'{name} is not there') from error
+            raise UnknownGuestError(f'no instance with the MAC address {mac}', f'{name} is not there') from error
         except OSError as error:
-            raise Broken(f'{name}: {error.strerror}') from error
+            raise BrokenFileError(f'{name}: {error.strerror}') from error
         except ValueError as error:
-            raise Broken(f'{name}: {error}') from error
+            raise BrokenFileError(f'{name}: {error}') from error
 
-    def filled_in(self, known: Guest, address: str = '') -> Guest:
+    def fill_in_defaults(self, guest: Guest, address: str = '') -> Guest:
         """Return the guest with its own keys and user-data, or mdserver.conf's. Raises ValueError."""
-        keys, user_data = known.public_keys, known.user_data
+        keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
-            user_data = conf.read_user_data(self._config.user_data, lambda *_: self._user_data())
+            user_data = conf.read_user_data(self._config.user_data, lambda *_: self._open_user_data())
         keys = self._config.public_keys if keys is None else keys
-        return replace(known, address=address, public_keys=keys, user_data=user_data)
+        return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
-    def note_ready(self, mac: str, instance: str, word: bytes) -> None:
+    def note_ready(self, mac: str, instance: str, report: bytes) -> None:
         """Write a guest's first ready report; FileNotFoundError without the guest, or OSError."""
-        for _, opened in self._ask(f'ready {mac} {instance} {word.decode("ascii")}'):
+        for _, opened in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
 
-    def is_on(self, bridge: str, address: str) -> bool:
+    def is_on_bridge(self, bridge: str, address: str) -> bool:
         """Return whether a client that just connected is on this bridge. Raises Broken."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
@@ -137,12 +137,14 @@ class Files:
         `now` is in epoch seconds. The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it
         before any limit applies. Not thread-safe.
         """
-        if not 0 <= now - self._leased_at < LEASED_SECONDS:
-            self._leased = {lease.address for lease in self._leases()[0] if lease.reserved or lease.expiry > now}
-            self._leased_at = now
-        return address in self._leased
+        if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
+            self._leased_addresses = {
+                lease.address for lease in self._read_leases()[0] if lease.reserved or lease.expiry > now
+            }
+            self._leases_read_at = now
+        return address in self._leased_addresses
 
-    def _leases(self) -> tuple[list[Lease], list[str]]:
+    def _read_leases(self) -> tuple[list[Lease], list[str]]:
         """Return all readable leases and reservations, and a message for each unreadable file."""
         leases: list[Lease] = []
         problems = []
@@ -150,13 +152,13 @@ class Files:
         for name, opened in self._ask('leases'):
             path = Path(name)
             try:
-                if path.suffix == CONF:  # precedes the reservations of its network
+                if path.suffix == CONF_SUFFIX:  # precedes the reservations of its network
                     bridge = ''
-                    bridge = guests.parse_bridge(_whole(opened))
-                elif path.suffix == HOSTS:
-                    leases += guests.parse_reservations(_whole(opened), bridge)
+                    bridge = guests.parse_bridge(_read_all(opened))
+                elif path.suffix == HOSTS_SUFFIX:
+                    leases += guests.parse_reservations(_read_all(opened), bridge)
                 else:
-                    leases += guests.parse_leases(_whole(opened), path.stem)
+                    leases += guests.parse_leases(_read_all(opened), path.stem)
             except OSError as error:
                 problems.append(f'{name}: {error.strerror}')
             except ValueError as error:
@@ -168,63 +170,65 @@ class Files:
         try:
             return neighbours.read_text(encoding='ascii', errors='replace')
         except OSError as error:
-            raise Broken(f'{neighbours}: {error.strerror}') from error
+            raise BrokenFileError(f'{neighbours}: {error.strerror}') from error
 
     def _read_neighbours(self, address: str) -> list[list[str]]:
         # IP address, HW type, Flags, HW address, Mask, Device.
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
-    def _user_data(self) -> int:
+    def _open_user_data(self) -> int:
         [(_, opened)] = self._ask('user-data')
         if isinstance(opened, OSError):
             raise opened
         return opened
 
 
-def carry_out(config: conf.Config, request: str) -> list[Opened]:
+def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
     """Open, or write, the files of `request`, one of the five above; EINVAL for any other."""
     # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):
         case ['leases']:
-            hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS}'))
-            libvirt_files = [name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS) + CONF, hosts)]
+            hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS_SUFFIX}'))
+            libvirt_files = [
+                name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS_SUFFIX) + CONF_SUFFIX, hosts)
+            ]
             return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *libvirt_files)]
         case ['user-data'] if config.user_data is not None:
-            return [_open(config.user_data, links=True)]
+            return [_open(config.user_data, follow_links=True)]
         case ['guest', mac] if guests.is_mac(mac):
-            return [_open(_file_of(config, mac))]
+            return [_open(_get_guest_path(config, mac))]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
-            write = partial(_leave_word, config, mac, instance, word)
+            write = partial(_write_report, config, mac, instance, word)
         case ['refused', mac, *reason] if guests.is_mac(mac):
-            write = partial(_leave_refusal, config, mac, ' '.join(reason))
+            write = partial(_write_refusal, config, mac, ' '.join(reason))
         case _:
             return [('', OSError(errno.EINVAL, os.strerror(errno.EINVAL)))]
     try:
-        with _being_told:
+        with _write_lock:
             write()
     except OSError as error:
         return [(str(error.filename), error)]
     return []
 
 
-def _file_of(config: conf.Config, mac: str) -> Path:
+def _get_guest_path(config: conf.Config, mac: str) -> Path:
     return config.guests / f'{mac}.json'
 
 
-def _open(path: Path, links: bool = False) -> Opened:
+def _open(path: Path, follow_links: bool = False) -> OpenedFile:
     # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return str(path), os.open(path, flags if links else flags | os.O_NOFOLLOW)
+        return str(path), os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
     except OSError as error:
         return str(path), error
 
 
-def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None:
+def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
-    if not _is_there(config, mac, instance):
+    if not _is_guest_present(config, mac, instance):
         raise missing
     # Remove the rest of an interrupted write first: killed after the link, it is another name of the first report.
     temporary.unlink(missing_ok=True)
@@ -232,35 +236,35 @@ def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None
         return  # before any write: repeated reports cause no disk writes
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(temporary, flags, 0o600), 'wb') as file:
-        file.write(word.encode())
+        file.write(report.encode())
         file.flush()
         os.fsync(file.fileno())
     # Atomic, and only the first report: programs that run in the guest later cannot replace its keys.
     with suppress(FileExistsError):
         os.link(temporary, report_path)
     temporary.unlink(missing_ok=True)
-    if not _is_there(config, mac, instance):
+    if not _is_guest_present(config, mac, instance):
         report_path.unlink(missing_ok=True)  # the guest was removed concurrently: keep no files of it
         raise missing
 
 
-def _leave_refusal(config: conf.Config, mac: str, reason: str) -> None:
-    path = config.guests / f'{mac}{REFUSED}'
+def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
+    path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
     with suppress(OSError, ValueError):
-        if _whole(_open(path)[1]) == reason.encode():
+        if _read_all(_open(path)[1]) == reason.encode():
             return  # before any write: repeated refusals cause no disk writes
     path.unlink(missing_ok=True)
-    if reason and len(list(config.guests.glob(f'*{REFUSED}'))) < MAX_REFUSALS:
+    if reason and len(list(config.guests.glob(f'*{REFUSAL_SUFFIX}'))) < MAX_REFUSALS:
         path.write_text(reason)
 
 
-def _is_there(config: conf.Config, mac: str, instance: str) -> bool:
+def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
     with suppress(OSError, ValueError):
-        return guests.parse_guest(_whole(_open(_file_of(config, mac))[1]), mac).instance == instance
+        return guests.parse_guest(_read_all(_open(_get_guest_path(config, mac))[1]), mac).instance == instance
     return False
 
 
-def _whole(opened: int | OSError) -> bytes:
+def _read_all(opened: int | OSError) -> bytes:
     """Read an opened regular file and close it. OSError; ValueError if irregular or too large."""
     if isinstance(opened, OSError):
         raise opened
@@ -268,9 +272,9 @@ def _whole(opened: int | OSError) -> bytes:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ValueError('is not a regular file')
         with open(opened, 'rb', closefd=False) as file:
-            data = file.read(LIMIT + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     finally:
         os.close(opened)
-    if len(data) > LIMIT:
-        raise ValueError(f'is larger than {LIMIT} bytes')
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f'is larger than {MAX_FILE_BYTES} bytes')
     return data

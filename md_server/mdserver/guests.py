@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = 1
+FORMAT_VERSION = 1
 
 _MAC = re.compile(r'([0-9a-f]{2}:){5}[0-9a-f]{2}')
 _COMPLETE = 0x2
 
 
-class Unknown(Exception):
+class UnknownGuestError(Exception):
     """The client is no known guest. str() may be sent to it, `detail` is only logged."""
 
     def __init__(self, message: str, detail: str = '') -> None:
@@ -30,11 +30,11 @@ class Unknown(Exception):
         self.detail = detail
 
 
-class Forged(Unknown):
+class ForgedAddressError(UnknownGuestError):
     """The address is leased to another machine than the one that uses it."""
 
 
-class Broken(Exception):
+class BrokenFileError(Exception):
     """A file about this guest is unusable. str() names the file, and is only logged."""
 
 
@@ -54,7 +54,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Guest:
-    """What ecompute wrote about a guest, which is served to it; `address` is its IPv4 address.
+    """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address.
 
     `instance` is its uuid; `public_keys` are pairs of a unique name and an OpenSSH line. If `public_keys` or
     `user_data` is None, those of mdserver.conf apply, or none after they were filled in. `network_config` may be None.
@@ -75,7 +75,7 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
     """
     if not data.strip():
         return []
-    entries = _load(data)
+    entries = _load_json(data)
     if not isinstance(entries, list):
         raise ValueError('is not a JSON list')
     leases = []
@@ -87,7 +87,7 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
     return leases
 
 
-def current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
+def select_current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
     """Return {address: lease} of the leases not expired at `now`, seconds since the epoch.
 
     Of two leases for one address or one MAC, the one that expires later counts.
@@ -127,11 +127,11 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
 
 def parse_guest(data: bytes, mac: str) -> Guest:
     """Parse ecompute's file of the guest with this MAC; ignore unknown keys. Raises ValueError."""
-    record = _load(data)
+    record = _load_json(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
-    if record.get('version', VERSION) != VERSION:
-        raise ValueError(f'"version" is {record["version"]!r}, understood is {VERSION}')
+    if record.get('version', FORMAT_VERSION) != FORMAT_VERSION:
+        raise ValueError(f'"version" is {record["version"]!r}, understood is {FORMAT_VERSION}')
     if record.get('mac', mac) != mac:
         raise ValueError('"mac" is another than the name of the file')
     instance, hostname = record.get('instance'), record.get('hostname')
@@ -170,7 +170,7 @@ def is_uuid(text: str) -> bool:
     return False
 
 
-def _load(data: bytes) -> Any:
+def _load_json(data: bytes) -> Any:
     try:
         return json.loads(data)
     # RecursionError: for example ten thousand opening brackets.

@@ -18,20 +18,20 @@ from waitress.task import WSGITask
 
 log = logging.getLogger('mdserver')
 
-CONNECTIONS = 16  # of one address; another one closes the oldest
+MAX_CONNECTIONS_PER_ADDRESS = 16  # of one address; another one closes the oldest
 # Requests of one address: per second, and as a burst. More requests wait.
-RATE = 10.0
-BURST = 20
+REQUESTS_PER_SECOND = 10.0
+REQUEST_BURST = 20
 # Log lines about one address: per second, and as a burst. More lines are dropped.
-LINES = 1.0
-FIRST_LINES = 20
-HEAD_SECONDS = 10.0  # to receive a request; then its connection is closed
-LIFE_SECONDS = 60.0  # for a connection in total; then it is closed
-LOOK_SECONDS = 0.25  # between two checks of which connections may be read
-ADDRESSES = 4096  # remembered; another one drops those that are idle
+LOG_LINES_PER_SECOND = 1.0
+LOG_LINE_BURST = 20
+REQUEST_TIMEOUT_SECONDS = 10.0  # to receive a request; then its connection is closed
+CONNECTION_TIMEOUT_SECONDS = 60.0  # for a connection in total; then it is closed
+POLL_SECONDS = 0.25  # between two checks of which connections may be read
+MAX_TRACKED_ADDRESSES = 4096  # remembered; another one drops those that are idle
 
 
-class FairShares:
+class RateLimiter:
     """Limits each address to `rate` events per second and `burst` immediate ones. Pure.
 
     `now` is in seconds of any monotonic clock. This is the generic cell rate algorithm:
@@ -41,30 +41,30 @@ class FairShares:
     def __init__(self, rate: float, burst: int) -> None:
         self._step = 1 / rate
         self._tolerance = (burst - 0.5) / rate  # half a step less, so that rounding has no effect
-        self._used: dict[str, float] = {}  # when an address's share will be unused again
+        self._used_until: dict[str, float] = {}  # when an address's share will be unused again
 
-    def wait(self, address: str, now: float) -> float:
+    def schedule(self, address: str, now: float) -> float:
         """Count one event; return its delay in seconds, at most MAX_CONNECTIONS_PER_ADDRESS / rate."""
-        used_until = max(self._used.get(address, now), now)
-        seconds = min(max(0.0, used_until - now - self._tolerance), CONNECTIONS * self._step)
-        self._note(address, now, now + self._tolerance + seconds if seconds else used_until)
+        used_until = max(self._used_until.get(address, now), now)
+        seconds = min(max(0.0, used_until - now - self._tolerance), MAX_CONNECTIONS_PER_ADDRESS * self._step)
+        self._record(address, now, now + self._tolerance + seconds if seconds else used_until)
         return seconds
 
-    def allows(self, address: str, now: float) -> bool:
+    def try_acquire(self, address: str, now: float) -> bool:
         """Count one event if it need not wait, and return whether it was counted."""
-        used_until = max(self._used.get(address, now), now)
+        used_until = max(self._used_until.get(address, now), now)
         if used_until - now > self._tolerance:
             return False
-        self._note(address, now, used_until)
+        self._record(address, now, used_until)
         return True
 
-    def _note(self, address: str, now: float, used: float) -> None:
-        if len(self._used) >= ADDRESSES:
-            self._used = {other: until for other, until in self._used.items() if until > now}
-        self._used[address] = used + self._step
+    def _record(self, address: str, now: float, used_until: float) -> None:
+        if len(self._used_until) >= MAX_TRACKED_ADDRESSES:
+            self._used_until = {other: until for other, until in self._used_until.items() if until > now}
+        self._used_until[address] = used_until + self._step
 
 
-class _OneRequest(WSGITask):  # type: ignore[misc]
+class _OneRequestTask(WSGITask):  # type: ignore[misc]
     """A task that closes its connection after one answer, and announces this in the header."""
 
     def build_response_header(self) -> bytes:
@@ -75,14 +75,14 @@ class _OneRequest(WSGITask):  # type: ignore[misc]
 class _Channel(HTTPChannel):  # type: ignore[misc]
     """A connection that is not read before the time that Server.admit() returned."""
 
-    task_class = _OneRequest
+    task_class = _OneRequestTask
 
     def __init__(self, server: Server, sock: socket.socket, address: Any, *rest: Any, **options: Any) -> None:
         super().__init__(server, sock, address, *rest, **options)
-        self.begins = server.admit(self)
+        self.starts_at = server.admit(self)
 
     def readable(self) -> bool:
-        return self.connected and time.monotonic() >= self.begins and super().readable()
+        return self.connected and time.monotonic() >= self.starts_at and super().readable()
 
     def writable(self) -> bool:
         # Another connection may already have its descriptor number.
@@ -91,7 +91,7 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
     def is_late(self, now: float) -> bool:
         """Return whether, at monotonic time `now`, its request or its lifetime takes too long."""
         is_receiving = not self.requests and not self.total_outbufs_len
-        return now - self.begins > (HEAD_SECONDS if is_receiving else LIFE_SECONDS)
+        return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
 
 
 class Server(TcpWSGIServer):  # type: ignore[misc]
@@ -100,17 +100,21 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
     channel_class = _Channel
 
     def __init__(
-        self, application: Any, sock: socket.socket, may_ask: Callable[[str], bool], **adjustments: Any
+        self, application: Any, sock: socket.socket, is_allowed: Callable[[str], bool], **adjustments: Any
     ) -> None:
-        self._may_ask = may_ask
-        self._turns = FairShares(RATE, BURST)
-        self._ends: list[_Channel] = []
-        self._complaints = FairShares(LINES, 1)
+        self._is_allowed = is_allowed
+        self._request_limiter = RateLimiter(REQUESTS_PER_SECOND, REQUEST_BURST)
+        self._to_close: list[_Channel] = []
+        self._log_limiter = RateLimiter(LOG_LINES_PER_SECOND, 1)
         super().__init__(
-            application, _sock=sock, bind_socket=False, cleanup_interval=1,
-            sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()), **adjustments,
+            application,
+            _sock=sock,
+            bind_socket=False,
+            cleanup_interval=1,
+            sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()),
+            **adjustments,
         )
-        self.adj.asyncore_loop_timeout = LOOK_SECONDS  # as an adjustment it would be truncated to 0
+        self.adj.asyncore_loop_timeout = POLL_SECONDS  # as an adjustment it would be truncated to 0
 
     def admit(self, channel: _Channel) -> float:
         """Return the monotonic time from which the connection may be read; infinity if not allowed.
@@ -118,21 +122,25 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         A connection that is not allowed, and the oldest over the limit of its address, are marked to be closed.
         """
         address, now = channel.addr[0], time.monotonic()
-        if not self._may_ask(address):
-            self._ends.append(channel)
-            if self._complaints.allows('', now):
+        if not self._is_allowed(address):
+            self._to_close.append(channel)
+            if self._log_limiter.try_acquire('', now):
                 log.warning('client=%s is no guest here: not answered', address)
             return float('inf')
-        peers = [peer for peer in self.active_channels.values() if peer.addr[0] == address and peer not in self._ends]
-        if len(peers) > CONNECTIONS:
-            self._ends.append(peers[0])  # a dict keeps the order of insertion
-            if self._complaints.allows(address, now):
-                log.warning('client=%s has more than %d connections: the oldest ends', address, CONNECTIONS)
-        return now + self._turns.wait(address, now)
+        peers = [
+            peer for peer in self.active_channels.values() if peer.addr[0] == address and peer not in self._to_close
+        ]
+        if len(peers) > MAX_CONNECTIONS_PER_ADDRESS:
+            self._to_close.append(peers[0])  # a dict keeps the order of insertion
+            if self._log_limiter.try_acquire(address, now):
+                log.warning(
+                    'client=%s has more than %d connections: the oldest ends', address, MAX_CONNECTIONS_PER_ADDRESS
+                )
+        return now + self._request_limiter.schedule(address, now)
 
     def readable(self) -> bool:
         """Close the marked connections: waitress calls this while it handles no connection."""
-        to_close, self._ends = self._ends, []
+        to_close, self._to_close = self._to_close, []
         for channel in to_close:
             channel.handle_close()
         return bool(super().readable())
@@ -140,4 +148,4 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
     def maintenance(self, now: float) -> None:
         """Mark late connections to be closed; waitress calls this once a second."""
         super().maintenance(now)
-        self._ends += [channel for channel in self.active_channels.values() if channel.is_late(time.monotonic())]
+        self._to_close += [channel for channel in self.active_channels.values() if channel.is_late(time.monotonic())]

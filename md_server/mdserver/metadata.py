@@ -25,19 +25,19 @@ from urllib.parse import parse_qsl
 
 from mdserver.guests import Guest
 
-VERSIONS = ('2009-04-04', 'latest')
+EC2_VERSIONS = ('2009-04-04', 'latest')
 
 # Fields of a posted form; one with more is refused.
-FIELDS = 32
+MAX_FORM_FIELDS = 32
 # The form's fields that are host keys of the types that sshd generates today. Other fields are ignored.
-HOST_KEYS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
+HOST_KEY_FIELDS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
 
 # The vendor-data. INSTANCE, URL (where to post) and SEED (part of the SMBIOS serial if the guest uses the network) are
 # replaced.
 # cloud-init runs it once, as a script; it copies itself to run at later boots. cloud-init's own module phone_home runs
 # before the end, does not know of failures, and logs a warning in the guest for each missing type of key. A script does
 # not conflict with the user's own cloud-config either.
-REPORT = """\
+REPORT_SCRIPT = """\
 #!/bin/sh
 # Tells the host what became of cloud-init, and which keys sshd has. It waits in the background until cloud-init ends.
 python=$(sed -n '1s/^#! *//p' "$(command -v cloud-init)")
@@ -110,24 +110,24 @@ END
 Tree = Mapping[str, 'bytes | Tree']
 
 
-def versions() -> bytes:
+def make_version_list() -> bytes:
     """Return the body of `/`, which shows every client that a metadata server answers."""
-    return '\n'.join(VERSIONS).encode()
+    return '\n'.join(EC2_VERSIONS).encode()
 
 
-def answer(path: str, guest: Guest) -> bytes | None:
+def find_body(path: str, guest: Guest) -> bytes | None:
     """Return the body for this guest at this path, or None for 404."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
-        case [version, *steps] if version in VERSIONS:
-            return _look_up(_ec2(guest), steps)
+        case [version, *steps] if version in EC2_VERSIONS:
+            return _look_up(_make_ec2_tree(guest), steps)
         # Only the guest's own seed; the existence of other uuids is not revealed.
         case ['seed', instance, *steps] if instance == guest.instance:
-            return _look_up(_seed(guest, {'dsmode': 'net'}), steps)
+            return _look_up(_make_seed_files(guest, {'dsmode': 'net'}), steps)
     return None
 
 
-def _ec2(guest: Guest) -> Tree:
+def _make_ec2_tree(guest: Guest) -> Tree:
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,
@@ -147,19 +147,19 @@ def _ec2(guest: Guest) -> Tree:
     return tree
 
 
-def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
+def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
     """Return {name: content} of this guest's NoCloud disk, without empty optional files.
 
     With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
     """
-    files = _seed(guest, {})
-    if not phones_home:
+    files = _make_seed_files(guest, {})
+    if not with_phone_home:
         del files['vendor-data']
     # cloud-init accepts no disk without both of these files as a seed.
     return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
 
 
-def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
+def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.
     meta_data = {
@@ -169,39 +169,43 @@ def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
         **extra,
     }
     return {
-        'meta-data': _yaml(meta_data),
+        'meta-data': _dump_yaml(meta_data),
         'user-data': guest.user_data or b'',
-        'vendor-data': _vendor_data(guest.instance),
+        'vendor-data': _make_vendor_data(guest.instance),
         # Empty means none. After a 404, cloud-init 24.3 and newer would retry ten times, a second apart.
-        'network-config': _yaml(guest.network_config) if guest.network_config else b'',
+        'network-config': _dump_yaml(guest.network_config) if guest.network_config else b'',
     }
 
 
-def _yaml(data: Mapping[str, Any]) -> bytes:
+def _dump_yaml(data: Mapping[str, Any]) -> bytes:
     # JSON is YAML if it is not \u-escaped: YAML has no surrogate pairs.
     return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 
-def phone_home(instance: str) -> str:
+def make_phone_home_path(instance: str) -> str:
     """Return the path at which a guest reports that its cloud-init has finished."""
     return f'/phone-home/{instance}/'
 
 
-def word(body: bytes) -> bytes:
+def parse_report(body: bytes) -> bytes:
     """Convert a guest's posted form to JSON. Raises ValueError for more than MAX_FORM_FIELDS.
 
     It is {"version": 1, "host_keys": [text], "stage", "error": text or null}; ecompute validates the content.
     """
-    fields = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=FIELDS))
-    keys = [fields[name] for name in HOST_KEYS if name in fields]
+    fields = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=MAX_FORM_FIELDS))
+    keys = [fields[name] for name in HOST_KEY_FIELDS if name in fields]
     failed = {name: fields.get(name) for name in ('stage', 'error')}
     return json.dumps({'version': 1, 'host_keys': keys, **failed}).encode()
 
 
-def _vendor_data(instance: str) -> bytes:
+def _make_vendor_data(instance: str) -> bytes:
     host = 'http://169.254.169.254'
-    replacements = {'INSTANCE': instance, 'URL': f'{host}{phone_home(instance)}', 'SEED': f'{host}/seed/{instance}/'}
-    report = REPORT
+    replacements = {
+        'INSTANCE': instance,
+        'URL': f'{host}{make_phone_home_path(instance)}',
+        'SEED': f'{host}/seed/{instance}/',
+    }
+    report = REPORT_SCRIPT
     for placeholder, value in replacements.items():
         report = report.replace(placeholder, value)
     return report.encode()

@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mdserver import conf
-from mdserver.files import Opened, carry_out
+from mdserver.files import OpenedFile, carry_out
 
 # Bytes of a request; a longer one is truncated. The longest has a guest's report: 4 KiB, up to six times that in JSON's
 # escapes.
-REQUEST_LIMIT = 32768
+MAX_REQUEST_BYTES = 32768
 # Bytes of an answer; a longer one is truncated. The kernel accepts paths of up to 4096.
-NAME_LIMIT = 8192
-END = b'.'
+MAX_ANSWER_BYTES = 8192
+END_OF_ANSWER = b'.'
 PR_SET_NO_NEW_PRIVS = 38
-LARGEST = 2**32 - 2  # uid; the next one means "unchanged"
+MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
@@ -50,36 +50,36 @@ class Monitor:
         self._process.start()
         theirs.close()
 
-    def ask(self, request: str) -> list[Opened]:
+    def ask(self, request: str) -> list[OpenedFile]:
         """Let the monitor run carry_out(request); OSError if the monitor is gone. Thread-safe."""
-        files: list[Opened] = []
+        files: list[OpenedFile] = []
         with self._lock:
             try:
                 self._channel.send(request.encode())
-                while (packet := self._hear())[0] != END:
+                while (packet := self._receive())[0] != END_OF_ANSWER:
                     number, _, name = packet[0].partition(b' ')
                     path = os.fsdecode(name)
                     opened = packet[1] if number == b'0' else OSError(int(number), os.strerror(int(number)), path)
                     files.append((path, opened))
             except BaseException:
                 # An interrupted answer would be read as the answer to the next request.
-                self._hang_up()
+                self._disconnect()
                 raise
         return files
 
     def close(self) -> None:
         """End the monitor, and wait until it is gone."""
-        self._hang_up()
+        self._disconnect()
         self._channel.close()
         self._process.join()
 
-    def _hear(self) -> tuple[bytes, int]:
-        packet, descriptors, _, _ = socket.recv_fds(self._channel, NAME_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+    def _receive(self) -> tuple[bytes, int]:
+        packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             raise OSError(errno.EPIPE, 'its monitor is gone')
         return packet, descriptors[0] if descriptors else -1
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         with suppress(OSError):  # already shut down by either end
             self._channel.shutdown(socket.SHUT_RDWR)
 
@@ -90,15 +90,15 @@ def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket
         signal.signal(number, signal.SIG_IGN)
     other_end.close()
     try:
-        while request := channel.recv(REQUEST_LIMIT):
+        while request := channel.recv(MAX_REQUEST_BYTES):
             for name, opened in carry_out(config, request.decode(errors='replace')):
-                _tell(channel, os.fsencode(name), opened)
-            channel.send(END)
+                _send_file(channel, os.fsencode(name), opened)
+            channel.send(END_OF_ANSWER)
     except OSError:
         return  # mdserver has ended
 
 
-def _tell(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
+def _send_file(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
     if isinstance(opened, OSError):
         channel.send(b'%d %s' % (opened.errno or errno.EIO, name))
         return
@@ -108,31 +108,31 @@ def _tell(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
         os.close(opened)
 
 
-class Ids(NamedTuple):
+class UserIds(NamedTuple):
     """The uid of a user and the gid of its group."""
 
     uid: int
     gid: int
 
 
-def find_user(user: str) -> Ids:
+def find_user(user: str) -> UserIds:
     """Return the ids of a user name or, as chown(1), any number; ValueError if unknown or root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
-        if not re.fullmatch('[0-9]{1,10}', user) or int(user) > LARGEST:
+        if not re.fullmatch('[0-9]{1,10}', user) or int(user) > MAX_UID:
             raise ValueError(f'there is no user {user!r} here: name one that is, or give a number') from error
-        ids = Ids(int(user), int(user))
+        ids = UserIds(int(user), int(user))
         with suppress(KeyError):
-            ids = Ids(ids.uid, pwd.getpwuid(ids.uid).pw_gid)
+            ids = UserIds(ids.uid, pwd.getpwuid(ids.uid).pw_gid)
     else:
-        ids = Ids(entry.pw_uid, entry.pw_gid)
+        ids = UserIds(entry.pw_uid, entry.pw_gid)
     if ids.uid == 0:
         raise ValueError(f'{user!r} is root, who gives up nothing: name another user')
     return ids
 
 
-def drop_rights(ids: Ids) -> None:
+def drop_privileges(ids: UserIds) -> None:
     """Make this process that user with only that group and no capabilities, permanently.
 
     Call it while the process has one thread. Raises OSError, also if root or a capability could be regained.

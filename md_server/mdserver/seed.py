@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.guests is not None:
             config = replace(config, guests=arguments.guests)
         guest_files = Files(config)
-        guest = guest_files.filled_in(guest_files.guest(arguments.mac))
-    except (conf.ConfError, guests.Unknown, guests.Broken, ValueError) as error:
+        guest = guest_files.fill_in_defaults(guest_files.read_guest(arguments.mac))
+    except (conf.ConfError, guests.UnknownGuestError, guests.BrokenFileError, ValueError) as error:
         print(f'mdserver: {error}', file=sys.stderr)
         return 2 if isinstance(error, conf.ConfError) else 1
-    seed_files = metadata.seed(guest, phones_home=not arguments.no_phone_home)
+    seed_files = metadata.make_seed(guest, with_phone_home=not arguments.no_phone_home)
     print(json.dumps({name: body.decode('utf-8', 'surrogateescape') for name, body in seed_files.items()}))
     return 0
 

@@ -43,21 +43,26 @@ import bottle
 
 from mdserver import __version__, conf, guests, limits, metadata
 from mdserver.files import Files
-from mdserver.monitor import Ids, Monitor, drop_rights, find_user
+from mdserver.monitor import Monitor, UserIds, drop_privileges, find_user
 
 log = logging.getLogger('mdserver')
 
-INSTANCE = 'mdserver.instance'
-WHY = 'mdserver.why'
+INSTANCE_KEY = 'mdserver.instance'
+REASON_KEY = 'mdserver.why'
 
-LATE = ('idna', 'ascii')  # encodings that Python imports at first use, perhaps from where only root can read
+LATE_ENCODINGS = ('idna', 'ascii')  # encodings that Python imports at first use, perhaps from where only root can read
 METADATA_ADDRESS = '169.254.169.254'
-ADDRESS = re.compile(r'([0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?')
-PROXIES = ('HTTP_X_FORWARDED', 'HTTP_FORWARDED', 'HTTP_VIA', 'HTTP_X_REAL_IP')  # prefixes of headers that they add
+HOST_HEADER_PATTERN = re.compile(r'([0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?')
+PROXY_HEADER_PREFIXES = (
+    'HTTP_X_FORWARDED',
+    'HTTP_FORWARDED',
+    'HTTP_VIA',
+    'HTTP_X_REAL_IP',
+)  # prefixes of headers that they add
 THREADS = 4
-HEADER_LIMIT = 8192  # bytes; more is refused
-BODY_LIMIT = 4096  # bytes; more is refused. A guest posts its host keys and errors
-CONNECTIONS = 500  # of all clients together, further ones wait; limits has those of one client
+MAX_HEADER_BYTES = 8192  # bytes; more is refused
+MAX_BODY_BYTES = 4096  # bytes; more is refused. A guest posts its host keys and errors
+MAX_CONNECTIONS = 500  # of all clients together, further ones wait; limits has those of one client
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
@@ -65,73 +70,73 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = limits.FairShares(limits.LINES, limits.FIRST_LINES)
+        self._log_limiter = limits.RateLimiter(limits.LOG_LINES_PER_SECOND, limits.LOG_LINE_BURST)
 
-    def may_say(self, address: str) -> bool:
+    def can_log(self, address: str) -> bool:
         """Return whether another line about this address may be logged now, and count it."""
-        return self._lines.allows(address, time.monotonic())
+        return self._log_limiter.try_acquire(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
         bottle.response.content_type = 'text/plain; charset=utf-8'
         return f'{res.status_line}: {res.body}\n'
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        def logged(status: str, *rest: Any) -> Any:
+        def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
-            if self.may_say(client):
+            if self.can_log(client):
                 # Quoted: the client chooses the path, which must not break the log line.
                 request_line = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
-                guest = f'instance={environ.get(INSTANCE, "-")}{environ.get(WHY, "")}'
+                guest = f'instance={environ.get(INSTANCE_KEY, "-")}{environ.get(REASON_KEY, "")}'
                 log.debug('%s %s client=%s %s', request_line, status[:3], client, guest)
             return start_response(status, *rest)
 
-        return super().wsgi(environ, logged)  # type: ignore[no-any-return]
+        return super().wsgi(environ, log_and_start)  # type: ignore[no-any-return]
 
 
 def make_app(files: Files) -> bottle.Bottle:
     """Return the WSGI application. It identifies a client by REMOTE_ADDR only."""
     app = App()
 
-    def asking() -> tuple[str, guests.Guest]:
+    def identify_guest() -> tuple[str, guests.Guest]:
         """Return the MAC of the requesting guest, and what is served to it. Raises HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
-            mac = files.leased_to(address, time.time())
-            guest = files.filled_in(files.guest(mac), address)
-        except guests.Unknown as error:
-            environ[WHY] = f' ({error}: {error.detail})'
-            if isinstance(error, guests.Forged) and app.may_say(address):
+            mac = files.find_leased_mac(address, time.time())
+            guest = files.fill_in_defaults(files.read_guest(mac), address)
+        except guests.UnknownGuestError as error:
+            environ[REASON_KEY] = f' ({error}: {error.detail})'
+            if isinstance(error, guests.ForgedAddressError) and app.can_log(address):
                 log.warning('REFUSED %s: %s: %s', address, error, error.detail)
             refusal = bottle.HTTPError(404, f'{error}')
-        except (guests.Broken, OSError, ValueError) as error:
+        except (guests.BrokenFileError, OSError, ValueError) as error:
             log.error('client=%s: %s', address, error)
             refusal = bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
         else:
-            environ[INSTANCE] = guest.instance
+            environ[INSTANCE_KEY] = guest.instance
             with suppress(OSError):  # answer even if the file system is read-only
                 files.note_answer([mac])
             return mac, guest
-        with suppress(guests.Broken, OSError):
+        with suppress(guests.BrokenFileError, OSError):
             files.note_answer(files.find_macs(address), refusal.body)
         raise refusal
 
-    def serve(path: str = '') -> bottle.HTTPResponse:
+    def serve_data(path: str = '') -> bottle.HTTPResponse:
         _check_headers()
         if not path.strip('/'):
-            return _plain(metadata.versions())
-        body = metadata.answer(path, asking()[1])
-        return bottle.HTTPError(404, 'no such data') if body is None else _plain(body)
+            return _make_response(metadata.make_version_list())
+        body = metadata.find_body(path, identify_guest()[1])
+        return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
-    def hear(instance: str) -> bottle.HTTPResponse:
+    def receive_report(instance: str) -> bottle.HTTPResponse:
         _check_headers()
-        mac, guest = asking()
+        mac, guest = identify_guest()
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
         try:
-            report = metadata.word(bottle.request.body.read(BODY_LIMIT))
+            report = metadata.parse_report(bottle.request.body.read(MAX_BODY_BYTES))
         except ValueError:
-            return bottle.HTTPError(400, f'a form of at most {metadata.FIELDS} fields, please')
+            return bottle.HTTPError(400, f'a form of at most {metadata.MAX_FORM_FIELDS} fields, please')
         try:
             files.note_ready(mac, instance, report)
         except FileNotFoundError:
@@ -139,24 +144,24 @@ def make_app(files: Files) -> bottle.Bottle:
         except OSError as error:
             log.error('instance %s is ready, and that cannot be noted: %s', instance, error)
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
-        return _plain(b'ok')
+        return _make_response(b'ok')
 
-    app.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', hear)
-    app.route(['/', '/<path:path>'], 'GET', serve)
+    app.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', receive_report)
+    app.route(['/', '/<path:path>'], 'GET', serve_data)
     return app
 
 
 def _check_headers() -> None:
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
-    if any(name.startswith(PROXIES) for name in environ):
+    if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
         raise bottle.HTTPError(403, 'not through a proxy')
     # DNS rebinding: a malicious web page in a guest becomes same-origin by a host name that resolves to this server.
-    if not ADDRESS.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
+    if not HOST_HEADER_PATTERN.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
         raise bottle.HTTPError(421, f'not by a name: ask {METADATA_ADDRESS}')
 
 
-def _plain(body: bytes) -> bottle.HTTPResponse:
+def _make_response(body: bytes) -> bottle.HTTPResponse:
     # No charset: user-data may have any encoding.
     return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
 
@@ -168,19 +173,19 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         sock.bind((address, port))
         # Listen here, not in waitress: two processes can bind, and only the second one's listen() fails.
-        sock.listen(CONNECTIONS)
+        sock.listen(MAX_CONNECTIONS)
     except OSError as error:
         sock.close()
         advice = {
             errno.EADDRNOTAVAIL: f'no interface here has that address: ip addr add {address}/32 dev virbr0',
             errno.EADDRINUSE: 'something listens there already, another mdserver perhaps: end it or take another port',
-            errno.EACCES: 'ports below 1024 are root\'s: start it with sudo',
+            errno.EACCES: "ports below 1024 are root's: start it with sudo",
         }.get(error.errno or 0, error.strerror)
         raise OSError(f'cannot listen on {address}:{port}: {advice}') from error
     return sock
 
 
-def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
+def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
     """Return whether the client is local, on `bridge` or has a lease; True without `bridge`.
 
     The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
@@ -189,8 +194,8 @@ def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files)
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
     try:
-        return files.is_on(bridge, address) or files.has_lease(address, time.time())
-    except (OSError, guests.Broken):
+        return files.is_on_bridge(bridge, address) or files.has_lease(address, time.time())
+    except (OSError, guests.BrokenFileError):
         return False  # the monitor is gone, so this process is about to end
 
 
@@ -203,23 +208,23 @@ def end_with_parent() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
-def _end(_signal: int, _frame: FrameType | None) -> None:
+def _exit(_signal: int, _frame: FrameType | None) -> None:
     # From here on the monitor is expected to end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
 
 
-def _become(name: str, ids: Ids) -> None:
-    for encoding in LATE:
+def _switch_user(name: str, ids: UserIds) -> None:
+    for encoding in LATE_ENCODINGS:
         codecs.lookup(encoding)
     try:
-        drop_rights(ids)
+        drop_privileges(ids)
     except OSError as error:
         advice = 'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
         raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
 
 
-def _user(name: str) -> Ids:
+def _resolve_user(name: str) -> UserIds:
     """Return the ids of the user that --user names. Raises ConfError."""
     try:
         ids = find_user(name)
@@ -230,13 +235,13 @@ def _user(name: str) -> Ids:
     return ids
 
 
-def _configure(arguments: argparse.Namespace) -> conf.Config:
+def _load_config(arguments: argparse.Namespace) -> conf.Config:
     config = conf.load(arguments.conf)
     if arguments.guests is not None:
         config = replace(config, guests=arguments.guests)
     if arguments.listen is not None:
         try:
-            address, port = conf.address_port(arguments.listen, config.port)
+            address, port = conf.parse_address_port(arguments.listen, config.port)
         except ValueError as error:
             raise conf.ConfError(f'--listen: {error}') from error
         config = replace(config, listen_address=address, port=port)
@@ -260,13 +265,14 @@ class _OneLine(logging.Formatter):
     """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, as in ecompute, whose log may get it."""
 
     def __init__(self) -> None:
-        super().__init__('%(asctime)s %(levelname)s %(process)d %(message)s')
+        super().__init__('%(levelname)s %(process)d %(message)s')
 
-    def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:
-        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec='milliseconds')
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec='milliseconds')
+        return f'{when} {super().format(record)}'
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of mdserver's command line."""
     cli = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
@@ -285,22 +291,22 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal, or with --with-parent the end of stdin; return the exit code."""
     try:
-        command = parser()
+        command = make_parser()
         arguments = command.parse_args(argv)
         if arguments.unit:
             if {**vars(arguments), 'unit': False, 'conf': None} != vars(command.parse_args([])):
                 command.error('--unit goes with CONF alone: `guests` goes there, the rest by systemctl edit mdserver')
-            _put(unit(arguments.conf, sys.argv[0]))
+            _print_unit(make_unit(arguments.conf, sys.argv[0]))
             return 0
     except OSError as error:
-        return _unsaid(error)
+        return _report_output_error(error)
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     # Before anything else, so that a signal cannot end it with another exit code.
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
     orphaned: list[int] = []
 
     def on_orphaned(number: int, _frame: FrameType | None) -> None:
@@ -309,10 +315,10 @@ def main(argv: list[str] | None = None) -> int:
 
     with ExitStack() as at_exit:
         try:
-            config = _configure(arguments)
+            config = _load_config(arguments)
             files = Files(config)
             if arguments.user is not None:
-                ids = _user(arguments.user)
+                ids = _resolve_user(arguments.user)
                 signal.signal(signal.SIGCHLD, on_orphaned)
                 # Before the socket is opened, which the monitor must not inherit.
                 monitor = Monitor(config)
@@ -321,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
                 files = Files(config, monitor.ask)
             sock = at_exit.enter_context(listen(config.listen_address, config.port))
             if arguments.user is not None:
-                _become(arguments.user, ids)
+                _switch_user(arguments.user, ids)
         except (conf.ConfError, OSError) as error:
             print(f'mdserver: {error}', file=sys.stderr)
             return 2 if isinstance(error, conf.ConfError) else 1
@@ -333,14 +339,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _put(text: str) -> None:
+def _print_unit(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # systemd reads UTF-8, regardless of the terminal's encoding.
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     print(text, end='', flush=True)
 
 
-def _unsaid(error: OSError) -> int:
+def _report_output_error(error: OSError) -> int:
     """Report why nothing could be printed, unless the reader has gone; return the exit code."""
     # Otherwise Python would retry at its end and print an error.
     with suppress(OSError):
@@ -353,21 +359,26 @@ def _unsaid(error: OSError) -> int:
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
     server = limits.Server(
-        make_app(files), sock, lambda address: may_ask(address, arguments.bridge, config, files),
-        ident=f'mdserver/{__version__}', threads=THREADS,
-        max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
+        make_app(files),
+        sock,
+        lambda address: is_allowed(address, arguments.bridge, config, files),
+        ident=f'mdserver/{__version__}',
+        threads=THREADS,
+        max_request_header_size=MAX_HEADER_BYTES,
+        max_request_body_size=MAX_BODY_BYTES,
+        connection_limit=MAX_CONNECTIONS,
         # Otherwise waitress removes X-Forwarded-For, and we could not refuse it.
         clear_untrusted_proxy_headers=False,
         asyncore_use_poll=True,
     )
     log.info('LISTENING ON http://%s:%d/ GUESTS IN %s AS UID %d', *sock.getsockname(), config.guests, os.geteuid())
-    notify('READY=1')
+    notify_systemd('READY=1')
     if arguments.with_parent:
         threading.Thread(target=end_with_parent, daemon=True).start()
     server.run()
 
 
-def notify(state: str) -> None:
+def notify_systemd(state: str) -> None:
     """Send `state` to systemd if it started this process as a service: sd_notify(3)."""
     if path := os.environ.get('NOTIFY_SOCKET'):
         # Errors are ignored: systemd has its own timeout.
@@ -376,7 +387,7 @@ def notify(state: str) -> None:
             channel.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
 
 
-def unit(conf_file: Path | None, program: str) -> str:
+def make_unit(conf_file: Path | None, program: str) -> str:
     """Return the systemd unit that --unit prints, which runs mdserver as `program`."""
     interpreter = [] if os.access(program, os.X_OK) else [sys.executable]
     arguments = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]

@@ -17,7 +17,7 @@ import yaml
 from tests.kit.commands import Control, Ecompute
 from tests.kit.etcd_member import Member as Member
 from tests.kit.etcd_member import Tls as Tls
-from tests.kit.servers import Etcd, PlacementServer, until
+from tests.kit.servers import Etcd, PlacementServer, wait_until
 
 DATABASE = 'placement.sqlite'
 
@@ -57,7 +57,7 @@ class SavedSnapshot:
         self._etcd = etcd
         self._file = etcd.directory / 'saved.db'
         self._file.unlink(missing_ok=True)
-        _etcdctl(f'--endpoints={etcd.endpoint}', 'snapshot', 'save', str(self._file))
+        _run_etcdctl(f'--endpoints={etcd.endpoint}', 'snapshot', 'save', str(self._file))
 
     def restore(self) -> None:
         """Restore the snapshot under the same member names."""
@@ -67,7 +67,7 @@ class SavedSnapshot:
         shutil.rmtree(data)
         options = {option.partition('=')[0]: option for option in self._etcd.command()[1:]}
         names = [options['--initial-cluster'], options['--initial-advertise-peer-urls']]
-        _etcdctl('snapshot', 'restore', str(self._file), f'--data-dir={data}', *names)
+        _run_etcdctl('snapshot', 'restore', str(self._file), f'--data-dir={data}', *names)
         self._etcd.start()
 
 
@@ -97,11 +97,11 @@ def fill(etcd: Etcd) -> None:
             return True
         return False
 
-    until(is_full, 30, 'etcd has no space left')
+    wait_until(is_full, 30, 'etcd has no space left')
     assert etcd.call('maintenance/alarm', {'action': 'GET'}).get('alarms'), 'the alarm is raised'
 
 
-def make_room(etcd: Etcd) -> None:
+def clear_space_alarm(etcd: Etcd) -> None:
     """Clear NOSPACE as an operator does.
 
     See https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota.
@@ -160,8 +160,8 @@ class EtcdCluster:
                 return bool(other.call('cluster/member/add', {'peerURLs': [lost.peer]}))
             return False
 
-        until(is_removed, 20, f'{lost.member} is removed')
-        until(is_added, 20, f'{lost.member} is added')
+        wait_until(is_removed, 20, f'{lost.member} is removed')
+        wait_until(is_added, 20, f'{lost.member} is added')
         shutil.rmtree(lost.directory / 'data')
         lost.state = 'existing'
         lost.start()
@@ -171,7 +171,7 @@ class EtcdCluster:
         """Return the endpoints of all members, for the configuration key `endpoints:`."""
         return [member.endpoint for member in self.members]
 
-    def leader(self) -> Member:
+    def find_leader(self) -> Member:
         """Return the member that currently leads."""
 
         def find_leading_member() -> Member | None:
@@ -182,23 +182,23 @@ class EtcdCluster:
                         return member
             return None
 
-        leader = until(find_leading_member, 20, 'a member leads')
+        leader = wait_until(find_leading_member, 20, 'a member leads')
         assert leader is not None
         return leader
 
     def move_leader(self, to: Member) -> None:
         """Transfer the leadership to this member."""
-        leader = self.leader()
+        leader = self.find_leader()
         if leader is not to:
             status = to.call('maintenance/status', {})
-            _etcdctl(f'--endpoints={leader.endpoint}', 'move-leader', f'{int(status["header"]["member_id"]):x}')
+            _run_etcdctl(f'--endpoints={leader.endpoint}', 'move-leader', f'{int(status["header"]["member_id"]):x}')
 
 
 class EtcdControl(Control):
     """A Control whose commands read `section` as their `etcd:`; the checks query `etcd`."""
 
     def __init__(self, etcd: Etcd, placement: PlacementServer, directory: Path, section: Mapping[str, Any]) -> None:
-        super().__init__(etcd, placement, directory, mortal=True)
+        super().__init__(etcd, placement, directory, is_mortal=True)
         self.section = dict(section)
         self.configure(self.schedule_yaml)
 
@@ -216,18 +216,18 @@ class EtcdControl(Control):
 class _Compute(Ecompute):
     def __init__(self, etcd: Etcd, placement: str, inventory: str | None, **settings: Any) -> None:
         super().__init__(etcd.endpoint, placement, inventory, **settings)
-        self._asked = etcd
+        self._checking_etcd = etcd
 
     def is_ready(self) -> bool:
         """Return True once the etcd of the checks and the log both report this process as ready."""
         try:
-            is_present = self._asked.get(f'/computes/{self.uuid}') is not None
+            is_present = self._checking_etcd.get(f'/computes/{self.uuid}') is not None
         except OSError:
             return False
-        return is_present and f' {self.pid} ready: ' in self.last_words(1000)
+        return is_present and f' {self.pid} ready: ' in self.tail_log(1000)
 
 
-def _etcdctl(*words: str) -> None:
+def _run_etcdctl(*words: str) -> None:
     settings = {**os.environ, 'ETCDCTL_API': '3'}
     process = subprocess.run(['etcdctl', *words], capture_output=True, text=True, check=False, env=settings)
     assert process.returncode == 0, process.stderr

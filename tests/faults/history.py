@@ -55,7 +55,7 @@ class History:
         self._file.close()
 
 
-def read(path: Path) -> list[Line]:
+def read_history(path: Path) -> list[Line]:
     """Read the lines of a history, except a last line that a crash cut off."""
     lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith('\n')]

@@ -84,7 +84,7 @@ class Island:
         """Remove all rules, so that every packet passes."""
         run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-F'])
 
-    def dropped(self) -> int:
+    def count_dropped(self) -> int:
         """Count the packets dropped since the rules were made."""
         lines = run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-vnxL']).splitlines()
         return sum(int(line.split()[0]) for line in lines if ' DROP ' in line and not line.startswith('Chain'))
@@ -94,7 +94,7 @@ class Island:
 
 
 @contextmanager
-def islands(number: int) -> Iterator[list[Island]]:
+def make_islands(number: int) -> Iterator[list[Island]]:
     """Yield this many islands; servers may listen at the first one's gateway.
 
     Skips the test if namespaces cannot be made.
@@ -111,7 +111,7 @@ def islands(number: int) -> Iterator[list[Island]]:
 class EtcdAt(Etcd):
     """An etcd at another address of this machine than localhost."""
 
-    def at(self, address: str) -> Self:
+    def set_address(self, address: str) -> Self:
         """Set the address; call it before the start."""
         self.endpoint = f'{address}:{self.port}'
         self.client = f'http://{address}:{self.port}'
@@ -123,7 +123,7 @@ class PlacementAt(PlacementServer):
 
     address = '127.0.0.1'
 
-    def at(self, address: str) -> Self:
+    def set_address(self, address: str) -> Self:
         """Set the address; call it before the start."""
         self.address = address
         self.url = f'http://{address}:{self.port}'
@@ -144,7 +144,7 @@ class Islander(Ecompute):
         return ['ip', 'netns', 'exec', self.island.space, *super().command()]
 
 
-class SlowLine:
+class DelayingRelay:
     """A relay to 127.0.0.1:`port` that adds `delay` seconds to each round trip.
 
     Half of the delay is added in each direction. Whole chunks are delayed, in order, and the connection setup is not.

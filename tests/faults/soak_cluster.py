@@ -22,23 +22,23 @@ from ecomp.lab.hosts import LabHost
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
 from tests.faults.history import History
-from tests.faults.soak_parts import Compute, FakePart, FakeServer, HostPart, LabPart, Part
+from tests.faults.soak_parts import ComputePart, FakePart, FakeServer, HostPart, LabPart, Part
 from tests.faults.soak_plan import Size
-from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.commands import write_config
 from tests.kit.lab import Lab
 from tests.kit.proxy import Proxy
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 FAKE_VCPUS = 3
 # Guests for which all real hosts together have room.
-GUESTS = 6
+MAX_GUESTS = 6
 # Fakes that are started concurrently.
-AT_ONCE = 4
+MAX_CONCURRENT_STARTS = 4
 # Seconds before a part that ended by itself is restarted.
-PAUSE = 1.0
+RESTART_DELAY_SECONDS = 1.0
 # Seconds within which a process has to end after SIGTERM.
-STUCK = 90.0
+MAX_STOP_SECONDS = 90.0
 
 
 class Cluster:
@@ -53,18 +53,18 @@ class Cluster:
         self.stack = contextlib.ExitStack()
         try:
             # A lab has at least one host; with `hosts` 0 it is not used. A lab that fails to start removes itself.
-            self.whole = Lab(name, max(size.hosts, 1))
-            self.stack.callback(self.whole.close)
+            self.lab_driver = Lab(name, max(size.hosts, 1))
+            self.stack.callback(self.lab_driver.close)
             self._start()
         except BaseException:
             self.close()
             raise
 
     def _start(self) -> None:
-        self.lab = state.load(self.whole.name)
+        self.lab = state.load(self.lab_driver.name)
         layout, data = self.lab.layout, self.lab.directory / 'control'
         images = self.lab.directory / 'images'
-        (images / 'idle.raw').write_bytes(boot_disk(HALT))
+        (images / 'idle.raw').write_bytes(make_boot_disk(HALT))
         self._start_control(data)
         self.proxies = {
             'etcd': self.stack.enter_context(Proxy(ETCD_PORT, str(layout.control))),
@@ -92,21 +92,24 @@ class Cluster:
 
         The proxies can find the request to lose only in plain text.
         """
-        certs.disable(self.lab.certs, lambda _: None)  # without TLS there are no users
-        address, prefix = str(self.lab.layout.control), machine.inside(self.lab.layout, self.lab.directory, 'control')
-        machine.end(self.lab.processes[name] for name in ('stunnel', 'placement', 'etcd'))
-        etcd = control.etcd_server(data, [address, control.LOCALHOST], ETCD_PORT)
-        servers = [etcd, *control.placement(data, address, PLACEMENT_PORT, None)]
+        certs.disable_roles(self.lab.certs, lambda _: None)  # without TLS there are no users
+        address, prefix = (
+            str(self.lab.layout.control),
+            machine.make_command_prefix(self.lab.layout, self.lab.directory, 'control'),
+        )
+        machine.terminate(self.lab.processes[name] for name in ('stunnel', 'placement', 'etcd'))
+        etcd = control.make_etcd_server(data, [address, control.LOCALHOST], ETCD_PORT)
+        servers = [etcd, *control.make_placement_servers(data, address, PLACEMENT_PORT, None)]
         for server in servers:
-            self.lab.remember(server.what, server.start(prefix))
+            self.lab.record_process(server.name, server.start(prefix))
         for server in servers:
-            server.wait(self.lab.processes[server.what])
-            self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
+            server.wait(self.lab.processes[server.name])
+            self._add(LabPart(self.lab, server.name, partial(server.start, prefix), server.is_ready))
 
     def _prepare_host(self, host: LabHost) -> None:
         """Give a host its share of the guests and restart its ecompute with that inventory."""
         path = host.directory / 'compute.yaml'
-        room = -(-GUESTS // self.size.hosts)
+        room = -(-MAX_GUESTS // self.size.hosts)
         settings = yaml.safe_load(path.read_text())
         settings['etcd'] = {'endpoints': [self.direct[0]], 'insecure': True}
         settings['placement'] = {'endpoint': self.direct[1], 'insecure': True}
@@ -118,10 +121,10 @@ class Cluster:
             host.start_libvirt()
             return self.lab.processes[name]
 
-        self._add(LabPart(self.lab, name, start, lambda _: host.libvirt_answers()))
+        self._add(LabPart(self.lab, name, start, lambda _: host.is_libvirt_ready()))
         part = HostPart(host)
         part.send(signal.SIGTERM)
-        until(lambda: part.pid() is None, 60, f'{part.name} ends')
+        wait_until(lambda: part.pid() is None, 60, f'{part.name} ends')
         self._add(part)
         self._launch(part)
 
@@ -135,7 +138,7 @@ class Cluster:
         self.fakes.append(part)
         self._add(part)
         self._launch(part)
-        self._wait_ready(AT_ONCE - 1)
+        self._wait_ready(MAX_CONCURRENT_STARTS - 1)
 
     def _add(self, part: Part) -> None:
         self.parts[part.name] = part
@@ -143,36 +146,35 @@ class Cluster:
 
     def _launch(self, part: Part) -> None:
         part.launch()
-        part.since = time.monotonic()
+        part.changed_at = time.monotonic()
         part.is_ready = False
         part.expected_end = False
 
-    def _wait_ready(self, but: int) -> None:
+    def _wait_ready(self, max_not_ready: int) -> None:
         def are_ready() -> bool:
-            self.tend()
-            return sum(not part.is_ready for part in self.parts.values()) <= but
+            self.restart_parts()
+            return sum(not part.is_ready for part in self.parts.values()) <= max_not_ready
 
-        until(are_ready, 120, f'all parts but {but} are ready')
+        wait_until(are_ready, 120, f'all parts but {max_not_ready} are ready')
 
     # Queries of the other modules
 
-    def computes(self) -> dict[str, dict[str, object]]:
+    def get_computes(self) -> dict[str, dict[str, object]]:
         """Return {uuid: {name, slots, real}} for every compute."""
-        fakes = {
-            fake.server.uuid: {'name': fake.name, 'slots': FAKE_VCPUS, 'real': False} for fake in self.fakes
-        }
-        room = -(-GUESTS // max(self.size.hosts, 1))
+        fakes = {fake.server.uuid: {'name': fake.name, 'slots': FAKE_VCPUS, 'real': False} for fake in self.fakes}
+        room = -(-MAX_GUESTS // max(self.size.hosts, 1))
         return fakes | {
-            self.whole.compute(host.name): {'name': host.name, 'slots': room, 'real': True} for host in self.hosts
+            self.lab_driver.read_compute(host.name): {'name': host.name, 'slots': room, 'real': True}
+            for host in self.hosts
         }
 
-    def compute_parts(self) -> dict[str, Compute]:
+    def get_compute_parts(self) -> dict[str, ComputePart]:
         """Return {uuid: part} for every compute."""
-        hosts = {self.whole.compute(host.name): self.parts[f'{host.name} ecompute'] for host in self.hosts}
+        hosts = {self.lab_driver.read_compute(host.name): self.parts[f'{host.name} ecompute'] for host in self.hosts}
         parts = {fake.server.uuid: fake for fake in self.fakes} | hosts
-        return {uuid: part for uuid, part in parts.items() if isinstance(part, Compute)}
+        return {uuid: part for uuid, part in parts.items() if isinstance(part, ComputePart)}
 
-    def qemus(self, host: LabHost) -> list[tuple[str, int]]:
+    def list_qemus(self, host: LabHost) -> list[tuple[str, int]]:
         """Return (instance, pid) for every QEMU of a host."""
         processes = []
         for path in sorted((host.directory / 'run/qemu').glob('*.pid')):
@@ -182,7 +184,7 @@ class Cluster:
                     processes.append((path.stem, pid))
         return processes
 
-    def workers(self, host: LabHost) -> list[int]:
+    def list_workers(self, host: LabHost) -> list[int]:
         """Return the worker processes of a host's ecompute."""
         pid = self.parts[f'{host.name} ecompute'].pid()
         with contextlib.suppress(OSError):
@@ -190,14 +192,14 @@ class Cluster:
             return [int(child) for child in children if b'spawn_main' in Path(f'/proc/{child}/cmdline').read_bytes()]
         return []
 
-    def tend(self) -> None:
+    def restart_parts(self) -> None:
         """Restart the parts that ended and are not in `down`, and note the parts that became ready."""
         for part in self.parts.values():
             if part.name in self.down:
                 self._end_stuck(part)
                 continue
             if part.pid() is None:
-                if time.monotonic() - part.since > PAUSE:
+                if time.monotonic() - part.changed_at > RESTART_DELAY_SECONDS:
                     if not part.expected_end:
                         self.history.write('exit', part=part.name, code=part.code(), ready=part.is_ready)
                     self._launch(part)
@@ -206,28 +208,28 @@ class Cluster:
             elif not part.is_ready and part.ready():
                 part.is_ready = True
                 if part.fault is not None:
-                    self.history.write('recovered', id=part.fault, seconds=round(time.monotonic() - part.since, 3))
+                    self.history.write('recovered', id=part.fault, seconds=round(time.monotonic() - part.changed_at, 3))
                     part.fault = None
 
     def _end_stuck(self, part: Part) -> None:
-        if part.expected_end and part.pid() is not None and time.monotonic() - part.since > STUCK:
+        if part.expected_end and part.pid() is not None and time.monotonic() - part.changed_at > MAX_STOP_SECONDS:
             self.history.write('stuck', part=part.name)
             part.send(signal.SIGKILL)
 
-    def whole_again(self) -> None:
+    def restore_all(self) -> None:
         """End all faults and wait until every part is ready."""
         for proxy in self.proxies.values():
             proxy.come_back()
         for host in self.hosts:
-            self.link(host, 'up')
+            self.set_link(host, 'up')
         for part in self.parts.values():
             part.send(signal.SIGCONT)
         self.down.clear()
         self._wait_ready(0)
 
-    def link(self, host: LabHost, state: str) -> None:
+    def set_link(self, host: LabHost, state: str) -> None:
         """Cut a host from the lab's LAN (`down`), or reconnect it (`up`)."""
-        space = self.lab.layout.namespace('control')
+        space = self.lab.layout.get_namespace('control')
         subprocess.run(['ip', '-n', space, 'link', 'set', host.name, state], check=True, timeout=10)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class Part:
     def __init__(self, name: str) -> None:
         self.name = name
         self.armed: dict[str, str] = {}
-        self.since = 0.0
+        self.changed_at = 0.0
         self.expected_end = False
         self.is_ready = False
         self.fault: int | None = None
@@ -50,24 +50,24 @@ class Part:
         return pid is not None
 
 
-class Compute(Part):
+class ComputePart(Part):
     """An ecompute, fake or real; it is ready once its log reports that."""
 
     def __init__(self, name: str, log: Path) -> None:
         super().__init__(name)
         self.log = log
-        self._from = 0
+        self._log_offset = 0
 
-    def mark(self) -> None:
+    def mark_log(self) -> None:
         """Ignore everything that the log contains so far."""
-        self._from = self.log.stat().st_size if self.log.exists() else 0
+        self._log_offset = self.log.stat().st_size if self.log.exists() else 0
 
     def ready(self) -> bool:
         pid = self.pid()
         if pid is None or not self.log.exists():
             return False
         with self.log.open('rb') as file:
-            file.seek(self._from)
+            file.seek(self._log_offset)
             return f' {pid} ready: '.encode() in file.read()
 
 
@@ -80,7 +80,7 @@ class FakeServer(Ecompute):
         return {**super().environment(), **self.armed}
 
 
-class FakePart(Compute):
+class FakePart(ComputePart):
     def __init__(self, name: str, server: FakeServer) -> None:
         super().__init__(name, server.log)
         self.server = server
@@ -89,7 +89,7 @@ class FakePart(Compute):
         return self.server.pid if self.server.is_running else None
 
     def launch(self) -> None:
-        self.mark()
+        self.mark_log()
         self.server.armed = self.armed
         self.server.launch()
 
@@ -102,26 +102,26 @@ class LabPart(Part):
     """One of the lab's own processes, started as elab starts it."""
 
     def __init__(
-        self, lab: state.Lab, what: str, start: Callable[[], Process], ready: Callable[[Process], bool]
+        self, lab: state.Lab, name: str, start: Callable[[], Process], ready: Callable[[Process], bool]
     ) -> None:
-        super().__init__(what)
+        super().__init__(name)
         self._lab = lab
         self._start = start
         self._ready = ready
 
     def pid(self) -> int | None:
-        process = self._lab.running(self.name)
+        process = self._lab.find_running(self.name)
         return process.pid if process else None
 
     def launch(self) -> None:
-        self._lab.remember(self.name, self._start())
+        self._lab.record_process(self.name, self._start())
 
     def ready(self) -> bool:
-        process = self._lab.running(self.name)
+        process = self._lab.find_running(self.name)
         return process is not None and self._ready(process)
 
 
-class HostPart(Compute):
+class HostPart(ComputePart):
     """The ecompute of a real host."""
 
     def __init__(self, host: LabHost) -> None:
@@ -129,13 +129,11 @@ class HostPart(Compute):
         self.host = host
 
     def pid(self) -> int | None:
-        process = self.host.lab.running(self.name)
+        process = self.host.lab.find_running(self.name)
         return process.pid if process else None
 
     def launch(self) -> None:
-        self.mark()
+        self.mark_log()
         config = str(self.host.directory / 'compute.yaml')
-        command = self.host.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-        self.host.lab.remember(
-            self.name, machine.start(self.name, command, self.log, self.armed)
-        )
+        command = self.host.make_command([sys.executable, '-m', 'ecomp.compute', '--config', config])
+        self.host.lab.record_process(self.name, machine.start(self.name, command, self.log, self.armed))

@@ -10,9 +10,9 @@ from typing import Any
 
 # Too small for a kernel: for the disk that boots nothing.
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
-GUEST = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+GUEST_QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 # Seconds between the end of one fault and the next at the same target.
-SETTLE = 6.0
+SETTLE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Operation:
     kind: str
     uuid: str | None = None
     of: int | None = None
-    where: str | None = None
+    compute: str | None = None
     image: str = 'idle'
     query: str = QUERY
     trouble: str = ''
@@ -94,56 +94,56 @@ HOST_PLACES = (
     *('disk-created', 'domain-defined', 'domain-started', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
 )
 
-OF_DESTROYS = {
+DESTROY_PLACES = {
     *('destroying', 'removed', 'forgotten', 'unreserved', 'released'),
     *('domain-destroyed', 'domain-undefined', 'disk-deleted'),
 }
 
-OF_FAKES = ('fake-kill', 'fake-freeze', 'fake-term', 'fake-failpoint', 'fake-failpoint')
-OF_HOSTS = (
+FAKE_FAULTS = ('fake-kill', 'fake-freeze', 'fake-term', 'fake-failpoint', 'fake-failpoint')
+HOST_FAULTS = (
     *('host-kill', 'host-freeze', 'host-term', 'host-failpoint', 'worker-kill'),
     *('libvirtd-kill', 'libvirtd-freeze', 'qemu-kill', 'partition'),
 )
-OF_CONTROL = (
+CONTROL_FAULTS = (
     *('etcd-kill', 'etcd-freeze', 'etcd-compact', 'placement-kill', 'placement-freeze'),
     *('cut', 'etcd-answer-lost', 'placement-answer-lost'),
 )
-INSTANT = {'etcd-compact', 'worker-kill', 'qemu-kill', 'etcd-answer-lost', 'placement-answer-lost'}
+INSTANT_FAULTS = {'etcd-compact', 'worker-kill', 'qemu-kill', 'etcd-answer-lost', 'placement-answer-lost'}
 
 
-def make(seed: int, size: Size) -> Plan:
+def make_plan(seed: int, size: Size) -> Plan:
     """Make the plan of a seed."""
     rng = random.Random(seed)
-    faults = list(_faults(rng, size))
-    aimed = list(_aimed(rng, size, faults))[: size.operations // 2]
-    operations = _operations(rng, size, size.operations - len(aimed))
+    faults = list(_make_faults(rng, size))
+    aimed = list(_make_aimed_operations(rng, size, faults))[: size.operations // 2]
+    operations = _make_operations(rng, size, size.operations - len(aimed))
     numbered = {op.number: replace(op, number=number) for number, op in enumerate(aimed, len(operations))}
     operations += [replace(op, of=op.of and numbered[op.of].number) for op in numbered.values()]
     return Plan(seed, size, tuple(sorted(operations, key=lambda each: (each.at, each.number))), tuple(faults))
 
 
-def _aimed(rng: random.Random, size: Size, faults: Sequence[Fault]) -> Iterator[Operation]:
+def _make_aimed_operations(rng: random.Random, size: Size, faults: Sequence[Fault]) -> Iterator[Operation]:
     """Yield a create on the compute of each fault, at its beginning, and often a destroy of it.
 
     Without them most faults would hit an idle compute.
     """
     number = 1
     for fault in faults:
-        if fault.kind in OF_CONTROL:
+        if fault.kind in CONTROL_FAULTS:
             continue
         # A failpoint's process has to be running again first.
         begins_at = fault.at + (rng.uniform(0.5, 2) if fault.place else rng.uniform(-0.7, 0.3))
-        common: dict[str, Any] = {'uuid': _uuid(rng), 'again': True}
+        common: dict[str, Any] = {'uuid': _make_uuid(rng), 'again': True}
         client = rng.randrange(size.clients)
-        yield Operation(number, client, max(begins_at, 0.0), 'create', where=fault.target, **common)
+        yield Operation(number, client, max(begins_at, 0.0), 'create', compute=fault.target, **common)
         # The real hosts are small, so instances there are destroyed again.
-        if rng.random() < 0.6 or fault.place in OF_DESTROYS or fault.kind in OF_HOSTS:
+        if rng.random() < 0.6 or fault.place in DESTROY_PLACES or fault.kind in HOST_FAULTS:
             after = begins_at + rng.uniform(0.6, 3)
-            yield Operation(number + 1, _other(rng, size, client), after, 'destroy', of=number, **common)
+            yield Operation(number + 1, _choose_other_client(rng, size, client), after, 'destroy', of=number, **common)
         number += 2
 
 
-def _operations(rng: random.Random, size: Size, count: int) -> list[Operation]:
+def _make_operations(rng: random.Random, size: Size, count: int) -> list[Operation]:
     times = sorted(rng.uniform(0, size.seconds) for _ in range(count))
     operations: list[Operation] = []
     living: list[Operation] = []
@@ -157,47 +157,63 @@ def _operations(rng: random.Random, size: Size, count: int) -> list[Operation]:
             query = previous.query if rng.random() < 0.8 else previous.query.replace('DISK_GB:1', 'DISK_GB:2')
             delay = rng.uniform(0.3, 1.0) if previous.trouble.startswith('stop') else rng.uniform(0, 0.1)
             twin = Operation(
-                number, _other(rng, size, previous.client), previous.at + delay, 'create',
-                uuid=previous.uuid, of=previous.number, where=previous.where, image=previous.image, query=query,
+                number,
+                _choose_other_client(rng, size, previous.client),
+                previous.at + delay,
+                'create',
+                uuid=previous.uuid,
+                of=previous.number,
+                compute=previous.compute,
+                image=previous.image,
+                query=query,
                 again=True,
             )
             operations.append(twin)
         elif len(living) < 5 or rng.random() < 0.58:
-            create = _create(rng, size, number, at)
+            create = _make_create(rng, size, number, at)
             operations.append(create)
             living.append(create)
         else:
-            operations.append(_destroy(rng, size, number, at, living, destroyed))
+            operations.append(_make_destroy(rng, size, number, at, living, destroyed))
     return operations
 
 
-def _create(rng: random.Random, size: Size, number: int, at: float) -> Operation:
+def _make_create(rng: random.Random, size: Size, number: int, at: float) -> Operation:
     host = f'hv{rng.randrange(size.hosts) + 1}' if size.hosts and rng.random() < 0.15 else None
     image = 'missing' if rng.random() < (0.1 if host else 0.03) else 'idle'
     if size.guests and host and image == 'idle' and rng.random() < 0.1:
         image = 'guest'
     trouble = ''
     if rng.random() < 0.25:
-        trouble = rng.choice([
-            f'kill:{rng.uniform(0.15, 0.7):.2f}',
-            f'kill:{rng.uniform(0.15, 0.7):.2f}',
-            f'freeze:{rng.uniform(0.15, 0.6):.2f}:{rng.uniform(1, size.longest):.1f}',
-            f'at:{rng.choice(CREATE_PLACES)}',
-            f'at:{rng.choice(CREATE_PLACES)}',
-            f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
-            f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
-        ])
+        trouble = rng.choice(
+            [
+                f'kill:{rng.uniform(0.15, 0.7):.2f}',
+                f'kill:{rng.uniform(0.15, 0.7):.2f}',
+                f'freeze:{rng.uniform(0.15, 0.6):.2f}:{rng.uniform(1, size.longest):.1f}',
+                f'at:{rng.choice(CREATE_PLACES)}',
+                f'at:{rng.choice(CREATE_PLACES)}',
+                f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
+                f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
+            ]
+        )
     named = rng.random() < 0.5 or trouble.startswith('stop') or (size.patient and trouble != '')
     return Operation(
-        number, rng.randrange(size.clients), at, 'create',
-        uuid=_uuid(rng) if named else None,
-        where=host, image=image, query=GUEST if image == 'guest' else QUERY, trouble=trouble,
+        number,
+        rng.randrange(size.clients),
+        at,
+        'create',
+        uuid=_make_uuid(rng) if named else None,
+        compute=host,
+        image=image,
+        query=GUEST_QUERY if image == 'guest' else QUERY,
+        trouble=trouble,
         wait='--wait=started' if not trouble and rng.random() < 0.1 else '',
-        proxied=rng.random() < 0.3, again=size.patient or rng.random() < 0.5,
+        proxied=rng.random() < 0.3,
+        again=size.patient or rng.random() < 0.5,
     )
 
 
-def _destroy(
+def _make_destroy(
     rng: random.Random, size: Size, number: int, at: float, living: list[Operation], destroyed: list[Operation]
 ) -> Operation:
     client, chance, trouble = rng.randrange(size.clients), rng.random(), ''
@@ -206,7 +222,7 @@ def _destroy(
     wait = '--wait' if not trouble and rng.random() < 0.2 else ''
     proxied = rng.random() < 0.3
     if chance < 0.08:
-        return Operation(number, client, at, 'destroy', uuid=_uuid(rng), proxied=proxied)
+        return Operation(number, client, at, 'destroy', uuid=_make_uuid(rng), proxied=proxied)
     if chance < 0.18 and destroyed:
         target = rng.choice(destroyed)
     elif chance < 0.4 and living[-1].uuid:
@@ -216,17 +232,25 @@ def _destroy(
         destroyed.append(target)
     else:
         # The real hosts are small, so their guests are destroyed sooner.
-        weights = [4 if create.where else 1 for create in living]
+        weights = [4 if create.compute else 1 for create in living]
         target = living.pop(rng.choices(range(len(living)), weights)[0])
         destroyed.append(target)
     return Operation(
-        number, client, at, 'destroy',
-        uuid=target.uuid, of=target.number, trouble=trouble, wait=wait, proxied=proxied, again=True,
+        number,
+        client,
+        at,
+        'destroy',
+        uuid=target.uuid,
+        of=target.number,
+        trouble=trouble,
+        wait=wait,
+        proxied=proxied,
+        again=True,
     )
 
 
-def _faults(rng: random.Random, size: Size) -> Iterator[Fault]:
-    kinds = [*OF_CONTROL, *(OF_FAKES if size.fakes else ()), *(OF_HOSTS if size.hosts else ())]
+def _make_faults(rng: random.Random, size: Size) -> Iterator[Fault]:
+    kinds = [*CONTROL_FAULTS, *(FAKE_FAULTS if size.fakes else ()), *(HOST_FAULTS if size.hosts else ())]
     deck: list[str] = []
     busy: dict[str, float] = {}
     at, number = size.fault_every, 0
@@ -234,11 +258,11 @@ def _faults(rng: random.Random, size: Size) -> Iterator[Fault]:
         if not deck:
             deck = rng.sample(kinds, len(kinds))
         for kind in list(deck):
-            target = _target(rng, size, kind)
-            seconds = 0.0 if kind in INSTANT else _lasts(rng, size, kind)
+            target = _choose_target(rng, size, kind)
+            seconds = 0.0 if kind in INSTANT_FAULTS else _choose_seconds(rng, size, kind)
             if busy.get(target, 0.0) <= at:
                 deck.remove(kind)
-                busy[target] = at + seconds + SETTLE
+                busy[target] = at + seconds + SETTLE_SECONDS
                 places = FAKE_PLACES if kind == 'fake-failpoint' else HOST_PLACES
                 place = rng.choice(places) if kind.endswith('-failpoint') else ''
                 yield Fault(number, at, kind, target, round(seconds, 2), rng.randrange(1000), place)
@@ -247,7 +271,7 @@ def _faults(rng: random.Random, size: Size) -> Iterator[Fault]:
         at += size.fault_every * rng.uniform(0.5, 1.5)
 
 
-def _lasts(rng: random.Random, size: Size, kind: str) -> float:
+def _choose_seconds(rng: random.Random, size: Size, kind: str) -> float:
     if kind.endswith('-failpoint'):
         return 20.0  # at most: it ends when the place is reached
     if rng.random() < 0.15:
@@ -255,17 +279,17 @@ def _lasts(rng: random.Random, size: Size, kind: str) -> float:
     return rng.uniform(0.3, min(4.0, size.longest))
 
 
-def _target(rng: random.Random, size: Size, kind: str) -> str:
-    if kind in OF_FAKES:
+def _choose_target(rng: random.Random, size: Size, kind: str) -> str:
+    if kind in FAKE_FAULTS:
         return f'fake{rng.randrange(size.fakes) + 1}'
-    if kind in OF_HOSTS:
+    if kind in HOST_FAULTS:
         return f'hv{rng.randrange(size.hosts) + 1}'
     return kind.split('-')[0] if kind.endswith(('-kill', '-freeze', '-compact')) else 'proxy'
 
 
-def _other(rng: random.Random, size: Size, client: int) -> int:
+def _choose_other_client(rng: random.Random, size: Size, client: int) -> int:
     return (client + 1 + rng.randrange(max(size.clients - 1, 1))) % size.clients
 
 
-def _uuid(rng: random.Random) -> str:
+def _make_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))

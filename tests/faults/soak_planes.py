@@ -19,23 +19,23 @@ from tests.faults.soak_cluster import Cluster
 from tests.kit.gateway import Reply
 from tests.kit.history import Change
 from tests.kit.servers import b64
-from tests.kit.witness import Revisions
+from tests.kit.witness import RevisionReader
 
 HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 # Seconds for a call of etcd.
-LIMIT = 3.0
+ETCD_TIMEOUT_SECONDS = 3.0
 # Seconds between two readings of etcd's changes.
-LOOK = 0.5
+POLL_SECONDS = 0.5
 BAD_WORDS = re.compile('Traceback|unexpected error')
 
 Planes = dict[str, Any]
 
 
-def under(where: str, prefix: str) -> list[dict[str, str]]:
+def read_prefix(endpoint: str, prefix: str) -> list[dict[str, str]]:
     """Return the entries under a prefix in etcd: key and value."""
     start = prefix.encode()
     end = start[:-1] + bytes([start[-1] + 1])
-    with Reply(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, LIMIT) as answer:
+    with Reply(endpoint, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, ETCD_TIMEOUT_SECONDS) as answer:
         response = json.loads(answer.read())
     return [
         {
@@ -46,16 +46,16 @@ def under(where: str, prefix: str) -> list[dict[str, str]]:
     ]
 
 
-def collect(cluster: Cluster) -> Planes:
+def collect_planes(cluster: Cluster) -> Planes:
     """Read all planes: etcd, placement, guests, files and logs."""
-    planes = control_planes(cluster)
+    planes = collect_control_planes(cluster)
     planes['guests'], planes['left'] = {}, {}
     planes['capacity'] = {
         compute: {
             name: int(facts['total'] * facts['allocation_ratio'])
-            for name, facts in _placement(cluster.direct[1], f'/resource_providers/{compute}/inventories').items()
+            for name, facts in _read_placement(cluster.direct[1], f'/resource_providers/{compute}/inventories').items()
         }
-        for compute in cluster.computes()
+        for compute in cluster.get_computes()
     }
     for fake in cluster.fakes:
         path = fake.server.directory / 'state/fake.json'
@@ -64,8 +64,8 @@ def collect(cluster: Cluster) -> Planes:
             facts['instance']: {'running': facts['running'], 'disk': facts['disk']} for facts in guests
         }
     for host in cluster.hosts:
-        compute, state = cluster.whole.compute(host.name), cluster.whole.state(host.name)
-        domains, disks = cluster.whole.domains(host.name), cluster.whole.disks(host.name)
+        compute, state = cluster.lab_driver.read_compute(host.name), cluster.lab_driver.get_state_directory(host.name)
+        domains, disks = cluster.lab_driver.list_domains(host.name), cluster.lab_driver.list_disks(host.name)
         planes['guests'][compute] = {
             name: {'running': domains.get(name) == 'running', 'disk': name in disks} for name in {*domains, *disks}
         }
@@ -73,32 +73,35 @@ def collect(cluster: Cluster) -> Planes:
         parts = [path.name for path in (state / 'images').glob('*.part')]
         planes['left'][compute] = {'guest data': sorted(data), 'parts': parts}
     planes['logs'] = {
-        uuid: _bad(part.log.read_text(errors='replace').splitlines()) for uuid, part in cluster.compute_parts().items()
+        uuid: _find_bad_lines(part.log.read_text(errors='replace').splitlines())
+        for uuid, part in cluster.get_compute_parts().items()
     }
     return planes
 
 
-def control_planes(cluster: Cluster) -> Planes:
+def collect_control_planes(cluster: Cluster) -> Planes:
     """Read the contents of etcd and placement."""
     etcd_endpoint, placement = cluster.direct
-    everything = {name: under(etcd_endpoint, f'/{name}/') for name in ('hosts', 'instances', 'requests', 'booted')}
+    everything = {
+        name: read_prefix(etcd_endpoint, f'/{name}/') for name in ('hosts', 'instances', 'requests', 'booted')
+    }
     allocations: dict[str, dict[str, Any]] = {}
-    for compute in cluster.computes():
-        for consumer, entry in _placement(placement, f'/resource_providers/{compute}/allocations').items():
+    for compute in cluster.get_computes():
+        for consumer, entry in _read_placement(placement, f'/resource_providers/{compute}/allocations').items():
             allocations.setdefault(consumer, {})[compute] = entry['resources']
     return {
-        'records': {_last(entry['key']): json.loads(entry['value']) for entry in everything['instances']},
+        'records': {_last_segment(entry['key']): json.loads(entry['value']) for entry in everything['instances']},
         'hosts': [
             [*entry['key'].split('/')[2:4], bool(json.loads(entry['value'])['allocations'])]
             for entry in everything['hosts']
         ],
-        'requests': sorted(_last(entry['key']) for entry in everything['requests']),
-        'booted': {_last(entry['key']): entry['value'] for entry in everything['booted']},
+        'requests': sorted(_last_segment(entry['key']) for entry in everything['requests']),
+        'booted': {_last_segment(entry['key']): entry['value'] for entry in everything['booted']},
         'allocations': allocations,
     }
 
 
-def in_work(planes: Planes) -> list[str]:
+def find_pending_work(planes: Planes) -> list[str]:
     """List the instances that are not in a final state and the claims to be released."""
     pending = [f'{name}: an eschedule is or was at it' for name in planes['requests']]
     for compute, name, is_wanted in planes['hosts']:
@@ -109,30 +112,30 @@ def in_work(planes: Planes) -> list[str]:
     return pending + [f'{name}: a claim without a request' for name in planes['allocations'].keys() - requested]
 
 
-class Watcher(threading.Thread):
+class ChangeWatcher(threading.Thread):
     """Writes every change of etcd into the history before a compaction can remove it."""
 
     def __init__(self, where: str, history: History) -> None:
         super().__init__(name='watcher', daemon=True)
         self._history = history
-        self._revisions = Revisions(lambda path, body: Reply(where, path, body, LIMIT))
+        self._revisions = RevisionReader(lambda path, body: Reply(where, path, body, ETCD_TIMEOUT_SECONDS))
         self._states: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._stopped.wait(LOOK):
+        while not self._stopped.wait(POLL_SECONDS):
             with suppress(OSError, ValueError, KeyError):
-                self.read_on()
+                self.write_new_changes()
 
-    def read_on(self) -> int:
+    def write_new_changes(self) -> int:
         """Write all new changes; return the last revision that the history includes.
 
         Raises OSError, ValueError or KeyError while etcd is ending.
         """
         with self._lock:
             try:
-                return self._revisions.read_on()
+                return self._revisions.read_new()
             finally:
                 for change in self._revisions.changes:
                     self._write(change)
@@ -142,10 +145,10 @@ class Watcher(threading.Thread):
         """End the thread after writing all changes that etcd has."""
         self._stopped.set()
         self.join()
-        self.read_on()
+        self.write_new_changes()
 
     def _write(self, change: Change) -> None:
-        entry = change.kept
+        entry = change.stored
         value, lease = (None, 0) if entry is None else (entry.value.decode(errors='replace'), entry.lease)
         self._history.write('change', revision=change.revision, key=change.key, value=value, lease=lease)
         if value is not None and change.key.startswith('/instances/'):
@@ -156,31 +159,36 @@ class Watcher(threading.Thread):
                 self._history.write('state', instance=name, state=state, compute=record['compute'])
 
 
-def processes(cluster: Cluster, when: str) -> None:
+def record_processes(cluster: Cluster, when: str) -> None:
     """Write the open files, threads and memory of each ecompute into the history."""
-    for uuid, part in cluster.compute_parts().items():
+    for uuid, part in cluster.get_compute_parts().items():
         pid = part.pid()
         with suppress(OSError):
             status = dict(
                 line.split(':', 1) for line in Path(f'/proc/{pid}/status').read_text().splitlines() if ':' in line
             )
             cluster.history.write(
-                'process', compute=uuid, pid=pid, when=when, fds=len(list(Path(f'/proc/{pid}/fd').iterdir())),
-                threads=int(status['Threads']), rss=int(status['VmRSS'].split()[0]) // 1024,
+                'process',
+                compute=uuid,
+                pid=pid,
+                when=when,
+                fds=len(list(Path(f'/proc/{pid}/fd').iterdir())),
+                threads=int(status['Threads']),
+                rss=int(status['VmRSS'].split()[0]) // 1024,
             )
 
 
-def _placement(endpoint: str, path: str) -> dict[str, Any]:
+def _read_placement(endpoint: str, path: str) -> dict[str, Any]:
     request = urllib.request.Request(endpoint + path, headers=HEADERS)
     with urllib.request.urlopen(request, timeout=30) as answer:
         members: dict[str, Any] = json.load(answer)[path.rpartition('/')[2]]
     return members
 
 
-def _bad(lines: list[str]) -> list[str]:
+def _find_bad_lines(lines: list[str]) -> list[str]:
     """Return the lines that no log may have, each with the lines that follow it."""
     return [' | '.join(lines[number : number + 12]) for number, line in enumerate(lines) if BAD_WORDS.search(line)]
 
 
-def _last(key: str) -> str:
+def _last_segment(key: str) -> str:
     return key.rsplit('/', 1)[1]

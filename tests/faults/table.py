@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ecomp.failpoints import PLACES
+from ecomp.failpoints import FAILPOINT_STATES
 
 HERE = Path(__file__).parent
 
@@ -63,107 +63,107 @@ ROWS = {
     40: 'a compute killed or frozen while it takes from a queue',
 }
 
-LOST = 'functional/test_scheduler_lost.py::'
-CREATE = 'functional/test_scheduler_create.py::'
-BY_HAND = 'scenario/test_by_hand.py::'
-RESTART = 'scenario/test_restart.py::'
-MOVED = 'functional/test_claims.py::'
+LOST_TESTS = 'functional/test_scheduler_lost.py::'
+CREATE_TESTS = 'functional/test_scheduler_create.py::'
+MANUAL_CHANGE_TESTS = 'scenario/test_by_hand.py::'
+RESTART_TESTS = 'scenario/test_restart.py::'
+CLAIM_TESTS = 'functional/test_claims.py::'
 # The rules of the protocol, each with the tests that replay the interleaving it prevents.
-RULES: dict[int, tuple[str, tuple[str, ...]]] = {
+PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: (
         'an unknown outcome is read back; if that fails, nothing is released',
         (
-            'functional/test_scheduler_names.py::test_a_delivery_that_is_lost_or_whose_answer_is',
-            LOST + 'test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on',
-            LOST + 'test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on',
+            'functional/test_scheduler_names.py::test_lost_delivery_keeps_name_and_claim_consistent',
+            LOST_TESTS + 'test_unknown_delivery_keeps_its_claim_and_is_resumed',
+            LOST_TESTS + 'test_unknown_claim_is_not_released_and_is_resumed',
         ),
     ),
     2: (
         'only what placement confirms is built, and placement is waited for',
         (
-            BY_HAND + 'test_a_request_without_an_allocation_is_not_built',
-            BY_HAND + 'test_a_request_that_is_held_elsewhere_is_not_built',
-            RESTART + 'test_placement_killed_and_back',
+            MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
+            MANUAL_CHANGE_TESTS + 'test_request_with_allocation_on_another_compute_is_not_built',
+            RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
         ),
     ),
     3: (
         'a claim is released as it was read, and moved by its generation: never released and claimed anew, for then '
         'placement counts from 1 again and a late release meets its own number',
         (
-            MOVED + 'test_a_late_release_of_the_first_one_meets_another_generation',
-            MOVED + 'test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same',
-            MOVED + 'test_a_lost_claim_beside_an_equal_one_moves_it',
-            CREATE + 'test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing',
-            CREATE + 'test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back',
+            CLAIM_TESTS + 'test_late_release_does_not_free_a_claim_that_was_taken_over',
+            CLAIM_TESTS + 'test_uuid_with_empty_consumer_is_placed',
+            CLAIM_TESTS + 'test_lost_claim_that_equals_the_old_one_raises_its_generation',
+            CREATE_TESTS + 'test_late_release_of_the_first_attempt_does_not_free_the_second',
+            CREATE_TESTS + 'test_first_attempt_that_wakes_up_late_claims_nothing',
         ),
     ),
     4: (
         'a claim nobody stands behind, seen twice, is released',
         (
-            'functional/test_claims.py::test_an_orphan_is_released_after_two_looks_apart',
-            'functional/test_claims.py::test_who_stands_behind_a_claim',
-            'faults/test_eschedule.py::test_killed_with_its_claim_and_left_alone',
+            'functional/test_claims.py::test_orphan_is_released_after_two_spaced_checks',
+            'functional/test_claims.py::test_claims_with_an_owner_are_kept',
+            'faults/test_eschedule.py::test_claim_of_a_killed_eschedule_is_released',
         ),
     ),
-    5: ("a write compares the request's revision", ('faults/test_rules.py::test_rule_5_a_late_write_is_none',)),
+    5: ("a write compares the request's revision", ('faults/test_rules.py::test_rule_5_late_write_changes_nothing',)),
     6: (
         'nothing is destroyed for missing information',
         (
             'unit/test_plan.py::test_only_a_tombstone_destroys',
-            'unit/test_plan.py::test_what_vanished_ends_and_what_was_merely_missed_does_not',
-            'faults/test_intent.py::test_a_request_removed_by_hand',
-            'faults/test_guests.py::test_changed_by_hand',
+            'unit/test_plan.py::test_vanished_instance_ends_and_missed_one_does_not',
+            'faults/test_intent.py::test_deleted_request_keeps_guest_and_claim',
+            'faults/test_guests.py::test_domains_and_disks_removed_outside_ecomp',
         ),
     ),
     7: (
         'groups, quotas and names change in the delivering transaction',
         (
-            'scenario/test_sharing.py::test_never_two_on_a_compute_however_many_ask_at_once',
-            'scenario/test_sharing.py::test_however_many_ask_at_once_it_is_just_so_many',
+            'scenario/test_sharing.py::test_racing_anti_affinity_members_never_share_a_compute',
+            'scenario/test_sharing.py::test_racing_requests_use_a_quota_exactly',
             'faults/test_sharing.py::test_eschedule_killed',
-            'faults/test_sharing.py::test_quota_set_while_one_is_delivered',
-            'scenario/test_names.py::test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again',
+            'faults/test_sharing.py::test_quota_set_during_a_delivery',
+            'scenario/test_names.py::test_name_has_one_holder_and_is_free_after_its_destroy',
         ),
     ),
     8: (
         'a set is one request',
         (
-            'scenario/test_sharing.py::test_sets_that_race_are_whole_or_not_at_all',
-            'faults/test_eschedule.py::test_killed_with_a_part_of_the_set_claimed',
-            'faults/test_eschedule.py::test_killed_with_the_whole_set_claimed_or_delivered',
+            'scenario/test_sharing.py::test_racing_sets_are_placed_whole_or_not_at_all',
+            'faults/test_eschedule.py::test_killed_with_part_of_a_set_claimed',
+            'faults/test_eschedule.py::test_killed_with_a_whole_set_claimed_or_delivered',
         ),
     ),
     9: (
         'one state directory, one uuid, one compute',
         (
-            RESTART + 'test_the_same_state_directory_twice',
-            RESTART + 'test_the_same_uuid_in_another_state_directory',
-            RESTART + 'test_who_loses_its_uuid_to_another_only_watches',
+            RESTART_TESTS + 'test_second_ecompute_in_one_state_directory_is_refused',
+            RESTART_TESTS + 'test_second_ecompute_with_one_uuid_is_refused',
+            RESTART_TESTS + 'test_compute_that_loses_its_uuid_only_watches',
         ),
     ),
     10: (
         'a strange etcd is not obeyed; a reboot is known',
         (
-            'faults/test_new_etcd.py::test_wiped',
-            'faults/test_new_etcd.py::test_restored',
-            'faults/test_new_etcd.py::test_restored_and_overtaken',
-            'faults/test_reboot.py::test_rebooted',
-            'faults/test_reboot.py::test_crashed_in_the_same_boot',
+            'faults/test_new_etcd.py::test_wiped_etcd_changes_nothing_until_accepted',
+            'faults/test_new_etcd.py::test_restored_etcd_is_repaired_after_acceptance',
+            'faults/test_new_etcd.py::test_restored_etcd_with_higher_revision_is_noticed',
+            'faults/test_reboot.py::test_reboot_restores_every_guest_state',
+            'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
         ),
     ),
     11: (
         "before anything is given away: its generation, then who is at it, then its request's own key, then the "
         'release; requests move that way, and read in another order one that moves is nowhere',
         (
-            MOVED + 'test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked',
-            MOVED + 'test_forget_leaves_what_is_delivered_while_it_looks',
-            MOVED + 'test_a_repair_leaves_what_is_delivered_while_it_looks',
+            CLAIM_TESTS + 'test_claim_keeper_keeps_claim_taken_over_during_its_check',
+            CLAIM_TESTS + 'test_forget_keeps_claim_delivered_during_its_check',
+            CLAIM_TESTS + 'test_repair_keeps_claim_delivered_during_its_check',
         ),
     ),
 }
 
 # Rows, or parts of them, that cannot run on the machines of the tests: the reason, and what replaces them.
-NOT_HERE: dict[int, str] = {}
+UNTESTED_ROWS: dict[int, str] = {}
 
 
 class Case(NamedTuple):
@@ -174,12 +174,12 @@ class Case(NamedTuple):
 
     row: int
     name: str
-    says: str
-    where: str
+    summary: str
+    backend: str
     slow: bool
 
 
-def cases(directory: Path = HERE) -> Iterator[Case]:
+def find_cases(directory: Path = HERE) -> Iterator[Case]:
     """Yield every test whose docstring begins with a row."""
     for path in sorted(directory.glob('test_*.py')):
         for node in ast.parse(path.read_text()).body:
@@ -192,9 +192,9 @@ def cases(directory: Path = HERE) -> Iterator[Case]:
                 yield Case(int(match[1]), f'{path.name}::{node.name}', match[2], match[3], slow)
 
 
-def unmarked(directory: Path = HERE) -> list[str]:
+def find_unmarked(directory: Path = HERE) -> list[str]:
     """List the tests whose docstring names a row in a form that the table does not accept."""
-    accepted = {case.name for case in cases(directory)}
+    accepted = {case.name for case in find_cases(directory)}
     names = []
     for path in sorted(directory.glob('test_*.py')):
         for node in ast.parse(path.read_text()).body:
@@ -204,12 +204,12 @@ def unmarked(directory: Path = HERE) -> list[str]:
     return names
 
 
-def page() -> str:
+def render_page() -> str:
     """Render the whole of README.md."""
     rows: dict[int, list[Case]] = {number: [] for number in ROWS}
-    for case in cases():
+    for case in find_cases():
         rows[case.row].append(case)
-    tested = {name for path in HERE.glob('test_*.py') for name in _failpoints(path)}
+    tested = {name for path in HERE.glob('test_*.py') for name in _find_failpoints(path)}
     lines = [
         '# The fault matrix',
         '',
@@ -222,20 +222,20 @@ def page() -> str:
     ]
     for number, cells in rows.items():
         for case in cells:
-            on = case.where + (', slow' if case.slow else '')
-            lines.append(f'| F{number} | {ROWS[number]} | `{case.name}` | {on} | {case.says.replace("|", "/")} |')
-        if number in NOT_HERE:
-            lines.append(f'| F{number} | {ROWS[number]} | not here | | {NOT_HERE[number]} |')
+            on = case.backend + (', slow' if case.slow else '')
+            lines.append(f'| F{number} | {ROWS[number]} | `{case.name}` | {on} | {case.summary.replace("|", "/")} |')
+        if number in UNTESTED_ROWS:
+            lines.append(f'| F{number} | {ROWS[number]} | not here | | {UNTESTED_ROWS[number]} |')
     lines += ['', '## The rules of the protocol', '', '| rule | tests that replay what it closes |', '|---|---|']
-    for number, (says, names) in RULES.items():
+    for number, (says, names) in PROTOCOL_RULES.items():
         lines.append(f'| {number}: {says} | {", ".join(f"`{name}`" for name in names)} |')
     lines += ['', '## Failpoints', '', 'Named in the code, armed by `ECOMP_FAILPOINT` (see `ecomp/failpoints.py`).', '']
     lines += ['| name | what is true there | armed by a test |', '|---|---|---|']
-    lines += [f'| `{name}` | {says} | {"yes" if name in tested else "no"} |' for name, says in PLACES.items()]
+    lines += [f'| `{name}` | {says} | {"yes" if name in tested else "no"} |' for name, says in FAILPOINT_STATES.items()]
     return '\n'.join(lines) + '\n'
 
 
-def _failpoints(path: Path) -> set[str]:
+def _find_failpoints(path: Path) -> set[str]:
     """Return every word in a module's constants named …FAILPOINTS.
 
     Its tests arm these failpoints and assert that they fired.
@@ -251,4 +251,4 @@ def _failpoints(path: Path) -> set[str]:
 
 
 if __name__ == '__main__':
-    sys.stdout.write(page())
+    sys.stdout.write(render_page())

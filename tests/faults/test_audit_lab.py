@@ -17,19 +17,19 @@ import yaml
 
 from ecomp.agent.images.cache import Scrubber
 from ecomp.conf import load_schedule
-from ecomp.model.guest import mac_address
+from ecomp.model.guest import make_mac_address
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operating.audit import audit, fix
 from ecomp.store.client import Store
-from tests.kit.audit import audit_clean
-from tests.kit.hypervisor import SOON, Hypervisor
-from tests.kit.servers import until
+from tests.kit.audit import wait_audit_clean
+from tests.kit.hypervisor import REACTION_SECONDS, Hypervisor
+from tests.kit.servers import wait_until
 
-STRANGER = 'a-stranger'
+FOREIGN_DOMAIN = 'a-stranger'
 
 
 @contextmanager
-def backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
+def open_backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
     """Yield the lab's etcd and placement as eschedule uses them."""
     config = load_schedule(host.lab.directory / 'schedule.yaml')
     store, placement = Store(config.etcd), Placement(config.placement)
@@ -40,7 +40,7 @@ def backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
         placement.close()
 
 
-def finds(host: Hypervisor, *wanted: tuple[str, str]) -> None:
+def check_findings(host: Hypervisor, *expected: tuple[str, str]) -> None:
     """Check that the audit soon has exactly these findings.
 
     ecompute may have to update its records first.
@@ -48,25 +48,27 @@ def finds(host: Hypervisor, *wanted: tuple[str, str]) -> None:
     findings: list[object] = []
 
     def has_expected() -> bool:
-        with backends(host) as (store, placement):
+        with open_backends(host) as (store, placement):
             findings[:] = [(finding.code, finding.subject) for finding in audit(store, placement, 0.5).findings]
-        return sorted(map(str, findings)) == sorted(map(str, wanted))
+        return sorted(map(str, findings)) == sorted(map(str, expected))
 
     try:
-        until(has_expected, SOON, f'the audit finds {wanted}')
+        wait_until(has_expected, REACTION_SECONDS, f'the audit finds {expected}')
     except AssertionError as error:
         raise AssertionError(f'{error}; it found {findings}') from None
 
 
-def base_of(host: Hypervisor, instance: str) -> Path:
+def find_base(host: Hypervisor, instance: str) -> Path:
     """Return the base volume of an instance's disk."""
-    command = ['qemu-img', 'info', '-U', '--output=json', str(host.disk(instance))]
+    command = ['qemu-img', 'info', '-U', '--output=json', str(host.get_disk_path(instance))]
     return Path(json.loads(subprocess.run(command, check=True, capture_output=True).stdout)['full-backing-filename'])
 
 
 def make_disk(host: Hypervisor, instance: str, *options: str) -> None:
     """Create an overlay under our file name."""
-    subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(host.disk(instance)), '1G'], check=True)
+    subprocess.run(
+        ['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(host.get_disk_path(instance)), '1G'], check=True
+    )
 
 
 def define(host: Hypervisor, text: str) -> None:
@@ -76,23 +78,23 @@ def define(host: Hypervisor, text: str) -> None:
 
 
 @contextmanager
-def base_gone(host: Hypervisor, instance: str) -> Iterator[str]:
-    base = base_of(host, instance)
+def remove_base(host: Hypervisor, instance: str) -> Iterator[str]:
+    base = find_base(host, instance)
     base.rename(base.with_suffix('.away'))
     yield instance
     base.with_suffix('.away').rename(base)
 
 
 @contextmanager
-def disk_gone(host: Hypervisor, instance: str) -> Iterator[str]:
+def remove_disk(host: Hypervisor, instance: str) -> Iterator[str]:
     away = host.lab.directory / 'away'
-    shutil.move(host.disk(instance), away)
+    shutil.move(host.get_disk_path(instance), away)
     yield instance
-    shutil.move(away, host.disk(instance))
+    shutil.move(away, host.get_disk_path(instance))
 
 
 @contextmanager
-def undefined(host: Hypervisor, instance: str) -> Iterator[str]:
+def undefine_domain(host: Hypervisor, instance: str) -> Iterator[str]:
     """Undefine a running domain, which makes it transient."""
     text = host.virsh('dumpxml', instance)
     host.virsh('undefine', instance)
@@ -101,27 +103,27 @@ def undefined(host: Hypervisor, instance: str) -> Iterator[str]:
 
 
 @contextmanager
-def domain_of_nobody(host: Hypervisor, instance: str) -> Iterator[str]:
+def plant_domain(host: Hypervisor, instance: str) -> Iterator[str]:
     """Define a domain with our owner mark, and create its disk."""
     orphan = str(uuid.uuid4())
-    make_disk(host, orphan, '-F', 'raw', '-b', str(base_of(host, instance)))
+    make_disk(host, orphan, '-F', 'raw', '-b', str(find_base(host, instance)))
     text = host.virsh('dumpxml', '--inactive', instance).replace(instance, orphan)
     define(host, re.sub(r"<mac address='[^']*'/>", '', text))
     yield orphan
     host.virsh('undefine', orphan)
-    host.disk(orphan).unlink()
+    host.get_disk_path(orphan).unlink()
 
 
 @contextmanager
-def disk_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+def plant_disk(host: Hypervisor, _: str) -> Iterator[str]:
     orphan = str(uuid.uuid4())
     make_disk(host, orphan)
     yield orphan
-    host.disk(orphan).unlink()
+    host.get_disk_path(orphan).unlink()
 
 
 @contextmanager
-def seed_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+def plant_seed(host: Hypervisor, _: str) -> Iterator[str]:
     orphan, path = str(uuid.uuid4()), host.state / 'metadata' / '52:54:00:00:00:01.json'
     path.write_text(json.dumps({'version': 1, 'instance': orphan, 'mac': path.stem}))
     yield orphan
@@ -129,7 +131,7 @@ def seed_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
 
 
 @contextmanager
-def iso_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+def plant_iso(host: Hypervisor, _: str) -> Iterator[str]:
     orphan = str(uuid.uuid4())
     path = host.state / f'seeds/{orphan}.iso'
     path.touch()
@@ -140,11 +142,11 @@ def iso_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
 
 
 def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None:
-    text = f"<host mac='{mac_address(instance, 0)}' name='{instance}' ip='{address}'/>"
+    text = f"<host mac='{make_mac_address(instance, 0)}' name='{instance}' ip='{address}'/>"
     host.virsh('net-update', 'default', command, 'ip-dhcp-host', text, '--live', '--config')
 
 
-def free_address(host: Hypervisor) -> str:
+def find_free_address(host: Hypervisor) -> str:
     """Return a free address of the network."""
     text = host.virsh('net-dumpxml', 'default')
     first = re.search(r"range start='(\S+)\.2'", text)
@@ -153,26 +155,26 @@ def free_address(host: Hypervisor) -> str:
 
 
 @contextmanager
-def reservation_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
-    orphan, address = str(uuid.uuid4()), free_address(host)
+def plant_reservation(host: Hypervisor, _: str) -> Iterator[str]:
+    orphan, address = str(uuid.uuid4()), find_free_address(host)
     reserve(host, 'add', orphan, address)
     yield orphan
     reserve(host, 'delete', orphan, address)
 
 
 @contextmanager
-def unreserved(host: Hypervisor, instance: str) -> Iterator[str]:
+def remove_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
     """Remove the reservation; the restart of ecompute recreates it."""
-    expected = host.record(instance)['addresses'][0]['expected']
+    expected = host.read_record(instance)['addresses'][0]['expected']
     reserve(host, 'delete', instance, expected)
     yield instance
     host.restart()
-    assert len(host.lines(instance, f'{expected} was not reserved on default, {expected} is')) == 1
+    assert len(host.find_log_lines(instance, f'{expected} was not reserved on default, {expected} is')) == 1
 
 
 @contextmanager
-def reserved_otherwise(host: Hypervisor, instance: str) -> Iterator[str]:
-    expected, other = host.record(instance)['addresses'][0]['expected'], free_address(host)
+def change_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
+    expected, other = host.read_record(instance)['addresses'][0]['expected'], find_free_address(host)
     reserve(host, 'delete', instance, expected)
     reserve(host, 'add', instance, other)
     yield instance
@@ -181,7 +183,7 @@ def reserved_otherwise(host: Hypervisor, instance: str) -> Iterator[str]:
 
 
 @contextmanager
-def download_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+def plant_partial_download(host: Hypervisor, _: str) -> Iterator[str]:
     path = host.state / 'images' / 'base-0123.part'
     path.write_bytes(b'half')
     yield host.compute
@@ -189,7 +191,7 @@ def download_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
 
 
 @contextmanager
-def changed_base(host: Hypervisor, _: str) -> Iterator[str]:
+def plant_changed_base(host: Hypervisor, _: str) -> Iterator[str]:
     """Add a base volume whose digest differs from its name and let the scrubber read it."""
     digest = uuid.uuid4().hex * 2
     path = host.state / 'images' / f'base-{digest}.raw'
@@ -200,16 +202,16 @@ def changed_base(host: Hypervisor, _: str) -> Iterator[str]:
         file.unlink()
 
 
-OPEN = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/>
+OPEN_NETWORK = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/>
 <ip address='10.79.0.1' netmask='255.255.255.0'><dhcp><range start='10.79.0.2' end='10.79.0.9'/></dhcp></ip>
 </network>"""
 
 
 @contextmanager
-def open_network(host: Hypervisor, _: str) -> Iterator[str]:
+def plug_into_open_network(host: Hypervisor, _: str) -> Iterator[str]:
     """Plug guests into a network with libvirt's default settings."""
     definition, config = host.lab.directory / 'open.xml', host.directory / 'compute.yaml'
-    definition.write_text(OPEN)
+    definition.write_text(OPEN_NETWORK)
     host.virsh('net-define', str(definition))
     before = config.read_text()
     networks = [{'network': 'default'}, {'network': 'open'}]
@@ -223,79 +225,81 @@ def open_network(host: Hypervisor, _: str) -> Iterator[str]:
 
 
 PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
-    'base-missing': base_gone,
-    'disk-missing': disk_gone,
-    'domain-undefined': undefined,
-    'domain-orphaned': domain_of_nobody,
-    'disk-orphaned': disk_of_nobody,
-    'seed-orphaned': seed_of_nobody,
-    'iso-orphaned': iso_of_nobody,
-    'part-orphaned': download_of_nobody,
-    'base-differs': changed_base,
-    'reservation-orphaned': reservation_of_nobody,
+    'base-missing': remove_base,
+    'disk-missing': remove_disk,
+    'domain-undefined': undefine_domain,
+    'domain-orphaned': plant_domain,
+    'disk-orphaned': plant_disk,
+    'seed-orphaned': plant_seed,
+    'iso-orphaned': plant_iso,
+    'part-orphaned': plant_partial_download,
+    'base-differs': plant_changed_base,
+    'reservation-orphaned': plant_reservation,
     # Last, because these restart ecompute, whose workers remove such files at their start.
-    'reservation-missing': unreserved,
-    'reservation-differs': reserved_otherwise,
-    'dhcp-open': open_network,
+    'reservation-missing': remove_reservation,
+    'reservation-differs': change_reservation,
+    'dhcp-open': plug_into_open_network,
 }
 
 
 @pytest.fixture
-def stranger(host: Hypervisor) -> Iterator[str]:
+def foreign_disk(host: Hypervisor) -> Iterator[str]:
     """The instance of an overlay without a request, used by a domain defined outside ecomp."""
     orphan = str(uuid.uuid4())
     make_disk(host, orphan)
-    device = f"<disk type='file'><source file='{host.disk(orphan)}'/><target dev='vda' bus='virtio'/></disk>"
+    device = f"<disk type='file'><source file='{host.get_disk_path(orphan)}'/><target dev='vda' bus='virtio'/></disk>"
     system = "<os><type arch='x86_64' machine='pc'>hvm</type></os>"
-    head = f"<domain type='qemu'><name>{STRANGER}</name><memory unit='MiB'>32</memory>"
+    head = f"<domain type='qemu'><name>{FOREIGN_DOMAIN}</name><memory unit='MiB'>32</memory>"
     define(host, f'{head}{system}<devices>{device}</devices></domain>')
     yield orphan
-    host.virsh('undefine', STRANGER)
-    host.disk(orphan).unlink()
+    host.virsh('undefine', FOREIGN_DOMAIN)
+    host.get_disk_path(orphan).unlink()
 
 
 @pytest.mark.slow
-def test_each_defect_on_libvirt_is_found_as_itself_and_nothing_else(host: Hypervisor) -> None:
-    instance = host.running()
-    audit_clean(host.lab, SOON)
+def test_audit_finds_each_libvirt_defect_and_no_other(host: Hypervisor) -> None:
+    instance = host.start_instance()
+    wait_audit_clean(host.lab, REACTION_SECONDS)
     for code, plant in PLANTS.items():
         with plant(host, instance) as subject:
-            finds(host, (code, subject))
-        finds(host)
-    assert host.qemu(instance)
+            check_findings(host, (code, subject))
+        check_findings(host)
+    assert host.find_qemu(instance)
     assert host.virsh('domstate', instance).strip() == 'running'
 
 
-def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> None:
-    instance = host.running()
-    pid = host.qemu(instance)
+def test_audit_fix_removes_leftovers_and_keeps_foreign_disks(host: Hypervisor, foreign_disk: str) -> None:
+    instance = host.start_instance()
+    pid = host.find_qemu(instance)
     image = host.state / 'images' / 'base-0123.part'
     orphan = str(uuid.uuid4())
     seed = host.state / 'metadata' / '52:54:00:00:00:01.json'
     iso = host.state / f'seeds/{uuid.uuid4()}.iso'
-    with domain_of_nobody(host, instance) as domain:
+    with plant_domain(host, instance) as domain:
         make_disk(host, orphan)
         seed.write_text(json.dumps({'version': 1, 'instance': orphan, 'mac': seed.stem}))
         image.write_bytes(b'half')
         iso.touch()
         unnamed = str(uuid.uuid4())
-        reserve(host, 'add', unnamed, free_address(host))
-        before = {name: host.virsh('dumpxml', name) for name in (instance, domain, STRANGER)}
-        finds(
+        reserve(host, 'add', unnamed, find_free_address(host))
+        before = {name: host.virsh('dumpxml', name) for name in (instance, domain, FOREIGN_DOMAIN)}
+        check_findings(
             host,
-            *(('disk-orphaned', orphan), ('disk-orphaned', stranger), ('seed-orphaned', orphan)),
+            *(('disk-orphaned', orphan), ('disk-orphaned', foreign_disk), ('seed-orphaned', orphan)),
             *(('reservation-orphaned', unnamed), ('iso-orphaned', iso.stem)),
             *(('domain-orphaned', domain), ('part-orphaned', host.compute)),
         )
         messages: list[str] = []
-        with backends(host) as (store, placement):
-            report = fix(store, placement, messages.append, apart=0.5)
+        with open_backends(host) as (store, placement):
+            report = fix(store, placement, messages.append, interval_seconds=0.5)
         remaining = {(finding.code, finding.subject) for finding in report.findings}
-        assert remaining == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, messages
-        assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in messages), messages
-        assert not any(path.exists() for path in (host.disk(orphan), seed, image, iso))
+        assert remaining == {('disk-orphaned', foreign_disk), ('domain-orphaned', domain)}, messages
+        assert any(f'disk {foreign_disk}: not removed: domain {FOREIGN_DOMAIN} has it' in line for line in messages), (
+            messages
+        )
+        assert not any(path.exists() for path in (host.get_disk_path(orphan), seed, image, iso))
         assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')
         assert instance in host.virsh('net-dumpxml', 'default')
-        assert all(host.disk(owner).exists() for owner in (instance, domain, stranger))
+        assert all(host.get_disk_path(owner).exists() for owner in (instance, domain, foreign_disk))
         assert {name: host.virsh('dumpxml', name) for name in before} == before
-        assert host.qemu(instance) == pid
+        assert host.find_qemu(instance) == pid

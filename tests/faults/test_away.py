@@ -13,13 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
+from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, write_config
 from tests.kit.gate import Gate
-from tests.kit.hands import Eschedule, lapse, lapse_requests, look_twice, settled
-from tests.kit.invariants import everything
+from tests.kit.hands import Eschedule, check_claims_twice, check_settled, expire_attempts, expire_key
+from tests.kit.invariants import read_lasting_keys
 from tests.kit.proxy import Proxy
-from tests.kit.servers import Server, until
-from tests.kit.story import NOBODY, SMALL, addressed, boot, notified, one_line, place, reached
+from tests.kit.servers import Server, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    UNKNOWN_UUID,
+    assert_one_line,
+    boot,
+    parse_notice,
+    place,
+    wait_address,
+    wait_state,
+)
 
 # At most a few calls of 5 s each, and the concurrent start of seven commands on a slow machine.
 ETCD_SECONDS = 40.0
@@ -27,21 +36,21 @@ ETCD_SECONDS = 40.0
 PLACEMENT_SECONDS = 100.0
 
 
-def take_away(server: Server, how: str) -> None:
-    if how == 'killed':
+def stop_server(server: Server, fault: str) -> None:
+    if fault == 'killed':
         server.kill()
     else:
         server.pause()
 
 
-def bring_back(server: Server, how: str) -> None:
-    if how == 'killed':
+def restore_server(server: Server, fault: str) -> None:
+    if fault == 'killed':
         server.start()
     else:
         server.resume()
 
 
-def all_at_once(control: Control, forms: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Result]:
+def run_concurrently(control: Control, forms: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Result]:
     """Run all commands concurrently; return the result of each.
 
     Raises subprocess.TimeoutExpired if one exceeds `seconds`.
@@ -51,7 +60,7 @@ def all_at_once(control: Control, forms: Mapping[str, Sequence[str]], seconds: f
         return dict(zip(forms, results, strict=True))
 
 
-def after_waiting(result: Result, url: str) -> Result:
+def strip_waiting_line(result: Result, url: str) -> Result:
     """Check that the first line reports the wait for placement; return the result without it.
 
     eschedule must not be silent for half a minute.
@@ -61,30 +70,30 @@ def after_waiting(result: Result, url: str) -> Result:
     return result._replace(stderr=remaining)
 
 
-def works_again(control: Control, compute: Ecompute, *instances: str) -> None:
+def check_recovery(control: Control, compute: Ecompute, *instances: str) -> None:
     """Check that existing instances still run, a new one is placed, and all can be destroyed."""
-    until(lambda: control.etcd.keys('/computes/'), 30, 'the compute says again that it is alive')
+    wait_until(lambda: control.etcd.list_keys('/computes/'), 30, 'the compute says again that it is alive')
     _, created = place(control)
     for instance in (*instances, created):
-        addressed(control, instance)
-    settled(control, compute)
+        wait_address(control, instance)
+    check_settled(control, compute)
     for instance in (*instances, created):
         assert control.eschedule('destroy', instance).code == 0
     for instance in (*instances, created):
-        reached(control, instance, 'gone')
-    settled(control, compute)
-    assert control.placement.consumers(compute.uuid) == {}
-    assert control.etcd.keys('/hosts/') + control.etcd.keys('/requests/') == []
+        wait_state(control, instance, 'gone')
+    check_settled(control, compute)
+    assert control.placement.read_consumers(compute.uuid) == {}
+    assert control.etcd.list_keys('/hosts/') + control.etcd.list_keys('/requests/') == []
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_every_form_without_etcd(own_control: Control, compute: Ecompute, how: str) -> None:
+def test_every_command_without_etcd(own_control: Control, compute: Ecompute, how: str) -> None:
     """F10: etcd killed, or frozen, during every eschedule command: soon exit 7 and the state of the request (fake)."""
     instance = boot(own_control)
-    take_away(own_control.etcd, how)
+    stop_server(own_control.etcd, how)
     forms = {
-        'create': (SMALL,),
-        'create again': (SMALL, '--uuid', NOBODY),
+        'create': (SMALL_QUERY,),
+        'create again': (SMALL_QUERY, '--uuid', UNKNOWN_UUID),
         'query': (instance,),
         'list': ('list',),
         'show': ('show', instance),
@@ -98,49 +107,49 @@ def test_every_form_without_etcd(own_control: Control, compute: Ecompute, how: s
         **dict.fromkeys(('destroy', 'destroy and wait'), f'the destroy of {instance} is not accepted'),
         'forget': 'nothing was removed',
     }
-    for name, result in all_at_once(own_control, forms, ETCD_SECONDS).items():
-        one_line(result, 7, f'etcd at {own_control.etcd.endpoint} cannot be reached', messages.get(name, ''))
+    for name, result in run_concurrently(own_control, forms, ETCD_SECONDS).items():
+        assert_one_line(result, 7, f'etcd at {own_control.etcd.endpoint} cannot be reached', messages.get(name, ''))
         assert result.stdout == '', name
-    bring_back(own_control.etcd, how)
-    works_again(own_control, compute, instance)
+    restore_server(own_control.etcd, how)
+    check_recovery(own_control, compute, instance)
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_every_form_without_placement(own_control: Control, compute: Ecompute, how: str) -> None:
+def test_every_command_without_placement(own_control: Control, compute: Ecompute, how: str) -> None:
     """F16: placement killed, or frozen, during every command: exit 7 within half a minute, or not needed (fake)."""
     instance = boot(own_control)
-    take_away(own_control.placement, how)
+    stop_server(own_control.placement, how)
     needed = {
-        'create': (SMALL,),
-        'create again': (SMALL, '--uuid', NOBODY),
+        'create': (SMALL_QUERY,),
+        'create again': (SMALL_QUERY, '--uuid', UNKNOWN_UUID),
         'hosts': ('hosts',),
-        'forget': ('host', 'forget', NOBODY),
+        'forget': ('host', 'forget', UNKNOWN_UUID),
     }
     not_needed = {'query': (instance,), 'list': ('list',), 'show': ('show', instance), 'destroy': ('destroy', instance)}
-    results = all_at_once(own_control, {**needed, **not_needed}, PLACEMENT_SECONDS)
+    results = run_concurrently(own_control, {**needed, **not_needed}, PLACEMENT_SECONDS)
     messages = {**dict.fromkeys(('create', 'create again'), 'nothing was changed'), 'forget': 'nothing was removed'}
     for name in needed:
-        result = after_waiting(results[name], own_control.placement.url) if how == 'frozen' else results[name]
-        one_line(result, 7, f'placement at {own_control.placement.url}', messages.get(name, ''))
+        result = strip_waiting_line(results[name], own_control.placement.url) if how == 'frozen' else results[name]
+        assert_one_line(result, 7, f'placement at {own_control.placement.url}', messages.get(name, ''))
         assert results[name].stdout == '', name
     for name in not_needed:
         assert results[name].code == 0, results[name]
-    bring_back(own_control.placement, how)
-    reached(own_control, instance, 'gone')
-    works_again(own_control, compute)
+    restore_server(own_control.placement, how)
+    wait_state(own_control, instance, 'gone')
+    check_recovery(own_control, compute)
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('step', ['announced', 'claimed'])
-def test_etcd_lost_between_the_steps(own_control: Control, step: str, how: str) -> None:
+def test_etcd_lost_before_claim_or_delivery(own_control: Control, step: str, how: str) -> None:
     """F15: etcd lost before the claim, and before the delivery: the same command with --uuid continues (fake)."""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())
-    with Eschedule(own_control, SMALL, '--uuid', instance, failpoint=f'{step}:stop') as command:
-        command.stopped_at(step)
-        take_away(own_control.etcd, how)
-        command.go_on()
-        result = command.end(ETCD_SECONDS)
-    line = one_line(result, 7, f'etcd at {own_control.etcd.endpoint} cannot be reached')
+    with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint=f'{step}:stop') as command:
+        command.wait_frozen_at(step)
+        stop_server(own_control.etcd, how)
+        command.resume()
+        result = command.wait(ETCD_SECONDS)
+    line = assert_one_line(result, 7, f'etcd at {own_control.etcd.endpoint} cannot be reached')
     if step == 'announced':
         assert 'nothing was changed' in line
     else:
@@ -148,99 +157,101 @@ def test_etcd_lost_between_the_steps(own_control: Control, step: str, how: str) 
         assert f'{instance} is not placed' in line
         assert f'the same command with --uuid {instance}' in line
     assert result.stdout == ''
-    assert bool(own_control.placement.allocations(instance)) == (step == 'claimed')
-    bring_back(own_control.etcd, how)
-    until(lambda: own_control.etcd.keys('/computes/'), 30, 'the compute says again that it is alive')
-    assert notified(own_control.eschedule(SMALL, '--uuid', instance)) == (compute.uuid, instance)
-    works_again(own_control, compute, instance)
+    assert bool(own_control.placement.read_allocations(instance)) == (step == 'claimed')
+    restore_server(own_control.etcd, how)
+    wait_until(lambda: own_control.etcd.list_keys('/computes/'), 30, 'the compute says again that it is alive')
+    assert parse_notice(own_control.eschedule(SMALL_QUERY, '--uuid', instance)) == (compute.uuid, instance)
+    check_recovery(own_control, compute, instance)
 
 
 @pytest.mark.parametrize('arrived', [True, False])
-def test_etcd_lost_at_the_delivery(own_control: Control, compute: Ecompute, instance: str, arrived: bool) -> None:
+def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, instance: str, arrived: bool) -> None:
     """F15: etcd lost during a delivery: reported as unknown, and the same command with --uuid finds out (fake)."""
     key = f'/hosts/{compute.uuid}/{instance}'
     with Proxy(own_control.etcd.port) as proxy:
         config = write_config(own_control.directory / 'proxy.yaml', proxy.address, own_control.placement.url)
         if arrived:
-            proxy.lose_answer(b'"allocations"', lambda: own_control.etcd.get(key), and_stay_away=True)
+            proxy.lose_answer(b'"allocations"', lambda: own_control.etcd.get(key), stay_away=True)
         else:
-            proxy.lose_request(b'"allocations"', and_stay_away=True)
-        result = eschedule(config, SMALL, '--uuid', instance, timeout=ETCD_SECONDS)
+            proxy.lose_request(b'"allocations"', stay_away=True)
+        result = run_eschedule_process(config, SMALL_QUERY, '--uuid', instance, timeout=ETCD_SECONDS)
         assert proxy.has_lost
     unknown = f'whether {instance} was delivered is not known', f'the same command with --uuid {instance}'
-    one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
+    assert_one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
     assert result.stdout == ''
     assert bool(own_control.etcd.get(key)) is arrived
     # A claim whose delivery has an unknown outcome is not released.
-    assert set(own_control.placement.allocations(instance)) == {compute.uuid}
-    repeated = own_control.eschedule(SMALL, '--uuid', instance)
-    assert notified(repeated) == (compute.uuid, instance)
-    works_again(own_control, compute, instance)
+    assert set(own_control.placement.read_allocations(instance)) == {compute.uuid}
+    repeated = own_control.eschedule(SMALL_QUERY, '--uuid', instance)
+    assert parse_notice(repeated) == (compute.uuid, instance)
+    check_recovery(own_control, compute, instance)
 
 
 @pytest.mark.slow
-def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control, compute: Ecompute, instance: str) -> None:
+def test_etcd_lost_before_delivery_releases_the_claim(own_control: Control, compute: Ecompute, instance: str) -> None:
     """F15: etcd killed before the delivery, and no client retries: the compute releases the claim (fake)."""
-    with Eschedule(own_control, SMALL, '--uuid', instance, failpoint='claimed:stop') as command:
-        command.stopped_at('claimed')
+    with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint='claimed:stop') as command:
+        command.wait_frozen_at('claimed')
         own_control.etcd.kill()
-        command.go_on()
-        assert command.end(ETCD_SECONDS).code == 7
+        command.resume()
+        assert command.wait(ETCD_SECONDS).code == 7
     own_control.etcd.start()
-    lapse(own_control, f'/requests/{instance}')
-    look_twice(own_control, compute)
-    assert own_control.placement.allocations(instance) == {}
-    assert [key for key in everything(own_control) if instance in key] == []
-    works_again(own_control, compute)
+    expire_key(own_control, f'/requests/{instance}')
+    check_claims_twice(own_control, compute)
+    assert own_control.placement.read_allocations(instance) == {}
+    assert [key for key in read_lasting_keys(own_control) if instance in key] == []
+    check_recovery(own_control, compute)
 
 
 @pytest.mark.slow
-def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control, compute: Ecompute, instance: str) -> None:
+def test_etcd_lost_keeps_the_claim_of_an_older_attempt(own_control: Control, compute: Ecompute, instance: str) -> None:
     """F15: etcd killed after a claim of another attempt was found: that claim stays unchanged (fake)."""
-    with Eschedule(own_control, SMALL, '--uuid', instance, failpoint='claimed:kill') as killed:
-        killed.killed_at('claimed')
-    lapse(own_control, f'/requests/{instance}')
+    with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint='claimed:kill') as killed:
+        killed.assert_killed_at('claimed')
+    expire_key(own_control, f'/requests/{instance}')
     with Gate(own_control.placement.port) as gate:
         config = write_config(own_control.directory / 'gate.yaml', own_control.etcd.endpoint, gate.url)
         gate.hold(b'PUT /allocations')
-        with Eschedule(own_control, SMALL, '--uuid', instance, config=config) as command:
+        with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, config=config) as command:
             assert gate.held.wait(30)
             own_control.etcd.kill()
             gate.open()
-            result = command.end(ETCD_SECONDS)
+            result = command.wait(ETCD_SECONDS)
     message = f'etcd at {own_control.etcd.endpoint} cannot be reached'
-    one_line(result, 7, message, 'nothing was changed')
-    assert set(own_control.placement.allocations(instance)) == {compute.uuid}
+    assert_one_line(result, 7, message, 'nothing was changed')
+    assert set(own_control.placement.read_allocations(instance)) == {compute.uuid}
     own_control.etcd.start()
-    lapse_requests(own_control)
-    look_twice(own_control, compute)
-    assert own_control.placement.allocations(instance) == {}
-    works_again(own_control, compute)
+    expire_attempts(own_control)
+    check_claims_twice(own_control, compute)
+    assert own_control.placement.read_allocations(instance) == {}
+    check_recovery(own_control, compute)
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_placement_lost_when_it_has_claimed(own_control: Control, compute: Ecompute, instance: str, how: str) -> None:
+def test_placement_lost_after_it_stored_the_claim(
+    own_control: Control, compute: Ecompute, instance: str, how: str
+) -> None:
     """F16: placement lost after it stored the claim and before its answer: the same command continues (fake)."""
     with Gate(own_control.placement.port) as gate:
         config = write_config(own_control.directory / 'gate.yaml', own_control.etcd.endpoint, gate.url)
         gate.hold(b'PUT /allocations')
-        with Eschedule(own_control, SMALL, '--uuid', instance, config=config) as command:
+        with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, config=config) as command:
             assert gate.held.wait(30)
-            take_away(own_control.placement, how)
+            stop_server(own_control.placement, how)
             if how == 'killed':
                 gate.cut()
-            result = command.end(PLACEMENT_SECONDS)
+            result = command.wait(PLACEMENT_SECONDS)
     message = f'placement at {gate.url}'
-    result = after_waiting(result, gate.url) if how == 'frozen' else result
-    one_line(result, 7, message, f'whether {instance} holds its claim is not known', f'with --uuid {instance}')
-    bring_back(own_control.placement, how)
-    assert set(own_control.placement.allocations(instance)) == {compute.uuid}
-    assert notified(own_control.eschedule(SMALL, '--uuid', instance)) == (compute.uuid, instance)
-    works_again(own_control, compute, instance)
+    result = strip_waiting_line(result, gate.url) if how == 'frozen' else result
+    assert_one_line(result, 7, message, f'whether {instance} holds its claim is not known', f'with --uuid {instance}')
+    restore_server(own_control.placement, how)
+    assert set(own_control.placement.read_allocations(instance)) == {compute.uuid}
+    assert parse_notice(own_control.eschedule(SMALL_QUERY, '--uuid', instance)) == (compute.uuid, instance)
+    check_recovery(own_control, compute, instance)
 
 
 @pytest.mark.parametrize('arrived', [True, False])
-def test_etcd_lost_at_the_tombstone(own_control: Control, compute: Ecompute, arrived: bool) -> None:
+def test_etcd_lost_during_destroy(own_control: Control, compute: Ecompute, arrived: bool) -> None:
     """F27: etcd lost during a destroy: reported as unknown, and the same command finds out (fake)."""
     instance = boot(own_control)
     key, pattern = f'/hosts/{compute.uuid}/{instance}', b'"allocations": {}'
@@ -252,36 +263,36 @@ def test_etcd_lost_at_the_tombstone(own_control: Control, compute: Ecompute, arr
     with Proxy(own_control.etcd.port) as proxy:
         config = write_config(own_control.directory / 'proxy.yaml', proxy.address, own_control.placement.url)
         if arrived:
-            proxy.lose_answer(pattern, is_tombstoned, and_stay_away=True)
+            proxy.lose_answer(pattern, is_tombstoned, stay_away=True)
         else:
-            proxy.lose_request(pattern, and_stay_away=True)
-        result = eschedule(config, 'destroy', instance, timeout=ETCD_SECONDS)
+            proxy.lose_request(pattern, stay_away=True)
+        result = run_eschedule_process(config, 'destroy', instance, timeout=ETCD_SECONDS)
         assert proxy.has_lost
     unknown = f'whether the destroy of {instance} is accepted is not known', 'the same command again'
-    one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
+    assert_one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
     assert is_tombstoned() is arrived
-    one_line(own_control.eschedule('destroy', instance), 0, instance, 'already' if arrived else 'accepted')
+    assert_one_line(own_control.eschedule('destroy', instance), 0, instance, 'already' if arrived else 'accepted')
     compute.resume()
-    reached(own_control, instance, 'gone')
-    works_again(own_control, compute)
+    wait_state(own_control, instance, 'gone')
+    check_recovery(own_control, compute)
 
 
 @pytest.mark.slow
-def test_etcd_lost_while_waiting(own_control: Control, compute: Ecompute) -> None:
+def test_etcd_lost_while_commands_wait(own_control: Control, compute: Ecompute) -> None:
     """F10: etcd killed while a create and a destroy wait: their acceptance has already been reported (fake)."""
     doomed = boot(own_control)
     wait = ('--wait', '--timeout', '2')
     with (
-        Eschedule(own_control, SMALL, *wait, failpoint='delivered:stop') as create,
+        Eschedule(own_control, SMALL_QUERY, *wait, failpoint='delivered:stop') as create,
         Eschedule(own_control, 'destroy', *wait, doomed, failpoint='tombstoned:stop') as destroy,
     ):
-        create.stopped_at('delivered')
-        destroy.stopped_at('tombstoned')
+        create.wait_frozen_at('delivered')
+        destroy.wait_frozen_at('tombstoned')
         own_control.etcd.kill()
-        create.go_on()
-        destroy.go_on()
-        created, destroyed = create.end(ETCD_SECONDS), destroy.end(ETCD_SECONDS)
-    _, instance = notified(created._replace(code=0))
+        create.resume()
+        destroy.resume()
+        created, destroyed = create.wait(ETCD_SECONDS), destroy.wait(ETCD_SECONDS)
+    _, instance = parse_notice(created._replace(code=0))
     *_, last = created.stderr.splitlines()
     assert created.code == 6, created
     assert 'etcd did not answer' in last, created
@@ -290,5 +301,5 @@ def test_etcd_lost_while_waiting(own_control: Control, compute: Ecompute) -> Non
     assert f'{doomed}: destroy accepted' in accepted, destroyed
     assert f'etcd at {own_control.etcd.endpoint} cannot be reached' in lost, destroyed
     own_control.etcd.start()
-    reached(own_control, doomed, 'gone')
-    works_again(own_control, compute, instance)
+    wait_state(own_control, doomed, 'gone')
+    check_recovery(own_control, compute, instance)

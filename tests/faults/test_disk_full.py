@@ -13,20 +13,31 @@ import pytest
 
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
-from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import guests, idle, lapse_requests
-from tests.kit.image_server import serving
-from tests.kit.images import LIMITS, LOOPBACK, get, inspect, kept
-from tests.kit.invariants import check
-from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
-from tests.kit.story import SMALL, addressed, boot, log_of, logged, logs, one_line, place, reached, record
-from tests.kit.tuned import tuned
+from tests.kit.hands import assert_idle, expire_attempts, read_guests
+from tests.kit.image_server import serve_images
+from tests.kit.images import LIMITS, LOOPBACK_REACH, get_base, inspect_image, list_cached
+from tests.kit.invariants import check_invariants
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    assert_one_line,
+    boot,
+    find_log_lines,
+    place,
+    read_log,
+    read_record,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
 KIB = 2**10
 MIB = 2**20
 PAGE = os.sysconf('SC_PAGE_SIZE')
-FULL = 'No space left on device'
+DISK_FULL_MESSAGE = 'No space left on device'
 
 
 class SmallDisk:
@@ -53,7 +64,7 @@ class SmallDisk:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
+def make_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
     """A function that mounts a file system of a number of bytes; it is unmounted last."""
     if os.geteuid() != 0:
         pytest.skip('mounting a tmpfs needs root')
@@ -70,73 +81,75 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
         yield mount_disk
 
 
-def pieces(directory: Path) -> list[str]:
+def list_partial_files(directory: Path) -> list[str]:
     """List partial files below a directory."""
     return [str(path) for path in directory.rglob('*') if path.suffix in ('.part', '.new')]
 
 
-def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
+def test_image_download_without_room(make_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room for an image: reported, its .part is removed, and downloaded once there is room (fake)."""
-    disk = small_disk(8 * MIB)
+    disk = make_disk(8 * MIB)
     directory = disk.path / 'images'
-    cache = ImageCache(directory, inspect, None, LIMITS, LOOPBACK)
-    with serving(boot_disk(HALT)) as server:
-        first = get(cache, server.url + 'good')
+    cache = ImageCache(directory, inspect_image, None, LIMITS, LOOPBACK_REACH)
+    with serve_images(make_boot_disk(HALT)) as server:
+        first = get_base(cache, server.url + 'good')
         disk.fill()
-        before = kept(directory)
-        with pytest.raises(BuildFailed, match=f'good\\?2: cannot be kept in {directory}: {FULL}') as caught:
-            get(cache, server.url + 'good?2')
+        before = list_cached(directory)
+        with pytest.raises(
+            BuildFailed, match=f'good\\?2: cannot be kept in {directory}: {DISK_FULL_MESSAGE}'
+        ) as caught:
+            get_base(cache, server.url + 'good?2')
         assert caught.value.stage == 'image'
-        assert kept(directory) == before
-        assert get(cache, server.url + 'good') == first  # the cached image is still valid
+        assert list_cached(directory) == before
+        assert get_base(cache, server.url + 'good') == first  # the cached image is still valid
         disk.free()
-        assert get(cache, server.url + 'good?2').virtual_size == first.virtual_size
+        assert get_base(cache, server.url + 'good?2').virtual_size == first.virtual_size
 
 
-def test_state_directory_while_running(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+def test_state_directory_full_while_running(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room in the state directory: builds fail with the reason, destroys wait, others stay (fake)."""
-    disk = small_disk(MIB)
+    disk = make_disk(MIB)
     compute = cluster.ecompute(state=str(disk.path / 'state'))
     _, before = place(cluster)
-    address = addressed(cluster, before)
+    address = wait_address(cluster, before)
     doomed = boot(cluster)
     disk.fill()
     failed = [place(cluster)[1] for _ in range(2)]
     for instance in failed:
-        error = reached(cluster, instance, 'error')['error']
-        assert FULL in error['reason'], error
+        error = wait_state(cluster, instance, 'error')['error']
+        assert DISK_FULL_MESSAGE in error['reason'], error
         assert str(disk.path) in error['reason']
         assert error['stage'] in ('scheduled', 'image', 'disk')
-        assert cluster.placement.allocations(instance) == {}
+        assert cluster.placement.read_allocations(instance) == {}
     # Their final state is written again and again beside its place, so such a file exists for a moment.
-    until(lambda: pieces(disk.path) == [], 5, f'nothing half written stays in {disk.path}')
+    wait_until(lambda: list_partial_files(disk.path) == [], 5, f'nothing half written stays in {disk.path}')
     # A guest is destroyed only after that can be written; until then it and its claim stay.
     assert cluster.eschedule('destroy', doomed).code == 0
-    until(lambda: logged(compute, FULL, 'trying again'), 20, 'it says that it waits')
-    with idle(compute.pid, 0.15):
-        until(lambda: len(logged(compute, 'DESTROY', doomed)) >= 2, 30, 'it tries again')
-    assert (record(cluster, doomed) or {})['state'] == 'destroying'
-    assert cluster.placement.allocations(doomed)
+    wait_until(lambda: find_log_lines(compute, DISK_FULL_MESSAGE, 'trying again'), 20, 'it says that it waits')
+    with assert_idle(compute.pid, 0.15):
+        wait_until(lambda: len(find_log_lines(compute, 'DESTROY', doomed)) >= 2, 30, 'it tries again')
+    assert (read_record(cluster, doomed) or {})['state'] == 'destroying'
+    assert cluster.placement.read_allocations(doomed)
     disk.free()
-    reached(cluster, doomed, 'gone')
-    addressed(cluster, place(cluster)[1])
-    assert addressed(cluster, before) == address
-    assert log_of(compute)
+    wait_state(cluster, doomed, 'gone')
+    wait_address(cluster, place(cluster)[1])
+    assert wait_address(cluster, before) == address
+    assert read_log(compute)
     cluster.eschedule('destroy', *failed)
-    fake_guests(cluster, disk, compute)
+    check_guests(cluster, disk, compute)
 
 
-def fake_guests(cluster: Control, disk: SmallDisk, compute: Ecompute) -> None:
+def check_guests(cluster: Control, disk: SmallDisk, compute: Ecompute) -> None:
     """Run the final checks; the link lets them read the guests of this compute."""
     (compute.directory / 'state').symlink_to(disk.path / 'state')
-    check(cluster, compute)
-    assert len(guests(compute)) == 2
+    check_invariants(cluster, compute)
+    assert len(read_guests(compute)) == 2
 
 
-def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+def test_state_directory_full_at_start(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room for the uuid, token or memory at the start: one line, exit 1; with room it starts (fake)."""
-    disk = small_disk(MIB)
-    compute = tuned(cluster, start=False)
+    disk = make_disk(MIB)
+    compute = make_tuned(cluster, start=False)
     text = compute.config.read_text().replace(str(compute.directory / 'state'), str(disk.path / 'state'))
     compute.config.write_text('\n'.join(line for line in text.splitlines() if not line.startswith('uuid:')))
     for existing in ('', 'uuid', 'token'):
@@ -145,11 +158,11 @@ def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], 
         disk.fill()
         compute.launch()
         assert compute._process is not None
-        assert compute._process.wait(PATIENCE * 30) == 1, compute.last_words()
-        lines = [line for line in log_of(compute) if line.startswith('ecompute: ')]
-        assert FULL in lines[-1], lines
+        assert compute._process.wait(SLOWDOWN_FACTOR * 30) == 1, compute.tail_log()
+        lines = [line for line in read_log(compute) if line.startswith('ecompute: ')]
+        assert DISK_FULL_MESSAGE in lines[-1], lines
         assert str(disk.path / 'state') in lines[-1], lines
-        assert pieces(disk.path) == []
+        assert list_partial_files(disk.path) == []
         disk.free()
         # Write the file that it would have created, so that the next start lacks room for the next file.
         if existing == '':
@@ -157,14 +170,14 @@ def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], 
         elif existing == 'uuid':
             (disk.path / 'state' / 'token').write_text(f'{uuid.uuid4()}\n')
     compute.start()
-    addressed(cluster, place(cluster, f'{SMALL}&in_tree={compute.uuid}')[1])
-    check(cluster)
+    wait_address(cluster, place(cluster, f'{SMALL_QUERY}&in_tree={compute.uuid}')[1])
+    check_invariants(cluster)
 
 
-def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+def test_log_disk_full(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room for ecompute's log: it keeps working and logs again once there is room (fake)."""
-    disk = small_disk(MIB)
-    compute = tuned(cluster, start=False)
+    disk = make_disk(MIB)
+    compute = make_tuned(cluster, start=False)
     compute.log = disk.path / 'ecompute.log'
     compute.start()
     disk.fill()
@@ -176,71 +189,71 @@ def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
     assert compute.is_running
     disk.free()
     instance = boot(cluster)
-    assert logs(compute, 'INSTANTIATE', instance)
-    check(cluster, compute)
+    assert wait_log_lines(compute, 'INSTANTIATE', instance)
+    check_invariants(cluster, compute)
 
 
-def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
+def test_etcd_disk_full(own_placement: PlacementServer, make_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
     """F21: no room on etcd's disk, etcd panics: requests refused, guests stay; etcd's return is noticed (fake)."""
     # Two segments of its log are 64 MiB each, allocated in advance; only its database grows.
-    disk = small_disk(140 * MIB)
+    disk = make_disk(140 * MIB)
     with Etcd(disk.path / 'etcd') as etcd:
-        control = Control(etcd, own_placement, tmp_path, mortal=True)
+        control = Control(etcd, own_placement, tmp_path, is_mortal=True)
         try:
             compute = control.ecompute()
             _, instance = place(control)
-            address = addressed(control, instance)
+            address = wait_address(control, instance)
             disk.fill()
-            write_until_it_dies(etcd)
-            refused = control.eschedule(SMALL)
-            one_line(refused, 7, 'etcd', etcd.endpoint)
-            assert list(own_placement.consumers(compute.uuid)) == [instance]
-            until(lambda: logged(compute, 'etcd', 'trying again'), 20, 'the loss is said')
+            write_until_etcd_dies(etcd)
+            refused = control.eschedule(SMALL_QUERY)
+            assert_one_line(refused, 7, 'etcd', etcd.endpoint)
+            assert list(own_placement.read_consumers(compute.uuid)) == [instance]
+            wait_until(lambda: find_log_lines(compute, 'etcd', 'trying again'), 20, 'the loss is said')
             assert compute.is_running
-            assert guests(compute)[instance]['running']
+            assert read_guests(compute)[instance]['running']
             disk.free()
             etcd.start()
-            until(lambda: logged(compute, 'etcd', 'is back'), 20, 'its return is said')
-            assert len(logs(compute, 'etcd', 'trying again until it is back')) == 1
-            assert addressed(control, instance) == address
-            for key in etcd.keys('/filler/'):
+            wait_until(lambda: find_log_lines(compute, 'etcd', 'is back'), 20, 'its return is said')
+            assert len(wait_log_lines(compute, 'etcd', 'trying again until it is back')) == 1
+            assert wait_address(control, instance) == address
+            for key in etcd.list_keys('/filler/'):
                 etcd.delete(key)
-            addressed(control, place(control)[1])
-            check(control, compute)
+            wait_address(control, place(control)[1])
+            check_invariants(control, compute)
         finally:
             control.close()
 
 
-def write_until_it_dies(etcd: Etcd) -> None:
+def write_until_etcd_dies(etcd: Etcd) -> None:
     """Put large values until etcd ends."""
     for number in range(2000):
         try:
             etcd.put(f'/filler/{number}', os.urandom(256 * KIB))
         except OSError:
-            until(lambda: not etcd.is_running, 30, 'etcd has ended')
+            wait_until(lambda: not etcd.is_running, 30, 'etcd has ended')
             return
     raise AssertionError('etcd lives without a disk')
 
 
-def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
+def test_placement_disk_full(own_etcd: Etcd, make_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
     """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)."""
-    disk = small_disk(3 * MIB)
+    disk = make_disk(3 * MIB)
     with PlacementServer(disk.path / 'placement') as placement:
-        control = Control(own_etcd, placement, tmp_path, mortal=True)
+        control = Control(own_etcd, placement, tmp_path, is_mortal=True)
         try:
             compute = control.ecompute()
             instance = boot(control)
             disk.fill()
-            result = control.eschedule(SMALL)
-            one_line(result, 7, 'placement', 'HTTP 500')
+            result = control.eschedule(SMALL_QUERY)
+            assert_one_line(result, 7, 'placement', 'HTTP 500')
             assert control.eschedule('destroy', instance).code == 0
-            until(lambda: logged(compute, 'trying again'), 30, 'ecompute says that it waits')
-            assert (record(control, instance) or {})['state'] == 'destroying'
+            wait_until(lambda: find_log_lines(compute, 'trying again'), 30, 'ecompute says that it waits')
+            assert (read_record(control, instance) or {})['state'] == 'destroying'
             disk.free()
-            reached(control, instance, 'gone')
-            assert placement.consumers(compute.uuid) == {}
-            lapse_requests(control)
-            addressed(control, place(control)[1])
-            check(control, compute)
+            wait_state(control, instance, 'gone')
+            assert placement.read_consumers(compute.uuid) == {}
+            expire_attempts(control)
+            wait_address(control, place(control)[1])
+            check_invariants(control, compute)
         finally:
             control.close()

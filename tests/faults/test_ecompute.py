@@ -19,13 +19,35 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Control, Ecompute, write_config
-from tests.kit.hands import BIG, Armed, Eschedule, guests, killed_at, lapse, revision, settled, some, start_again
+from tests.kit.hands import (
+    LARGE_INVENTORY,
+    ArmedEcompute,
+    Eschedule,
+    check_settled,
+    expire_key,
+    mark_slow_steps,
+    read_guests,
+    read_revision,
+    restart_unarmed,
+    wait_killed_at,
+)
 from tests.kit.hypervisor import Hypervisor
-from tests.kit.invariants import everything
+from tests.kit.invariants import read_lasting_keys
 from tests.kit.process import is_stopped
-from tests.kit.servers import PATIENCE, until
-from tests.kit.story import SMALL, addressed, boot, known, log_of, logged, one_line, place, reached, reserved
-from tests.kit.tuned import tuned
+from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    assert_one_line,
+    boot,
+    find_log_lines,
+    place,
+    read_log,
+    read_reserved,
+    require_record,
+    wait_address,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
 # F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start continues.
 
@@ -42,45 +64,50 @@ END_FAILPOINTS = ('closing', 'closed')
 
 
 @pytest.fixture
-def armed(cluster: Control) -> Armed:
+def armed(cluster: Control) -> ArmedEcompute:
     """A fake ecompute that is not started yet."""
-    return tuned(cluster, start=False)
+    return make_tuned(cluster, start=False)
 
 
-@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))
-def test_killed_while_building(cluster: Control, armed: Armed, step: str) -> None:
+@pytest.mark.parametrize(
+    'step', mark_slow_steps(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed')
+)
+def test_worker_killed_during_a_build(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a build: the next start completes it, once (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     _, instance = place(cluster)
-    killed_at(armed, step)
-    start_again(armed)
-    addressed(cluster, instance)
-    assert reached(cluster, instance, 'active')['attempts'] == 0
-    settled(cluster, armed)
+    wait_killed_at(armed, step)
+    restart_unarmed(armed)
+    wait_address(cluster, instance)
+    assert wait_state(cluster, instance, 'active')['attempts'] == 0
+    check_settled(cluster, armed)
 
 
-@pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
-def test_killed_while_destroying(cluster: Control, armed: Armed, step: str) -> None:
+@pytest.mark.parametrize('step', mark_slow_steps(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
+def test_worker_killed_during_a_destroy(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a destroy: the next start completes it (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     (_, instance), (_, other) = place(cluster), place(cluster)
-    address = addressed(cluster, other)
-    addressed(cluster, instance)
+    address = wait_address(cluster, other)
+    wait_address(cluster, instance)
     assert cluster.eschedule('destroy', instance).code == 0
-    killed_at(armed, step)
-    start_again(armed)
-    reached(cluster, instance, 'gone')
-    assert addressed(cluster, other) == address
-    settled(cluster, armed)
+    wait_killed_at(armed, step)
+    restart_unarmed(armed)
+    wait_state(cluster, instance, 'gone')
+    assert wait_address(cluster, other) == address
+    check_settled(cluster, armed)
 
 
 @pytest.mark.parametrize('by_hand', [False, True])
-def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_hand: bool) -> None:
+def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_hand: bool) -> None:
     """F2: kill -9 between an end in etcd and in the state directory: the next start frees the address (fake)."""
-    intervals = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between the two checks for a vanished guest
-    armed = tuned(cluster, numbers=intervals)
+    intervals = {
+        'host.claims.CONFIRMATION_SECONDS': 0.5,
+        'planner.CONFIRMATION_SECONDS': 0.5,
+    }  # between the two checks for a vanished guest
+    armed = make_tuned(cluster, numbers=intervals)
     instance = boot(cluster)
     armed.kill()
     if by_hand:
@@ -89,57 +116,57 @@ def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_
     armed.start()
     if not by_hand:
         assert cluster.eschedule('destroy', instance).code == 0
-    killed_at(armed, 'ended')
-    start_again(armed)
-    assert reached(cluster, instance, 'gone')
+    wait_killed_at(armed, 'ended')
+    restart_unarmed(armed)
+    assert wait_state(cluster, instance, 'gone')
     state = armed.directory / 'state'
     assert json.loads((state / 'fake-reserved.json').read_text()) == {}
     assert 'ended' in json.loads((state / f'instances/{instance}.json').read_text())
-    settled(cluster, armed)
+    check_settled(cluster, armed)
 
 
 @pytest.mark.parametrize('step', START_FAILPOINTS)
-def test_killed_while_starting(cluster: Control, armed: Armed, step: str) -> None:
+def test_killed_while_starting(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute while it starts, three times: on its first start and with requests waiting (fake)."""
     armed.failpoint = f'{step}:kill'
     for _ in range(2):
         armed.launch()
-        killed_at(armed, step)
-    start_again(armed)
+        wait_killed_at(armed, step)
+    restart_unarmed(armed)
     _, instance = place(cluster)
-    address = addressed(cluster, instance)
+    address = wait_address(cluster, instance)
     armed.kill()
     assert cluster.eschedule('destroy', place(cluster)[1]).code == 0
     armed.failpoint = f'{step}:kill'
     armed.launch()
-    killed_at(armed, step)
-    start_again(armed)
-    assert addressed(cluster, instance) == address
-    assert reserved(cluster, armed.uuid) == 0
-    settled(cluster, armed)
+    wait_killed_at(armed, step)
+    restart_unarmed(armed)
+    assert wait_address(cluster, instance) == address
+    assert read_reserved(cluster, armed.uuid) == 0
+    check_settled(cluster, armed)
 
 
 @pytest.mark.parametrize('step', END_FAILPOINTS)
-def test_killed_while_ending(cluster: Control, armed: Armed, step: str) -> None:
+def test_killed_while_ending(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute while it ends: the next start is like any other (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     _, instance = place(cluster)
-    address = addressed(cluster, instance)
+    address = wait_address(cluster, instance)
     os.kill(armed.pid, signal.SIGTERM)
-    killed_at(armed, step)
-    start_again(armed)
-    assert addressed(cluster, instance) == address
-    assert reserved(cluster, armed.uuid) == 0
-    settled(cluster, armed)
+    wait_killed_at(armed, step)
+    restart_unarmed(armed)
+    assert wait_address(cluster, instance) == address
+    assert read_reserved(cluster, armed.uuid) == 0
+    check_settled(cluster, armed)
 
 
-def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
+def test_killed_after_it_added_the_metadata_address(host: Hypervisor) -> None:
     """F2: kill -9 of ecompute that added 169.254.169.254: the next one removes it as its own (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
     def has_address() -> bool:
-        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+        return address in host.lab.run_elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
 
     def terminate() -> None:
         host.kill(signal.SIGTERM)
@@ -147,7 +174,7 @@ def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
     # The lab's network has this address itself.
     terminate()
     assert has_address(), 'what is not ours stays'
-    host.lab.elab('exec', host.name, 'ip', 'addr', 'del', address, *bridge)
+    host.lab.run_elab('exec', host.name, 'ip', 'addr', 'del', address, *bridge)
     try:
         host.restart()
         assert has_address()
@@ -158,15 +185,15 @@ def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
         assert not has_address()
         assert not (host.state / 'metadata-address').exists()
     finally:
-        host.lab.elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
+        host.lab.run_elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
 
 
-def test_the_network_is_started_again(host: Hypervisor) -> None:
+def test_restarted_network_gets_the_metadata_address(host: Hypervisor) -> None:
     """F28: the network restarted outside ecomp: 169.254.169.254 is soon added to its new bridge (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
     def has_address() -> bool:
-        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+        return address in host.lab.run_elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
 
     definition = host.lab.virsh(host.name, 'net-dumpxml', 'default')
     without = re.sub(r"<ip address='169\.254\.169\.254'.*?</ip>", '', definition, flags=re.DOTALL)
@@ -177,7 +204,7 @@ def test_the_network_is_started_again(host: Hypervisor) -> None:
         host.lab.virsh(host.name, 'net-define', str(xml))
         host.lab.virsh(host.name, 'net-destroy', 'default')
         host.lab.virsh(host.name, 'net-start', 'default')
-        until(has_address, 10, 'the address is there again')
+        wait_until(has_address, 10, 'the address is there again')
     finally:
         host.kill(signal.SIGTERM)
         xml.write_text(definition)
@@ -188,63 +215,63 @@ def test_the_network_is_started_again(host: Hypervisor) -> None:
         host.restart()
 
 
-REAL = ('building', 'reserved', 'built', 'removed', 'forgotten')
+REAL_HOST_STEPS = ('building', 'reserved', 'built', 'removed', 'forgotten')
 
 
-@pytest.mark.parametrize('step', some(REAL, 'built'))
+@pytest.mark.parametrize('step', mark_slow_steps(REAL_HOST_STEPS, 'built'))
 def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
     """F2: kill -9 at a step of a build or destroy: the next start completes it, with one QEMU or none (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:kill')
-    instance = host.running() if destroyed else host.place()
+    instance = host.start_instance() if destroyed else host.place()
     if destroyed:
-        host.ask_destroy(instance)
-    host.ended()
-    assert host.fired == [step]
-    before = host.qemu(instance)
+        host.request_destroy(instance)
+    host.wait_ended()
+    assert host.fired_failpoints == [step]
+    before = host.find_qemu(instance)
     assert bool(before) == (step == 'built')
     host.restart()
-    host.reached(instance, 'gone' if destroyed else 'active')
-    assert host.qemus() == ([] if destroyed else [instance])
-    assert before in (0, host.qemu(instance)), 'one that runs is taken as it is'
+    host.wait_state(instance, 'gone' if destroyed else 'active')
+    assert host.list_qemus() == ([] if destroyed else [instance])
+    assert before in (0, host.find_qemu(instance)), 'one that runs is taken as it is'
     if destroyed:
-        host.nothing_of(instance)
-    host.settled()
+        host.assert_removed(instance)
+    host.check_settled()
 
 
 FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
 
 
-@pytest.mark.parametrize('step', some(FAIL_FAILPOINTS, 'failing', 'released'))
-def test_killed_while_a_build_fails(host: Hypervisor, step: str) -> None:
+@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS, 'failing', 'released'))
+def test_killed_during_a_failed_build(host: Hypervisor, step: str) -> None:
     """F2: kill -9 at a step of a failed build: the next start completes it and reports the reason (libvirt)."""
     host.restart(f'{step}:kill')
     instance = host.place('missing.raw')
-    host.ended()
-    assert host.fired == [step]
+    host.wait_ended()
+    assert host.fired_failpoints == [step]
     host.restart()
-    failed = host.reached(instance, 'error')['error']
+    failed = host.wait_state(instance, 'error')['error']
     assert (failed['stage'], 'HTTP 404' in failed['reason']) == ('image', True), failed
-    assert host.held(instance) == {}
-    assert not host.disk(instance).exists()
-    host.settled()
+    assert host.read_allocation(instance) == {}
+    assert not host.get_disk_path(instance).exists()
+    host.check_settled()
 
 
 # F5, F6, F36: ecompute frozen, killed, started twice, and stopped during work.
 
 
-ENDS_WITHIN = 20.0
+STOP_TIMEOUT_SECONDS = 20.0
 
 
-def said(compute: Ecompute) -> list[str]:
+def read_final_lines(compute: Ecompute) -> list[str]:
     """Return the lines that an ecompute printed at its end, apart from its log lines."""
-    lines = [line for line in log_of(compute) if not re.match(r'\d{4}-\d\d-\d\dT', line)]
+    lines = [line for line in read_log(compute) if not re.match(r'\d{4}-\d\d-\d\dT', line)]
     assert all(line.startswith('ecompute: ') for line in lines), lines
     return lines
 
 
 @contextlib.contextmanager
-def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callable[[], None]]:
+def freeze(control: Control, compute: Ecompute, really: bool) -> Iterator[Callable[[], None]]:
     """Freeze an ecompute; yield a function that lets its lease expire.
 
     With `really` that takes 61 s, otherwise etcd revokes the lease.
@@ -253,10 +280,10 @@ def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callab
 
     def expire_lease() -> None:
         if really:
-            until(lambda: time.monotonic() - began > 61, 70, 'a minute has passed')
+            wait_until(lambda: time.monotonic() - began > 61, 70, 'a minute has passed')
             assert control.etcd.get(presence) is None
         else:
-            lapse(control, presence)
+            expire_key(control, presence)
 
     compute.pause()
     yield expire_lease
@@ -264,48 +291,48 @@ def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callab
     compute.resume()
 
 
-REALLY = pytest.mark.parametrize('really', [False, pytest.param(True, marks=pytest.mark.slow)])
+EXPIRY_MODES = pytest.mark.parametrize('really', [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
-@REALLY
+@EXPIRY_MODES
 def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, really: bool) -> None:
     """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)."""
     surviving, doomed = place(cluster)[1], place(cluster)[1]
-    before = addressed(cluster, surviving)
-    addressed(cluster, doomed)
-    with frozen(cluster, compute, really) as expire_lease:
+    before = wait_address(cluster, surviving)
+    wait_address(cluster, doomed)
+    with freeze(cluster, compute, really) as expire_lease:
         created, doomed_early = place(cluster)[1], place(cluster)[1]
         assert cluster.eschedule('destroy', doomed, doomed_early).code == 0
         expire_lease()
-        assert cluster.eschedule(SMALL).code == 3
-    addressed(cluster, created)
-    reached(cluster, doomed, 'gone')
-    reached(cluster, doomed_early, 'gone')
-    until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 20, 'it says again that it is alive')
-    assert addressed(cluster, surviving) == before
-    assert guests(compute).keys() == {surviving, created}
+        assert cluster.eschedule(SMALL_QUERY).code == 3
+    wait_address(cluster, created)
+    wait_state(cluster, doomed, 'gone')
+    wait_state(cluster, doomed_early, 'gone')
+    wait_until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 20, 'it says again that it is alive')
+    assert wait_address(cluster, surviving) == before
+    assert read_guests(compute).keys() == {surviving, created}
 
 
-@REALLY
-def test_frozen_while_another_takes_its_uuid(cluster: Control, tmp_path: Path, really: bool) -> None:
+@EXPIRY_MODES
+def test_frozen_while_another_compute_takes_its_uuid(cluster: Control, tmp_path: Path, really: bool) -> None:
     """F5: SIGSTOP of ecompute until another one has its uuid: after SIGCONT it writes nothing (fake)."""
     compute = cluster.ecompute()
-    with frozen(cluster, compute, really) as expire_lease:
+    with freeze(cluster, compute, really) as expire_lease:
         _, instance = place(cluster)
         expire_lease()
         other = cluster.ecompute(directory=tmp_path / 'other', uuid=compute.uuid)
-        addressed(cluster, instance)
-        before = revision(cluster, f'/instances/{compute.uuid}/{instance}')
-    until(lambda: logged(compute, 'this one only watches'), 20, 'it notices')
-    assert revision(cluster, f'/instances/{compute.uuid}/{instance}') == before, 'the late one wrote'
-    assert guests(compute) == {}
+        wait_address(cluster, instance)
+        before = read_revision(cluster, f'/instances/{compute.uuid}/{instance}')
+    wait_until(lambda: find_log_lines(compute, 'this one only watches'), 20, 'it notices')
+    assert read_revision(cluster, f'/instances/{compute.uuid}/{instance}') == before, 'the late one wrote'
+    assert read_guests(compute) == {}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     assert compute.stop() == 0
-    assert reserved(cluster, compute.uuid) == 0, 'nor does it close what is not its own any more'
-    settled(cluster, other)
+    assert read_reserved(cluster, compute.uuid) == 0, 'nor does it close what is not its own any more'
+    check_settled(cluster, other)
 
 
-CODES = {
+EXIT_CODES = {
     signal.SIGKILL: {-signal.SIGKILL},
     signal.SIGTERM: {0},
     signal.SIGINT: {0},
@@ -315,24 +342,24 @@ CODES = {
 
 
 @pytest.mark.slow
-def test_a_storm_of_signals(cluster: Control) -> None:
+def test_random_signals_while_requests_arrive(cluster: Control) -> None:
     """F6: 20 times SIGKILL, SIGTERM, SIGHUP or SIGINT at a random moment while requests arrive (fake)."""
     rng = random.Random(6)
-    compute = cluster.ecompute(BIG)
+    compute = cluster.ecompute(LARGE_INVENTORY)
     placed = [place(cluster)[1]]
     doomed: list[str] = []
     moment = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         for round_ in range(20):
-            number = rng.choice(list(CODES))
-            pending = thread.submit(cluster.eschedule, SMALL) if compute.is_ready() else None
+            number = rng.choice(list(EXIT_CODES))
+            pending = thread.submit(cluster.eschedule, SMALL_QUERY) if compute.is_ready() else None
             moment.wait(rng.uniform(0.0, 0.4))  # never set: the random moment is the fault
             numbers = [number, *rng.choices([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], k=rng.randrange(3))]
             for sig in numbers:
                 compute._signal(sig)
-            until(lambda: not compute.is_running, 30, 'it ends')
+            wait_until(lambda: not compute.is_running, 30, 'it ends')
             assert compute._process is not None
-            assert compute._process.returncode in set().union(*(CODES[sig] for sig in numbers)), (round_, numbers)
+            assert compute._process.returncode in set().union(*(EXIT_CODES[sig] for sig in numbers)), (round_, numbers)
             if pending is not None and (result := pending.result()).code == 0:
                 placed.append(result.stdout.split()[-1])
             else:
@@ -344,99 +371,99 @@ def test_a_storm_of_signals(cluster: Control) -> None:
                 compute.start()
             else:
                 compute.launch()
-                until(lambda: logged(compute, f' {compute.pid} compute '), 20, 'it has begun')
+                wait_until(lambda: find_log_lines(compute, f' {compute.pid} compute '), 20, 'it has begun')
     if not compute.is_running:
         compute.launch()
     compute.wait_ready()
     assert len(placed) + len(doomed) > 4, 'some requests were to arrive meanwhile'
     for instance in placed:
-        addressed(cluster, instance)
+        wait_address(cluster, instance)
     for instance in doomed:
-        reached(cluster, instance, 'gone')
-    assert set(said(compute)) <= {'ecompute: stopped while starting'}
-    settled(cluster, compute)
+        wait_state(cluster, instance, 'gone')
+    assert set(read_final_lines(compute)) <= {'ecompute: stopped while starting'}
+    check_settled(cluster, compute)
 
 
-def refused(compute: Ecompute) -> str:
+def read_refusal(compute: Ecompute) -> str:
     """Return the one line of an ecompute that refused to start because another one runs."""
     assert compute._process is not None
-    assert compute._process.wait(PATIENCE * 30) == 5, compute.last_words()
-    (line,) = said(compute)
+    assert compute._process.wait(SLOWDOWN_FACTOR * 30) == 5, compute.tail_log()
+    (line,) = read_final_lines(compute)
     return line
 
 
 @pytest.mark.parametrize('shared', ['state directory', 'uuid'])
-def test_two_started_at_the_same_moment(cluster: Control, tmp_path: Path, shared: str) -> None:
+def test_two_ecomputes_started_together(cluster: Control, tmp_path: Path, shared: str) -> None:
     """F6: two ecomputes with one state directory, or one uuid, started together: one runs, one refuses (fake)."""
     state = {'state': str(tmp_path / 'state')} if shared == 'state directory' else {}
-    first = tuned(cluster, start=False, directory=tmp_path / '1', **state)
-    second = tuned(cluster, start=False, directory=tmp_path / '2', uuid=first.uuid, **state)
+    first = make_tuned(cluster, start=False, directory=tmp_path / '1', **state)
+    second = make_tuned(cluster, start=False, directory=tmp_path / '2', uuid=first.uuid, **state)
     for compute in (first, second):
         compute.launch()
-    until(lambda: not (first.is_running and second.is_running), 30, 'one of them refuses')
+    wait_until(lambda: not (first.is_running and second.is_running), 30, 'one of them refuses')
     loser, winner = (first, second) if not first.is_running else (second, first)
-    line = refused(loser)
+    line = read_refusal(loser)
     assert (str(tmp_path / 'state') if state else first.uuid) in line
     winner.wait_ready()
     assert json.loads(cluster.etcd.get(f'/computes/{first.uuid}') or b'{}')['token']
     instance = boot(cluster)
     # Once more while the winner has work: nothing of the running one changes.
-    before = everything(cluster), cluster.placement.inventory(first.uuid)
+    before = read_lasting_keys(cluster), cluster.placement.read_inventory(first.uuid)
     loser.log.unlink()
     loser.launch()
-    assert first.uuid in refused(loser) or state
-    assert (everything(cluster), cluster.placement.inventory(first.uuid)) == before
+    assert first.uuid in read_refusal(loser) or state
+    assert (read_lasting_keys(cluster), cluster.placement.read_inventory(first.uuid)) == before
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    settled(cluster, *([] if state else [winner]))
+    check_settled(cluster, *([] if state else [winner]))
 
 
-IN_WORK = ('building', 'disk-created', 'domain-started', 'destroying', 'released')
+WORK_STEPS = ('building', 'disk-created', 'domain-started', 'destroying', 'released')
 SIGNALS = itertools.cycle([signal.SIGINT, signal.SIGTERM])
-ALTERNATELY = list(zip(IN_WORK, SIGNALS, strict=False))
-OTHERWISE = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step in IN_WORK]
+FAST_SIGNALS = list(zip(WORK_STEPS, SIGNALS, strict=False))
+SLOW_SIGNALS = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step in WORK_STEPS]
 
 
-@pytest.mark.parametrize(('step', 'number'), [*ALTERNATELY, *OTHERWISE])
-def test_stopped_in_the_middle(cluster: Control, step: str, number: int) -> None:
+@pytest.mark.parametrize(('step', 'number'), [*FAST_SIGNALS, *SLOW_SIGNALS])
+def test_stopped_during_build_or_destroy(cluster: Control, step: str, number: int) -> None:
     """F36: SIGINT or SIGTERM in a build or destroy: ends in time, closes the host, continues on restart (fake)."""
-    compute = tuned(cluster, failpoint=f'{step}:stop:1')
-    with Eschedule(cluster, SMALL) as eschedule:
-        instance = eschedule.end().stdout.split()[-1]
+    compute = make_tuned(cluster, failpoint=f'{step}:stop:1')
+    with Eschedule(cluster, SMALL_QUERY) as eschedule:
+        instance = eschedule.wait().stdout.split()[-1]
     destroyed = step in ('destroying', 'released')
     if destroyed:
-        addressed(cluster, instance)
+        wait_address(cluster, instance)
         assert cluster.eschedule('destroy', instance).code == 0
-    compute.stopped_at(step)
+    compute.wait_frozen_at(step)
     os.kill(compute.pid, number)  # pending until the process is continued
     compute.resume()
     assert compute._process is not None
-    assert compute._process.wait(PATIENCE * ENDS_WITHIN) == 0
-    assert reserved(cluster, compute.uuid) == 4
+    assert compute._process.wait(SLOWDOWN_FACTOR * STOP_TIMEOUT_SECONDS) == 0
+    assert read_reserved(cluster, compute.uuid) == 4
     assert cluster.etcd.get(f'/computes/{compute.uuid}') is None
-    assert said(compute) == []
-    instance_record = known(cluster, instance)
+    assert read_final_lines(compute) == []
+    instance_record = require_record(cluster, instance)
     assert instance_record['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
-    start_again(compute)
-    assert reserved(cluster, compute.uuid) == 0
-    reached(cluster, instance, 'gone' if destroyed else 'active')
-    settled(cluster, compute)
+    restart_unarmed(compute)
+    assert read_reserved(cluster, compute.uuid) == 0
+    wait_state(cluster, instance, 'gone' if destroyed else 'active')
+    check_settled(cluster, compute)
 
 
 # Killed between the writes that describe a compute: the next start, or the same command, completes them.
 
 
-DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
+DESCRIBED_FAILPOINTS = DESCRIPTION_NOTED, DESCRIPTION_SET = 'described-here', 'described'
 HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'
 
-GROUPS = [f'5ca1ab1e-0000-4000-8000-00000000000{number}' for number in range(2)]
-STATUS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
+AGGREGATES = [f'5ca1ab1e-0000-4000-8000-00000000000{number}' for number in range(2)]
+STATUS_TRAITS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
 
 
-def names(control: Control, compute: Armed, kind: str = 'traits') -> set[str]:
+def read_names(control: Control, compute: ArmedEcompute, kind: str = 'traits') -> set[str]:
     return set(control.placement.call('GET', f'/resource_providers/{compute.uuid}/{kind}')[kind])
 
 
-def add(control: Control, compute: Armed, trait: str) -> None:
+def add_trait(control: Control, compute: ArmedEcompute, trait: str) -> None:
     """Add a trait that ecompute does not own."""
     path = f'/resource_providers/{compute.uuid}/traits'
     traits = control.placement.call('GET', path)
@@ -444,15 +471,17 @@ def add(control: Control, compute: Armed, trait: str) -> None:
 
 
 # Four notes are written: for traits and for aggregates, before and after they are set.
-@pytest.mark.parametrize(('step', 'times'), [(SET, 1), *((NOTED, times) for times in (1, 2, 3, 4))])
-def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ('step', 'times'), [(DESCRIPTION_SET, 1), *((DESCRIPTION_NOTED, times) for times in (1, 2, 3, 4))]
+)
+def test_killed_while_it_describes_itself(cluster: Control, step: str, times: int) -> None:
     """F2: kill -9 of ecompute between noting and setting its traits and aggregates (fake)."""
 
     def settings(number: int) -> dict[str, Any]:
-        return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [GROUPS[number]]}
+        return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [AGGREGATES[number]]}
 
-    compute = tuned(cluster, **settings(0))
-    add(cluster, compute, 'HW_CPU_X86_AVX2')
+    compute = make_tuned(cluster, **settings(0))
+    add_trait(cluster, compute, 'HW_CPU_X86_AVX2')
     compute.stop()
     endpoints = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
     fixed = {'uuid': compute.uuid, 'state': str(compute.directory / 'state')}
@@ -460,49 +489,51 @@ def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int
     compute.failpoint = f'{step}:kill'
     for _ in range(times):
         compute.launch()
-        killed_at(compute, step)
-    assert reserved(cluster, compute.uuid) == 4
-    start_again(compute)
-    assert names(cluster, compute) == {'STORAGE_DISK_SSD', 'CUSTOM_NUMBER_1', 'HW_CPU_X86_AVX2'}
-    assert names(cluster, compute, 'aggregates') == {GROUPS[1]}
+        wait_killed_at(compute, step)
+    assert read_reserved(cluster, compute.uuid) == 4
+    restart_unarmed(compute)
+    assert read_names(cluster, compute) == {'STORAGE_DISK_SSD', 'CUSTOM_NUMBER_1', 'HW_CPU_X86_AVX2'}
+    assert read_names(cluster, compute, 'aggregates') == {AGGREGATES[1]}
     compute.stop()
     write_config(*endpoints, **fixed)
     compute.start()
-    assert names(cluster, compute) == {'HW_CPU_X86_AVX2'}
-    assert names(cluster, compute, 'aggregates') == set()
+    assert read_names(cluster, compute) == {'HW_CPU_X86_AVX2'}
+    assert read_names(cluster, compute, 'aggregates') == set()
     place(cluster)
-    settled(cluster, compute)
+    check_settled(cluster, compute)
 
 
 @pytest.mark.parametrize('disabled', [False, True])
-def test_killed_in_the_middle_of_its_end(cluster: Control, disabled: bool) -> None:
+def test_killed_between_reserving_and_reporting_its_stop(cluster: Control, disabled: bool) -> None:
     """F2: kill -9 of ecompute after it reserved its VCPU and before it reports its stop, disabled or not (fake)."""
-    compute = tuned(cluster, failpoint='closed:kill')
+    compute = make_tuned(cluster, failpoint='closed:kill')
     if disabled:
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
     os.kill(compute.pid, signal.SIGTERM)
-    killed_at(compute, 'closed')
-    assert reserved(cluster, compute.uuid) == 4
-    assert names(cluster, compute) == (STATUS if disabled else set())
-    start_again(compute)
-    assert reserved(cluster, compute.uuid) == 0
-    assert names(cluster, compute) == (STATUS if disabled else set())
+    wait_killed_at(compute, 'closed')
+    assert read_reserved(cluster, compute.uuid) == 4
+    assert read_names(cluster, compute) == (STATUS_TRAITS if disabled else set())
+    restart_unarmed(compute)
+    assert read_reserved(cluster, compute.uuid) == 0
+    assert read_names(cluster, compute) == (STATUS_TRAITS if disabled else set())
     if disabled:
-        assert cluster.eschedule(SMALL).code == 3
+        assert cluster.eschedule(SMALL_QUERY).code == 3
         assert cluster.eschedule('host', 'enable', compute.uuid).code == 0
     place(cluster)
-    settled(cluster, compute)
+    check_settled(cluster, compute)
 
 
 @pytest.mark.parametrize(
     ('command', 'already', 'step'),
     [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
 )
-def test_killed_before_it_says_so(cluster: Control, compute: Ecompute, command: str, already: str, step: str) -> None:
+def test_host_command_killed_after_its_change(
+    cluster: Control, compute: Ecompute, command: str, already: str, step: str
+) -> None:
     """F1: kill -9 of host disable, and of host enable, after the change: a repeat reports it as done (fake)."""
     if command == 'enable':
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
     with Eschedule(cluster, 'host', command, compute.uuid, failpoint=f'{step}:kill') as killed:
-        killed.killed_at(step)
-    one_line(cluster.eschedule('host', command, compute.uuid), 0, already)
-    assert cluster.eschedule(SMALL).code == (3 if command == 'disable' else 0)
+        killed.assert_killed_at(step)
+    assert_one_line(cluster.eschedule('host', command, compute.uuid), 0, already)
+    assert cluster.eschedule(SMALL_QUERY).code == (3 if command == 'disable' else 0)

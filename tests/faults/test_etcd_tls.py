@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import yaml
 
-from ecomp.store.watch import LAST_DELAY
+from ecomp.store.watch import MAX_DELAY_SECONDS
 from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
 from tests.kit.certificates import Authority
 from tests.kit.commands import Ecompute, Result
-from tests.kit.hands import settled
-from tests.kit.servers import PlacementServer, environment, until
-from tests.kit.story import SMALL, boot, logged, one_line
+from tests.kit.hands import check_settled
+from tests.kit.servers import PlacementServer, make_environment, wait_until
+from tests.kit.story import SMALL_QUERY, assert_one_line, boot, find_log_lines
 
 HOSTS = ('localhost', '127.0.0.1')
-LOST = 'trying again until it is back'
+LOST_MESSAGE = 'trying again until it is back'
 
 
-class Office:
+class CertificateOffice:
     """The authority, the configured client certificate, and one for the tests' own queries."""
 
     def __init__(self, directory: Path) -> None:
@@ -47,13 +47,13 @@ class Office:
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Office:
+def office(tmp_path: Path) -> CertificateOffice:
     """Certificates of this test's own."""
-    return Office(tmp_path / 'certificates')
+    return CertificateOffice(tmp_path / 'certificates')
 
 
 @pytest.fixture
-def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
+def secured(office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
     """One etcd that accepts only clients with certificates, addressed by name."""
     with Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd:
         control = EtcdControl(etcd, own_placement, tmp_path, {'endpoints': [etcd.endpoint], **office.section})
@@ -63,13 +63,13 @@ def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> I
             control.close()
 
 
-def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
+def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
     """Check that eschedule with a changed section fails with one line that contains these words."""
     right, control.section = control.section, {**control.section, **changes}
     control.section = {name: value for name, value in control.section.items() if value is not None}
     control.configure(control.schedule_yaml)
     try:
-        line = one_line(control.eschedule(SMALL), code, *words)
+        line = assert_one_line(control.eschedule(SMALL_QUERY), code, *words)
         assert ('cannot be reached' in line) == (code == 7)
         assert len(line.replace(f' (told by {control.schedule_yaml})', '')) < 220
         assert 'SSL' not in line
@@ -80,7 +80,9 @@ def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code:
 
 
 @pytest.mark.usefixtures('compute')
-def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> None:
+def test_wrong_client_certificates_are_reported(
+    secured: EtcdControl, office: CertificateOffice, tmp_path: Path
+) -> None:
     """F35: a client is served with its certificate; with any other one line names the reason (fake)."""
     boot(secured)
     stranger = Authority(tmp_path / 'stranger')
@@ -90,25 +92,25 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     junk.write_text('no certificate\n')
     empty = tmp_path / 'empty'
     empty.touch()
-    refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
-    refused(secured, {'ca_cert': None}, 'none: a public one')
-    refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
-    refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
-    refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')
-    refused(secured, {'ca_cert': str(junk)}, 'is no certificate')
-    refused(secured, {'cert_key': expired[1]}, 'do not belong together')
+    check_refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
+    check_refused(secured, {'ca_cert': None}, 'none: a public one')
+    check_refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
+    check_refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
+    check_refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')
+    check_refused(secured, {'ca_cert': str(junk)}, 'is no certificate')
+    check_refused(secured, {'cert_key': expired[1]}, 'do not belong together')
     no_certificates: dict[str, Any] = dict.fromkeys(office.section)
     # By address: a name may have two, and the second one may not answer.
-    refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
-    assert secured.etcd.keys('/requests/') == []
+    check_refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
+    assert secured.etcd.list_keys('/requests/') == []
     for name in office.section:
-        refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)
-    foreign_result = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
-    one_line(foreign_result, 7, 'not signed by the authority in ca_cert', command='ecompute')
-    one_line(compute_refused(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
+        check_refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)
+    foreign_result = run_refused_ecompute(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
+    assert_one_line(foreign_result, 7, 'not signed by the authority in ca_cert', command='ecompute')
+    assert_one_line(run_refused_ecompute(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
 
 
-def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
+def run_refused_ecompute(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
     """Start an ecompute with a changed section; return its result.
 
     Of stderr it contains only the last line, because the lines before it are the log.
@@ -118,7 +120,7 @@ def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str,
     config.write_text(yaml.safe_dump(content))
     fake = ['--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:1']
     command = [sys.executable, '-m', 'ecomp.compute', '--config', str(config), *fake]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=make_environment(), check=False)
     return Result(process.returncode, process.stdout, process.stderr.splitlines()[-1])
 
 
@@ -132,28 +134,36 @@ def is_listening(endpoint: str) -> bool:
     return True
 
 
-def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
+def test_wrong_server_certificate_is_reported(
+    secured: EtcdControl, compute: Ecompute, office: CertificateOffice
+) -> None:
     """F35: etcd's certificate expired, or issued for another name: reported in one line, then repaired (fake)."""
     boot(secured)
     for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'to another name')):
         secured.etcd.kill()
         office.tls('server', *hosts, days=days)
         secured.etcd.launch()
-        until(lambda: is_listening(secured.etcd.endpoint), 30, 'etcd listens')
-        refused(secured, {}, words)
-        until(lambda: len(logged(compute, LOST)) > backs(compute), 20, 'ecompute has said so, too')
+        wait_until(lambda: is_listening(secured.etcd.endpoint), 30, 'etcd listens')
+        check_refused(secured, {}, words)
+        wait_until(
+            lambda: len(find_log_lines(compute, LOST_MESSAGE)) > count_etcd_back(compute),
+            20,
+            'ecompute has said so, too',
+        )
         secured.etcd.kill()
         office.tls('server', *HOSTS)
         secured.etcd.start()
-        until(lambda: backs(compute) == len(logged(compute, LOST)), 20, 'it follows etcd again')
+        wait_until(
+            lambda: count_etcd_back(compute) == len(find_log_lines(compute, LOST_MESSAGE)), 20, 'it follows etcd again'
+        )
 
 
-def backs(compute: Ecompute) -> int:
+def count_etcd_back(compute: Ecompute) -> int:
     """Count how often it logged that etcd is back."""
-    return len(logged(compute, ' INFO ', 'etcd at ', 'is back'))
+    return len(find_log_lines(compute, ' INFO ', 'etcd at ', 'is back'))
 
 
-def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Office) -> None:
+def test_replaced_client_certificate_is_loaded(secured: EtcdControl, office: CertificateOffice) -> None:
     """F35: a client certificate is replaced on disk while ecompute runs: the next connection uses it (fake)."""
     expired_pair = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
     compute = secured.ecompute()
@@ -162,23 +172,25 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
     for source, target in zip(expired_pair, office.client, strict=True):
         shutil.copy(source, target)
     secured.etcd.restart()  # otherwise the existing connection would still work
-    until(lambda: logged(compute, LOST), 20, 'the loss is logged')
-    one_line(secured.eschedule(SMALL), 7, 'it refuses our certificate')
+    wait_until(lambda: find_log_lines(compute, LOST_MESSAGE), 20, 'the loss is logged')
+    assert_one_line(secured.eschedule(SMALL_QUERY), 7, 'it refuses our certificate')
     # Intermediate states of a replacement: empty files, files of different pairs, truncated files.
     for torn in ((b'', b''), (good[0], expired_pair[1].read_bytes()), (good[0][:99], good[1]), (good[0], good[1][:99])):
         for content, target in zip(torn, office.client, strict=True):
             target.write_bytes(content)
-        time.sleep(LAST_DELAY + 1)  # in that time it retries, after the longest delay too
-        assert backs(compute) == 0
+        time.sleep(MAX_DELAY_SECONDS + 1)  # in that time it retries, after the longest delay too
+        assert count_etcd_back(compute) == 0
         assert compute.is_running
     for content, target in zip(good, office.client, strict=True):
         target.write_bytes(content)
-    until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
+    wait_until(lambda: count_etcd_back(compute) == 1, 30, 'it is served again, with no restart')
     boot(secured)
-    settled(secured, compute)
+    check_settled(secured, compute)
 
 
-def test_all_is_exchanged(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
+def test_replaced_authority_and_certificates_are_loaded(
+    secured: EtcdControl, compute: Ecompute, office: CertificateOffice
+) -> None:
     """F35: another authority, and every certificate new: loaded without a restart (fake)."""
     boot(secured)
     secured.etcd.kill()
@@ -187,13 +199,15 @@ def test_all_is_exchanged(secured: EtcdControl, compute: Ecompute, office: Offic
     new.issue(office.directory / 'server', 'server', *HOSTS)
     new.issue(office.directory / 'tests', 'tests')
     secured.etcd.start()
-    until(lambda: logged(compute, LOST), 20, 'the loss is logged')
+    wait_until(lambda: find_log_lines(compute, LOST_MESSAGE), 20, 'the loss is logged')
     new.issue(office.directory / 'client', 'ecomp')
-    until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
+    wait_until(lambda: count_etcd_back(compute) == 1, 30, 'it is served again, with no restart')
     boot(secured)
 
 
-def test_members_with_certificates_of_their_own(office: Office, own_placement: PlacementServer, tmp_path: Path) -> None:
+def test_members_with_their_own_certificates(
+    office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path
+) -> None:
     """F35: three members, each with a certificate for its own address only: failover, and a replacement (fake)."""
     hosts = ['127.0.0.1', '127.0.0.2', '127.0.0.3']
     tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
@@ -211,6 +225,6 @@ def test_members_with_certificates_of_their_own(office: Office, own_placement: P
             members.members[1].kill()
             boot(control)
             members.members[1].start()
-            settled(control, compute)
+            check_settled(control, compute)
         finally:
             control.close()

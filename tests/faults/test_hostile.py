@@ -14,24 +14,35 @@ from hypothesis import strategies as st
 from ecomp.agent.host.state import Memory
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.json_object import VALUE_LIMIT
-from ecomp.model.order import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
+from ecomp.model.json_object import MAX_VALUE_BYTES
+from ecomp.model.order import MAX_REASON_CHARACTERS, MAX_REQUEST_BYTES, InvalidRequest, Request, parse_request
 from ecomp.model.record import Record, from_json
 from ecomp.model.record import to_json as record_to_json
-from ecomp.store.client import Entry, Snapshot, Store, in_requests
-from ecomp.store.presence import Presence, hashed
+from ecomp.store.client import Entry, Snapshot, Store, list_attempted_instances
+from ecomp.store.presence import Presence, hash_token
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.forms import text as told
-from tests.kit.hands import guests
-from tests.kit.hostile import COMPUTE, HOSTILE, INSTANCE, NAMES, XML, request
-from tests.kit.invariants import check
-from tests.kit.servers import until
-from tests.kit.story import IMAGE, SMALL, addressed, called, logged, logs, one_line, place, reached, record
+from tests.kit.forms import render as told
+from tests.kit.hands import read_guests
+from tests.kit.hostile import COMPUTE, HOSTILE, HOSTILE_NAMES, HOSTILE_TEXTS, INSTANCE, make_request
+from tests.kit.invariants import check_invariants
+from tests.kit.servers import wait_until
+from tests.kit.story import (
+    IMAGE,
+    SMALL_QUERY,
+    assert_one_line,
+    find_log_lines,
+    place,
+    read_record,
+    run_in_process,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
 
 DEEP = b'[' * 100_000
 DEEP_OBJECT = b'{"a":' * 100_000 + b'1' + b'}' * 100_000
 EXECUTED = 'executed-by-nobody'
-SHELL = [f'$(touch {EXECUTED})', f'`touch {EXECUTED}`', f'; touch {EXECUTED} #', f"'; touch {EXECUTED}; '"]
+SHELL_COMMANDS = [f'$(touch {EXECUTED})', f'`touch {EXECUTED}`', f'; touch {EXECUTED} #', f"'; touch {EXECUTED}; '"]
 
 # Values that ecomp never writes to any key.
 JUNK = [
@@ -52,8 +63,8 @@ JUNK = [
     b'9' * 5000,
     DEEP,
     DEEP_OBJECT,
-    b'x' * VALUE_LIMIT,
-    b' ' * (VALUE_LIMIT + 1),
+    b'x' * MAX_VALUE_BYTES,
+    b' ' * (MAX_VALUE_BYTES + 1),
 ]
 
 SHAPES = st.recursive(
@@ -64,52 +75,52 @@ SHAPES = st.recursive(
 VALUES = st.binary(max_size=200) | SHAPES.map(lambda shape: json.dumps(shape).encode()) | st.sampled_from(JUNK)
 
 
-def understood(value: bytes) -> list[str]:
+def parse_with_all(value: bytes) -> list[str]:
     """Parse a value with each parser; return the reasons of their refusals.
 
     Any other exception is a defect.
     """
     reasons = []
     parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
-    if isinstance(parsed, Invalid):
+    if isinstance(parsed, InvalidRequest):
         reasons.append(parsed.reason)
     try:
         from_json(value)
     except ValueError as error:
         reasons.append(str(error))
-    assert 'key' in in_requests(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1, 1)}))
+    assert 'key' in list_attempted_instances(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1, 1)}))
     return reasons
 
 
 @given(VALUES)
-def test_no_value_is_more_than_a_reason(value: bytes) -> None:
+def test_any_value_is_parsed_or_refused_with_a_reason(value: bytes) -> None:
     """F24: any bytes and any JSON are parsed, or refused with one short line (fake)."""
-    for reason in understood(value):
-        assert len(reason) <= REASON_LIMIT
+    for reason in parse_with_all(value):
+        assert len(reason) <= MAX_REASON_CHARACTERS
         assert '\n' not in reason
 
 
 @pytest.mark.parametrize('value', JUNK, ids=range(len(JUNK)))
-def test_junk_is_nobody_s(value: bytes) -> None:
+def test_junk_is_neither_request_nor_record(value: bytes) -> None:
     """F24: no piece of junk is a request or a record; a value of more than 1 MiB is not parsed (fake)."""
-    reasons = understood(value)
+    reasons = parse_with_all(value)
     assert len(reasons) == 2, reasons
-    if len(value) > VALUE_LIMIT:
+    if len(value) > MAX_VALUE_BYTES:
         assert sum('the limit is' in reason for reason in reasons) == 2
 
 
 @given(st.sampled_from(sorted(Record.__dataclass_fields__)), SHAPES)
-def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
+def test_any_field_value_can_be_shown_or_is_refused(name: str, value: Any) -> None:
     """F24: a record with any JSON in any of its fields can be parsed and shown, or is refused (fake)."""
-    from ecomp.cli.inspect import as_detail, as_list, no_address
+    from ecomp.cli.inspect import explain_no_address, make_record_details, make_record_listing
 
     content = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE)))
     try:
         parsed = from_json(json.dumps({**content, name: value}).encode(), INSTANCE)
     except ValueError:
         return
-    assert len(told(as_list([parsed])).splitlines()) == 2
-    for text in (told(as_detail(parsed)), no_address(parsed)):
+    assert len(told(make_record_listing([parsed])).splitlines()) == 2
+    for text in (told(make_record_details(parsed)), explain_no_address(parsed)):
         assert text.replace('\n', '').isprintable()
 
 
@@ -119,7 +130,7 @@ def compute(cluster: Control) -> Ecompute:
     return cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:8192', uuid=COMPUTE)
 
 
-def renamed(value: bytes | str | dict[str, Any], instance: str) -> bytes:
+def replace_instance(value: bytes | str | dict[str, Any], instance: str) -> bytes:
     """Replace the instance in a request."""
     if isinstance(value, dict):
         value = json.dumps(value)
@@ -129,46 +140,46 @@ def renamed(value: bytes | str | dict[str, Any], instance: str) -> bytes:
     return raw
 
 
-def survives(cluster: Control) -> None:
+def check_full_scans(cluster: Control) -> None:
     """Check that commands that read all of etcd end with an expected code and printable lines."""
     for words, codes in ((['hosts'], {0, 1}), (['audit'], {0, 8}), (['audit', '-f', 'json'], {0, 8})):
-        result = called(cluster, *words)
+        result = run_in_process(cluster, *words)
         assert result.code in codes, result
         for line in [*result.stdout.splitlines(), *result.stderr.splitlines()]:
             assert line.isprintable(), line
 
 
-def lives(cluster: Control, compute: Ecompute) -> str:
+def check_valid_request(cluster: Control, compute: Ecompute) -> str:
     """Check that a valid request is carried out; return its instance."""
-    target, instance = place(cluster, f'{SMALL}&in_tree={compute.uuid}')
+    target, instance = place(cluster, f'{SMALL_QUERY}&in_tree={compute.uuid}')
     assert target == compute.uuid
-    addressed(cluster, instance)
+    wait_address(cluster, instance)
     return instance
 
 
-def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
+def test_hostile_requests_fail_with_their_reason(cluster: Control, compute: Ecompute) -> None:
     """F24: each hostile request fails with its reason, once; valid ones among them are built (fake)."""
     # JSON's `\ud800` in an image's name is refused by the parser, not by etcd.
     planted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
-    for text in SHELL:
+    for text in SHELL_COMMANDS:
         allocations = {COMPUTE: {'resources': {text: 1, 'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}
-        hostile = request(user_id=text, project_id=text, query=text, allocations=allocations)
+        hostile = make_request(user_id=text, project_id=text, query=text, allocations=allocations)
         planted[str(uuid.uuid4())] = hostile, 'placement holds no allocation'
         planted[str(uuid.uuid4())] = {**hostile, 'image': text}, 'image'
-    for text in XML:
-        planted[str(uuid.uuid4())] = request(user_id=text, query=text, stages={text: text}), 'no allocation'
-    before = lives(cluster, compute)
+    for text in HOSTILE_TEXTS:
+        planted[str(uuid.uuid4())] = make_request(user_id=text, query=text, stages={text: text}), 'no allocation'
+    before = check_valid_request(cluster, compute)
     for instance, (value, _) in planted.items():
-        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
-    during = lives(cluster, compute)
+        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', replace_instance(value, instance))
+    during = check_valid_request(cluster, compute)
     for instance, (_, reason) in planted.items():
-        failed = reached(cluster, instance, 'error')
-        assert renamed(reason, instance).decode() in failed['error']['reason'], failed
-        assert len(failed['error']['reason']) <= REASON_LIMIT
+        failed = wait_state(cluster, instance, 'error')
+        assert replace_instance(reason, instance).decode() in failed['error']['reason'], failed
+        assert len(failed['error']['reason']) <= MAX_REASON_CHARACTERS
         assert failed['error']['stage'] == 'scheduled'
-        assert len(logs(compute, 'failed', instance)) == 1
+        assert len(wait_log_lines(compute, 'failed', instance)) == 1
         assert cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None
-    assert set(guests(compute)) == {before, during}
+    assert set(read_guests(compute)) == {before, during}
     for directory in (compute.directory, compute.directory / 'state', cluster.directory, Path.cwd()):
         assert not (directory / EXECUTED).exists()
     listed = cluster.eschedule('list')
@@ -176,62 +187,68 @@ def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
     for line in listed.stdout.splitlines():
         assert line.isprintable()
     first = next(iter(planted))
-    one_line(cluster.eschedule(first), 1, first, 'failed at stage scheduled')
+    assert_one_line(cluster.eschedule(first), 1, first, 'failed at stage scheduled')
     assert cluster.eschedule('show', first).code == 0
     assert cluster.eschedule('destroy', '--wait', first, before).code == 0
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_keys_that_name_no_instance(cluster: Control, compute: Ecompute) -> None:
+def test_keys_without_a_uuid_are_logged_and_kept(cluster: Control, compute: Ecompute) -> None:
     """F24: keys without a uuid (`../`, NUL, 10 kB, not utf-8, empty) are logged once and not touched (fake)."""
     prefix = f'/hosts/{COMPUTE}/'.encode()
-    names = [name.encode(errors='surrogateescape') for name in NAMES]
+    names = [name.encode(errors='surrogateescape') for name in HOSTILE_NAMES]
     names += [b'\xff\xfe', b'x' * 10_000, b'a/b', f'../{uuid.uuid4()}'.encode(), f'x/{uuid.uuid4()}'.encode()]
-    names += [text.encode() for text in SHELL]
+    names += [text.encode() for text in SHELL_COMMANDS]
     everywhere = [b'/hosts', b'/hosts/', f'/hosts/{uuid.uuid4()}'.encode(), f'/hosts/{COMPUTE}'.encode(), b'/hosts/x/']
     planted = [*(prefix + name for name in names), *everywhere]
-    earlier = lives(cluster, compute)
+    earlier = check_valid_request(cluster, compute)
     for key in planted:
-        cluster.etcd.put(key, json.dumps(request()))  # type: ignore[arg-type]  # b64() takes bytes as well
-    until(lambda: len(logged(compute, 'is not a uuid', 'it stays there')) == len(names), 20, 'each is named')
-    later = lives(cluster, compute)
+        cluster.etcd.put(key, json.dumps(make_request()))  # type: ignore[arg-type]  # b64() takes bytes as well
+    wait_until(
+        lambda: len(find_log_lines(compute, 'is not a uuid', 'it stays there')) == len(names), 20, 'each is named'
+    )
+    later = check_valid_request(cluster, compute)
     # Each is logged once, however often plans are made; nothing was built for them or removed.
-    assert len(logged(compute, 'is not a uuid')) == len(names)
-    assert set(guests(compute)) == {earlier, later}
+    assert len(find_log_lines(compute, 'is not a uuid')) == len(names)
+    assert set(read_guests(compute)) == {earlier, later}
     for key in planted:
         assert cluster.etcd.get(key) is not None, key  # type: ignore[arg-type]
     listed = cluster.eschedule('list')
     assert (listed.code, listed.stderr) == (0, ''), listed
     assert earlier in listed.stdout
-    survives(cluster)
+    check_full_scans(cluster)
     for words in ([earlier], ['show', earlier], ['destroy', '--wait', earlier]):
         assert cluster.eschedule(*words).code == 0
     compute.restart()
-    lives(cluster, compute)
+    check_valid_request(cluster, compute)
     for key in planted:
         cluster.etcd.delete(key)  # type: ignore[arg-type]
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
+def test_malformed_record_defers_its_instance(cluster: Control, compute: Ecompute) -> None:
     """F24: an instance with a malformed record is left alone, logged once, and built once that is removed (fake)."""
-    values = [*JUNK, *map(str.encode, (other_record(compute=7), other_record(instance=str(uuid.uuid4()))))]
-    values += [text.encode() for text in (other_record(state='x'), other_record(version=99), other_record(image=['x']))]
-    earlier = lives(cluster, compute)
+    values = [*JUNK, *map(str.encode, (format_record(compute=7), format_record(instance=str(uuid.uuid4()))))]
+    values += [
+        text.encode() for text in (format_record(state='x'), format_record(version=99), format_record(image=['x']))
+    ]
+    earlier = check_valid_request(cluster, compute)
     planted = {str(uuid.uuid4()): value for value in values}
     for instance, value in planted.items():
         cluster.etcd.put(f'/instances/{COMPUTE}/{instance}', value.replace(INSTANCE.encode(), instance.encode()))
     waiting = list(planted)[-3:]
     for instance in waiting:
-        body = cluster_claim(cluster, instance)
+        body = claim_and_make_request(cluster, instance)
         cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', json.dumps(body))
     odd_keys = {b'/instances/', b'/instances/x', b'/instances/\xff', b'/instances/a/b', b'/instances/' + b'y' * 10_000}
     for key in odd_keys:
         cluster.etcd.put(key, b'{}')  # type: ignore[arg-type]
-    later = lives(cluster, compute)
+    later = check_valid_request(cluster, compute)
     for instance in waiting:
-        until(lambda instance=instance: logged(compute, f'/instances/{COMPUTE}/{instance}'), 20, 'it is said')  # type: ignore[misc]
-        assert instance not in guests(compute)
+        wait_until(
+            lambda instance=instance: find_log_lines(compute, f'/instances/{COMPUTE}/{instance}'), 20, 'it is said'
+        )  # type: ignore[misc]
+        assert instance not in read_guests(compute)
     # eschedule reports each record that it cannot parse in one line, and lists the others.
     listed = cluster.eschedule('list')
     assert listed.code == 1
@@ -242,27 +259,27 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
         assert line.startswith('eschedule: /instances/'), line
         assert line.isprintable()
         assert len(line) < 1000
-    survives(cluster)
+    check_full_scans(cluster)
     for instance in planted:
         # An instance that is requested of a compute can be destroyed in spite of this: tests/security/test_records.py.
         for words in (['show', instance], *([] if instance in waiting else [['destroy', instance]]), [instance]):
-            one_line(called(cluster, *words), 1, f'/instances/{COMPUTE}/{instance}')
+            assert_one_line(run_in_process(cluster, *words), 1, f'/instances/{COMPUTE}/{instance}')
     for key in [*odd_keys, *(f'/instances/{COMPUTE}/{instance}'.encode() for instance in planted)]:
         cluster.etcd.delete(key)  # type: ignore[arg-type]
-    last = lives(cluster, compute)  # its event triggers a plan for all; otherwise the periodic check does
+    last = check_valid_request(cluster, compute)  # its event triggers a plan for all; otherwise the periodic check does
     for instance in waiting:
-        reached(cluster, instance, 'active')
-        assert len(logs(compute, f'/instances/{COMPUTE}/{instance}', 'trying again')) == 1
-    assert set(guests(compute)) == {earlier, later, last, *waiting}
-    check(cluster, compute)
+        wait_state(cluster, instance, 'active')
+        assert len(wait_log_lines(compute, f'/instances/{COMPUTE}/{instance}', 'trying again')) == 1
+    assert set(read_guests(compute)) == {earlier, later, last, *waiting}
+    check_invariants(cluster, compute)
 
 
-def other_record(**changed: Any) -> str:
+def format_record(**changed: Any) -> str:
     """Format a record of INSTANCE with changed fields."""
     return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
 
 
-def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
+def claim_and_make_request(cluster: Control, instance: str) -> dict[str, Any]:
     """Claim room on the fake compute for a small guest; return the matching request."""
     allocations = {COMPUTE: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
@@ -271,10 +288,10 @@ def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
     return {'allocations': allocations, 'instance': instance, 'image': IMAGE, **owner}
 
 
-def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
+def test_junk_in_other_keys_disturbs_nothing(cluster: Control, compute: Ecompute) -> None:
     """F24: junk in /requests, /booted, /computes and /queues disturbs neither ecompute nor eschedule (fake)."""
-    earlier = lives(cluster, compute)
-    address = addressed(cluster, earlier)
+    earlier = check_valid_request(cluster, compute)
+    address = wait_address(cluster, earlier)
     planted = [
         f'/{plane}/{name}'
         for plane in ('requests', 'booted', 'computes', 'queues')
@@ -283,14 +300,14 @@ def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
     for number, key in enumerate(planted):
         cluster.etcd.put(key, JUNK[number % len(JUNK)])
     compute.restart()  # it reads all of them at its start
-    later = lives(cluster, compute)
+    later = check_valid_request(cluster, compute)
     assert cluster.eschedule('list').code == 0
     # The audit waits half a minute for each live compute in /computes.
     for key in planted:
         if key.startswith('/computes/'):
-            assert called(cluster, 'hosts').code in (0, 1)
+            assert run_in_process(cluster, 'hosts').code in (0, 1)
             cluster.etcd.delete(key)
-    survives(cluster)
+    check_full_scans(cluster)
     # Its own keys, too: an address that any client may write is not trusted, a malformed presence is rewritten.
     for junk in JUNK:
         cluster.etcd.put(f'/booted/{earlier}', junk)
@@ -300,12 +317,12 @@ def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
     for key in planted:
         cluster.etcd.delete(key)
     assert cluster.eschedule('destroy', '--wait', earlier, later).code == 0
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten_presence_is_rewritten(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """F24: /computes/<uuid> overwritten with junk is rewritten within a third of its lease (fake)."""
-    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
     store = Store(EtcdConfig((cluster.etcd.endpoint,)))
     messages_by_key: dict[str, list[str]] = {f'/computes/{uuid.uuid4()}': [] for _ in JUNK}
     alive = {key: Presence(store, key, {'token': 'mine'}, messages.append) for key, messages in messages_by_key.items()}
@@ -317,61 +334,61 @@ def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -
             cluster.etcd.put(key, value, lease)
         for key, value in zip(alive, JUNK, strict=True):
             if b'"token": 7' in value:  # this one has an owner, although its token is malformed
-                until(lambda key=key: messages_by_key[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
+                wait_until(lambda key=key: messages_by_key[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
                 assert messages_by_key[key][0].isprintable()
                 cluster.etcd.delete(key)
                 continue
 
             def is_rewritten(key: str = key) -> bool:
-                return (cluster.etcd.get(key) or b'').startswith(f'{{"token": "{hashed("mine")}"'.encode())
+                return (cluster.etcd.get(key) or b'').startswith(f'{{"token": "{hash_token("mine")}"'.encode())
 
-            until(is_rewritten, 20, 'it is put right')
+            wait_until(is_rewritten, 20, 'it is put right')
             assert messages_by_key[key] == []
     finally:
         for presence in alive.values():
             presence.stop()
         store.close()
-    assert cluster.etcd.keys('/computes/') == []
+    assert cluster.etcd.list_keys('/computes/') == []
 
 
-def test_another_compute_s_request(cluster: Control, compute: Ecompute) -> None:
+def test_request_with_another_computes_allocation_is_refused(cluster: Control, compute: Ecompute) -> None:
     """F24: a request with another host's allocation is refused, and that host's guest and claim stay (fake)."""
     other = cluster.ecompute()
-    instance = lives(cluster, other)
-    claim = cluster.placement.allocations(instance)
+    instance = check_valid_request(cluster, other)
+    claim = cluster.placement.read_allocations(instance)
     value = cluster.etcd.get(f'/hosts/{other.uuid}/{instance}')
     assert value is not None
     cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', value)
-    until(lambda: cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None, 20, 'it is refused')
-    until(lambda: logged(compute, instance, 'failed at stage scheduled', other.uuid), 20, 'it says so')
-    assert cluster.placement.allocations(instance) == claim
-    assert (record(cluster, instance) or {})['state'] == 'active'
-    assert set(guests(other)) == {instance}
-    check(cluster, compute, other)
+    wait_until(lambda: cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None, 20, 'it is refused')
+    wait_until(lambda: find_log_lines(compute, instance, 'failed at stage scheduled', other.uuid), 20, 'it says so')
+    assert cluster.placement.read_allocations(instance) == claim
+    assert (read_record(cluster, instance) or {})['state'] == 'active'
+    assert set(read_guests(other)) == {instance}
+    check_invariants(cluster, compute, other)
 
 
 @pytest.mark.parametrize('each', [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control, each: int) -> None:
+def test_unread_hostile_requests_can_be_shown_and_destroyed(cluster: Control, each: int) -> None:
     """F24: eschedule lists, shows and destroys requests that no compute has read (fake)."""
     planted = {str(uuid.uuid4()): value for value, _ in HOSTILE}
     for instance, value in planted.items():
-        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
+        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', replace_instance(value, instance))
     listed = cluster.eschedule('list')
     assert (listed.code, listed.stderr) == (0, '')
     assert len(listed.stdout.splitlines()) == 1 + len(planted)
     results: list[Result] = []
     for instance in list(planted)[::each]:
-        results.append(called(cluster, 'show', instance))
+        results.append(run_in_process(cluster, 'show', instance))
         assert 'fault' in results[-1].stdout
-        one_line(called(cluster, instance), 6, instance, 'waiting for')
-        one_line(called(cluster, 'destroy', instance), 0, 'destroy accepted')
+        assert_one_line(run_in_process(cluster, instance), 6, instance, 'waiting for')
+        assert_one_line(run_in_process(cluster, 'destroy', instance), 0, 'destroy accepted')
     assert {result.code for result in results} == {0}
     for instance in planted:
         cluster.etcd.delete(f'/hosts/{COMPUTE}/{instance}')
-    check(cluster)
+    check_invariants(cluster)
 
 
-def test_hostile_memory(tmp_path: Path) -> None:
+def test_foreign_state_files_are_ignored(tmp_path: Path) -> None:
     """F24: foreign files in the state directory are ignored and stay (fake)."""
     boot = tmp_path / 'boot_id'
     boot.write_text('a boot\n')
@@ -381,12 +398,12 @@ def test_hostile_memory(tmp_path: Path) -> None:
         (directory / f'{uuid.UUID(int=number)}.json').write_bytes(value)
     (directory / 'not-a-uuid.json').write_text('{"version": 1, "ended": "today"}')
     memory = Memory(tmp_path / 'state', COMPUTE, lambda: '2026-01-31T12:00:00.000Z', boot)
-    assert (memory.all(), memory.all_ended()) == ({}, frozenset())
+    assert (memory.get_entries(), memory.get_ended()) == ({}, frozenset())
     assert len(list(directory.iterdir())) == len(JUNK) + 1
 
 
-def test_a_good_request_is_a_request() -> None:
+def test_unchanged_request_is_valid() -> None:
     """F24: the request that the hostile ones are made from is valid (fake)."""
-    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(request()).encode())
+    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(make_request()).encode())
     assert isinstance(parsed, Request)
-    assert len(json.dumps(request())) < SIZE_LIMIT
+    assert len(json.dumps(make_request())) < MAX_REQUEST_BYTES

@@ -29,13 +29,13 @@ from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
-from ecomp.virt.image import capacity
-from tests.kit.boot_sectors import HALT, boot_disk
-from tests.kit.hypervisor import SMALL, SOON, Hypervisor
-from tests.kit.image_server import Handler, Web, serving
-from tests.kit.images import LIMITS, LOOPBACK, MIB, get, inspect, kept
-from tests.kit.lab import Lab, lab_name
-from tests.kit.servers import PATIENCE, environment, until
+from ecomp.virt.image import determine_capacity
+from tests.kit.boot_sectors import HALT, make_boot_disk
+from tests.kit.hypervisor import REACTION_SECONDS, SMALL_QUERY, Hypervisor
+from tests.kit.image_server import Handler, ImageServer, serve_images
+from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, get_base, inspect_image, list_cached
+from tests.kit.lab import Lab, make_lab_name
+from tests.kit.servers import SLOWDOWN_FACTOR, make_environment, wait_until
 from tests.kit.slow_images import SlowImages
 
 # F22, F23: invalid and hostile images are refused with a reason, and the cache stays valid after any killed download.
@@ -55,7 +55,7 @@ TIB = 2**40
 METADATA = 'http://169.254.169.254/latest/meta-data/'
 
 
-def qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> bytes:
+def make_qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> bytes:
     """Make a qcow2 of this virtual size with this content."""
     raw, converted = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(content)
@@ -68,32 +68,32 @@ def qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> b
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A valid image with random content."""
-    return qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MEBIBYTE))
+    return make_qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MEBIBYTE))
 
 
 @pytest.fixture
-def web(image: bytes) -> Iterator[Web]:
+def web(image: bytes) -> Iterator[ImageServer]:
     """A server of the image with every wrong kind of answer."""
-    with serving(image) as server:
+    with serve_images(image) as server:
         yield server
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ImageCache:
     """An empty cache in `tmp_path`/images."""
-    return ImageCache(tmp_path / 'images', inspect, None, LIMITS, LOOPBACK)
+    return ImageCache(tmp_path / 'images', inspect_image, None, LIMITS, LOOPBACK_REACH)
 
 
-def refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
+def check_refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
     """Check that the image is refused with this reason and leaves nothing."""
-    before = kept(directory)
+    before = list_cached(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
-        get(cache, url)
+        get_base(cache, url)
     assert '\n' not in str(caught.value)
-    assert kept(directory) == before
+    assert list_cached(directory) == before
 
 
-ANSWERS = [
+BAD_ANSWERS = [
     ('page', 'is not a disk image'),  # an error page with 200
     ('missing', 'the server answers HTTP 404'),
     ('cut', 'cut off|connection broke'),  # less than Content-Length announces
@@ -104,65 +104,67 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(('answer', 'reason'), ANSWERS)
-def test_a_server_that_lies(web: Web, cache: ImageCache, tmp_path: Path, answer: str, reason: str) -> None:
+@pytest.mark.parametrize(('answer', 'reason'), BAD_ANSWERS)
+def test_false_answer_is_refused(web: ImageServer, cache: ImageCache, tmp_path: Path, answer: str, reason: str) -> None:
     """F22: an incomplete or false answer is refused with the reason; the same URL works once repaired (fake)."""
-    refused(cache, tmp_path / 'images', web.url + answer, reason)
+    check_refused(cache, tmp_path / 'images', web.url + answer, reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, f'answer_{answer}', Handler.answer_good)
-        assert get(cache, web.url + answer).virtual_size == 16 * MEBIBYTE
+        assert get_base(cache, web.url + answer).virtual_size == 16 * MEBIBYTE
 
 
-def header(image: bytes, offset: int, packed: bytes) -> bytes:
+def replace_header(image: bytes, offset: int, packed: bytes) -> bytes:
     """Replace bytes of the image's header (QEMU's docs/interop/qcow2.txt)."""
     return image[:offset] + packed + image[offset + len(packed) :]
 
 
-CORRUPT: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ('the version', lambda image: header(image, 4, struct.pack('>I', 99)), 'version|disk image|cannot be'),
-    ('a backing file', lambda image: header(image, 8, struct.pack('>QI', 512, 11)), 'backing|not safe'),
-    ('clusters of 2 GiB', lambda image: header(image, 20, struct.pack('>I', 31)), 'cannot be'),
-    ('no size', lambda image: header(image, 24, struct.pack('>Q', 0)), 'cannot be'),
-    ('a size beyond numbers', lambda image: header(image, 24, struct.pack('>Q', 2**63)), 'cannot be'),
-    ('a size beyond its tables', lambda image: header(image, 24, struct.pack('>Q', 60 * TIB)), 'do not cover'),
-    ('encryption', lambda image: header(image, 32, struct.pack('>I', 1)), 'encrypted'),
-    ('a table of gigabytes', lambda image: header(image, 36, struct.pack('>I', 2**31)), 'larger table'),
-    ('a table elsewhere', lambda image: header(image, 40, struct.pack('>Q', 2**62)), 'cut-off'),
-    ('its mark of corruption', lambda image: header(image, 72, struct.pack('>Q', 0b10)), 'corrupt'),
-    ('an external data file', lambda image: header(image, 72, struct.pack('>Q', 0b100)), 'not safe'),
+CORRUPTIONS: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ('the version', lambda image: replace_header(image, 4, struct.pack('>I', 99)), 'version|disk image|cannot be'),
+    ('a backing file', lambda image: replace_header(image, 8, struct.pack('>QI', 512, 11)), 'backing|not safe'),
+    ('clusters of 2 GiB', lambda image: replace_header(image, 20, struct.pack('>I', 31)), 'cannot be'),
+    ('no size', lambda image: replace_header(image, 24, struct.pack('>Q', 0)), 'cannot be'),
+    ('a size beyond numbers', lambda image: replace_header(image, 24, struct.pack('>Q', 2**63)), 'cannot be'),
+    ('a size beyond its tables', lambda image: replace_header(image, 24, struct.pack('>Q', 60 * TIB)), 'do not cover'),
+    ('encryption', lambda image: replace_header(image, 32, struct.pack('>I', 1)), 'encrypted'),
+    ('a table of gigabytes', lambda image: replace_header(image, 36, struct.pack('>I', 2**31)), 'larger table'),
+    ('a table elsewhere', lambda image: replace_header(image, 40, struct.pack('>Q', 2**62)), 'cut-off'),
+    ('its mark of corruption', lambda image: replace_header(image, 72, struct.pack('>Q', 0b10)), 'corrupt'),
+    ('an external data file', lambda image: replace_header(image, 72, struct.pack('>Q', 0b100)), 'not safe'),
     ('nothing behind its magic', lambda image: image[:4], 'cut off in its header'),
     ('nothing behind its header', lambda image: image[:512], 'cut-off|cut off|not safe|disk image'),
 ]
 
 
-@pytest.mark.parametrize(('what', 'spoil', 'reason'), CORRUPT, ids=[what for what, _, _ in CORRUPT])
-def test_a_corrupt_header(
-    web: Web, cache: ImageCache, tmp_path: Path, what: str, spoil: Callable[[bytes], bytes], reason: str
+@pytest.mark.parametrize(('what', 'spoil', 'reason'), CORRUPTIONS, ids=[what for what, _, _ in CORRUPTIONS])
+def test_corrupt_header_is_refused(
+    web: ImageServer, cache: ImageCache, tmp_path: Path, what: str, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
     """F22: a qcow2 with a wrong header is refused before QEMU reads it, for any values of its tables (fake)."""
     valid, web.image = web.image, spoil(web.image)
-    refused(cache, tmp_path / 'images', web.url + 'good', reason)
+    check_refused(cache, tmp_path / 'images', web.url + 'good', reason)
     web.image = valid
-    assert get(cache, web.url + 'good').format == 'qcow2', what
+    assert get_base(cache, web.url + 'good').format == 'qcow2', what
 
 
-def test_60_tb(web: Web, cache: ImageCache, tmp_path: Path) -> None:
+def test_60_tib_image_is_refused_where_disks_are_smaller(web: ImageServer, cache: ImageCache, tmp_path: Path) -> None:
     """F22: an image of 60 TiB virtual size is refused where disks are smaller, or DISK_GB is (fake)."""
-    web.image = qcow2(tmp_path, 60 * TIB)
+    web.image = make_qcow2(tmp_path, 60 * TIB)
     assert len(web.image) < 100 * MEBIBYTE
     reason = 'the image is 61440.0 GiB, and this host has 100.0 GiB for disks'
-    refused(cache, tmp_path / 'images', web.url + 'good', reason)
-    large_cache = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB), LOOPBACK)
-    base = get(large_cache, web.url + 'good')
+    check_refused(cache, tmp_path / 'images', web.url + 'good', reason)
+    large_cache = ImageCache(
+        tmp_path / 'images', inspect_image, None, replace(LIMITS, disk_bytes=60 * TIB), LOOPBACK_REACH
+    )
+    base = get_base(large_cache, web.url + 'good')
     assert base.virtual_size == 60 * TIB
     spec = GuestSpec('d578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'a compute', 1, 64, 10, base, 'qemu')
     with pytest.raises(BuildFailed, match='the image is 61440.0 GiB, DISK_GB is 10'):
-        capacity(spec)
-    assert capacity(replace(spec, disk_gb=61440)) == 60 * TIB
+        determine_capacity(spec)
+    assert determine_capacity(replace(spec, disk_gb=61440)) == 60 * TIB
 
 
 # Each kind of hostile image, complete, beside an image that is cached.
-STORY: list[tuple[str, str, str]] = [
+HOSTILE_IMAGES: list[tuple[str, str, str]] = [
     ('stalls', 'half', 'no answer in time|connection broke'),
     ('truncates, or says more than there is', 'cut', 'cut off after [0-9]+ of [0-9]+ bytes|connection broke'),
     ('says less than there is', 'too_much', 'cut-off qcow2'),
@@ -177,58 +179,64 @@ STORY: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(('what', 'path', 'reason'), STORY, ids=[what for what, _, _ in STORY])
-def test_whatever_a_server_does(
-    web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, path: str, reason: str
+@pytest.mark.parametrize(('what', 'path', 'reason'), HOSTILE_IMAGES, ids=[what for what, _, _ in HOSTILE_IMAGES])
+def test_hostile_image_is_refused_and_cache_unchanged(
+    web: ImageServer,
+    cache: ImageCache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    path: str,
+    reason: str,
 ) -> None:
     """F22: any hostile answer is refused with its reason, no volume is left, the cache is unchanged (fake)."""
     hostile = tmp_path / what.replace('/', '-')
     run = subprocess.run
     if path == 'backing':
-        hostile.write_bytes(qcow2(tmp_path, content=os.urandom(MEBIBYTE)))
+        hostile.write_bytes(make_qcow2(tmp_path, content=os.urandom(MEBIBYTE)))
         run(['qemu-img', 'rebase', '-u', '-f', 'qcow2', '-F', 'raw', '-b', '/etc/shadow', str(hostile)], check=True)
     elif path == 'data_file':
         outside = tmp_path / 'data'
         command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-o', f'data_file={outside},data_file_raw=on']
         run([*command, str(hostile), '16M'], check=True)
     elif path == 'huge':
-        hostile.write_bytes(qcow2(tmp_path, 100 * TIB))
+        hostile.write_bytes(make_qcow2(tmp_path, 100 * TIB))
     elif path == 'vmdk':
-        (tmp_path / 'raw').write_bytes(boot_disk(b'\xf4'))
+        (tmp_path / 'raw').write_bytes(make_boot_disk(b'\xf4'))
         run(['qemu-img', 'convert', '-f', 'raw', '-O', 'vmdk', str(tmp_path / 'raw'), str(hostile)], check=True)
-    first = get(cache, web.url + 'good')
-    before = contents(tmp_path / 'images')
+    first = get_base(cache, web.url + 'good')
+    before = read_contents(tmp_path / 'images')
     if hostile.exists():
         web.image = hostile.read_bytes()
         monkeypatch.setattr(Handler, f'answer_{path}', Handler.answer_good, raising=False)
-    web.says = {'etag': '"1"'} if path == 'changing' else {}
+    web.headers = {'etag': '"1"'} if path == 'changing' else {}
     web.sums = f'{"1" * 64}  listed\n'.encode()
     monkeypatch.setattr(Handler, 'answer_listed', Handler.answer_good, raising=False)
-    monkeypatch.setattr(download, 'TIMEOUT', (5.0, 0.5))
-    refused(cache, tmp_path / 'images', web.url + path, reason)
-    assert contents(tmp_path / 'images') == before
+    monkeypatch.setattr(download, 'TIMEOUT_SECONDS', (5.0, 0.5))
+    check_refused(cache, tmp_path / 'images', web.url + path, reason)
+    assert read_contents(tmp_path / 'images') == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, 'answer_good', Handler.answer_error)
-        assert get(cache, web.url + 'good') == first
+        assert get_base(cache, web.url + 'good') == first
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def read_contents(directory: Path) -> dict[str, bytes]:
     """Return every file of the cache with its content."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 DOWNLOAD_FAILPOINTS = ('image-begun', 'image-part', 'image-kept')
 EVICTION_FAILPOINTS = ('image-evicted',)
-FETCH = """
+FETCH_SCRIPT = """
 import sys
 from pathlib import Path
 from ecomp.agent.images.cache import ImageCache, CacheLimits
 from ecomp.agent.images.inspection import inspect
-from tests.kit.images import LOOPBACK
+from tests.kit.images import LOOPBACK_REACH
 
-cache = ImageCache(Path(sys.argv[1]), inspect, None, CacheLimits(int(sys.argv[3]), 2**40), LOOPBACK)
+cache = ImageCache(Path(sys.argv[1]), inspect, None, CacheLimits(int(sys.argv[3]), 2**40), LOOPBACK_REACH)
 cache.sweep()
-with cache.held(sys.argv[2], lambda: None, lambda *_: None) as bases:
+with cache.hold(sys.argv[2], lambda: None, lambda *_: None) as bases:
     print(list(bases)[-1].path)
 """
 
@@ -236,8 +244,8 @@ with cache.held(sys.argv[2], lambda: None, lambda *_: None) as bases:
 def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> subprocess.CompletedProcess[str]:
     """Download an image as a worker does, in a process that a failpoint may kill."""
     return subprocess.run(
-        [sys.executable, '-c', FETCH, str(directory), url, str(limit)],
-        env={**environment(), 'ECOMP_FAILPOINT': f'{failpoint}:kill' if failpoint else ''},
+        [sys.executable, '-c', FETCH_SCRIPT, str(directory), url, str(limit)],
+        env={**make_environment(), 'ECOMP_FAILPOINT': f'{failpoint}:kill' if failpoint else ''},
         capture_output=True,
         text=True,
         check=False,
@@ -245,23 +253,23 @@ def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> subproc
 
 
 @pytest.mark.parametrize('step', DOWNLOAD_FAILPOINTS)
-def test_killed_at_a_step_of_a_download(web: Web, tmp_path: Path, step: str) -> None:
+def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -> None:
     """F22: kill -9 at each step of a download: the next one restarts or has it, nothing else is left (fake)."""
     directory = tmp_path / 'images'
-    web.says = {'etag': '"1"'}
+    web.headers = {'etag': '"1"'}
     assert fetch(directory, web.url + 'good', 2**30, step).returncode == -signal.SIGKILL
-    assert kept(directory)
+    assert list_cached(directory)
     repeated = fetch(directory, web.url + 'good', 2**30)
-    assert kept(directory) == [Path(repeated.stdout.strip()).name], repeated
+    assert list_cached(directory) == [Path(repeated.stdout.strip()).name], repeated
     assert fetch(directory, web.url + 'good', 2**30).stdout == repeated.stdout
-    assert len(web.sent) == 2
+    assert len(web.sent_bodies) == 2
 
 
 @pytest.mark.parametrize('step', EVICTION_FAILPOINTS)
-def test_killed_while_room_is_made(web: Web, tmp_path: Path, step: str) -> None:
+def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Path, step: str) -> None:
     """F23: kill -9 while base volumes are evicted: those under a disk stay (fake)."""
     directory, size = tmp_path / 'images', 2**20
-    disks = [boot_disk(bytes([number])) for number in range(3)]
+    disks = [make_boot_disk(bytes([number])) for number in range(3)]
     for number, web.image in enumerate(disks[:2]):
         assert fetch(directory, f'{web.url}good?{number}', 2 * size).returncode == 0
     base = min(directory.glob('base-*'), key=lambda path: path.stat().st_mtime_ns)
@@ -271,37 +279,47 @@ def test_killed_while_room_is_made(web: Web, tmp_path: Path, step: str) -> None:
     assert fetch(directory, f'{web.url}good?2', 2 * size, step).returncode == -signal.SIGKILL
     assert list(directory.glob('base-*.raw')) == [base]
     repeated = fetch(directory, f'{web.url}good?2', 2 * size)
-    assert set(kept(directory)) == {base.name, Path(repeated.stdout.strip()).name, 'x.qcow2'}
+    assert set(list_cached(directory)) == {base.name, Path(repeated.stdout.strip()).name, 'x.qcow2'}
     # The kill lost the information which files were removed.
     assert len(list(directory.glob('.url-*.json'))) == 2
 
 
-@pytest.mark.parametrize(('says', 'reason', 'is_written'), [
-    ({}, 'not a disk image', True),
-    ({'content_encoding': 'gzip'}, 'Content-Encoding', False),
-])
-def test_a_gzip_bomb(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, str], reason: str, is_written: bool
+@pytest.mark.parametrize(
+    ('says', 'reason', 'is_written'),
+    [
+        ({}, 'not a disk image', True),
+        ({'content_encoding': 'gzip'}, 'Content-Encoding', False),
+    ],
+)
+def test_gzip_bomb_stays_packed(
+    web: ImageServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    says: dict[str, str],
+    reason: str,
+    is_written: bool,
 ) -> None:
     """F22: 1 GiB of zeroes packed into 1 MiB stays packed and is refused (fake)."""
     zeroes = gzip.compress(bytes(16 * MEBIBYTE)) * 64  # concatenated gzip members are one file
 
     def bomb(handler: Handler) -> None:
-        handler.say(zeroes, **says, content_type='application/octet-stream')
+        handler.send_body(zeroes, **says, content_type='application/octet-stream')
 
     monkeypatch.setattr(Handler, 'answer_good', bomb)
     written: list[int] = []
 
     def record_and_inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
         written.append(path.stat().st_size)
-        return inspect(path, checkpoint)
+        return inspect_image(path, checkpoint)
 
-    cache = ImageCache(tmp_path / 'images', record_and_inspect, None, LIMITS, LOOPBACK)
-    refused(cache, tmp_path / 'images', web.url + 'good', reason)
+    cache = ImageCache(tmp_path / 'images', record_and_inspect, None, LIMITS, LOOPBACK_REACH)
+    check_refused(cache, tmp_path / 'images', web.url + 'good', reason)
     assert written == [len(zeroes)] * is_written
 
 
-def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_download_ends_on_destroy_or_deadline(
+    web: ImageServer, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F22: an endless slow download ends soon when the instance is destroyed, otherwise at the deadline (fake)."""
     asked_to_stop = threading.Event()
 
@@ -310,18 +328,20 @@ def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatc
             raise Cancelled
 
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(get, cache, web.url + 'drip', checkpoint)
-        until(lambda: [name for name in kept(tmp_path / 'images') if name.endswith('.part')], 10, 'it drips')
+        waiting = threads.submit(get_base, cache, web.url + 'drip', checkpoint)
+        wait_until(
+            lambda: [name for name in list_cached(tmp_path / 'images') if name.endswith('.part')], 10, 'it drips'
+        )
         asked_to_stop.set()
         assert isinstance(waiting.exception(10), Cancelled)
-    assert kept(tmp_path / 'images') == []
-    monkeypatch.setattr(download, 'DEADLINE', 0.3)
-    refused(cache, tmp_path / 'images', web.url + 'drip', 'not here after 0.3 s')
+    assert list_cached(tmp_path / 'images') == []
+    monkeypatch.setattr(download, 'MAX_DOWNLOAD_SECONDS', 0.3)
+    check_refused(cache, tmp_path / 'images', web.url + 'drip', 'not here after 0.3 s')
 
 
 @pytest.mark.parametrize('where', [METADATA, 'http://[::ffff:169.254.169.254]/', 'http://2852039166:80/x'])
-def test_a_redirect_to_the_metadata_address(
-    web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_redirect_to_the_metadata_address_is_not_followed(
+    web: ImageServer, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """F22: a redirect to 169.254.169.254 is not followed: no connection is made (fake)."""
     host_name, ip = re.escape(str(urlsplit(where).hostname)), r'(::ffff:)?169\.254\.169\.254|::ffff:a9fe:a9fe'
@@ -336,36 +356,42 @@ def test_a_redirect_to_the_metadata_address(
 
     monkeypatch.setattr(connections, 'create_connection', create_connection)
     # The reason does not contain the target: that is a part of the server's answer.
-    refused(cache, tmp_path / 'images', web.url + 'moved', 'moved: redirected to a link-local address')
+    check_refused(cache, tmp_path / 'images', web.url + 'moved', 'moved: redirected to a link-local address')
     assert connected == [server_address]
     # Nor is a connection made when that address is the requested URL.
-    refused(cache, tmp_path / 'images', where, f'{host_name} is ({ip}), a link-local address')
+    check_refused(cache, tmp_path / 'images', where, f'{host_name} is ({ip}), a link-local address')
     assert connected == [server_address]
 
 
-def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
+def test_invalid_images_fail_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
     """F22: an instance of an invalid image fails with the reason, and the next valid one runs (libvirt)."""
     served = host.lab.directory / 'images'
-    valid = boot_disk(HALT)
+    valid = make_boot_disk(HALT)
     spoilt = {
         'page.qcow2': (b'<html><body>Please log in</body></html>', 'is not a disk image'),
-        'huge.qcow2': (qcow2(tmp_path, 60 * TIB), 'the image is 61440.0 GiB, and this host has 40.0 GiB for disks'),
-        'wide.qcow2': (qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, DISK_GB is 1'),
-        'corrupt.qcow2': (header(qcow2(tmp_path), 4, struct.pack('>I', 99)), 'disk image|version|cannot be'),
-        'cut.qcow2': (qcow2(tmp_path, content=os.urandom(MEBIBYTE))[:-70_000], 'cut-off'),
+        'huge.qcow2': (
+            make_qcow2(tmp_path, 60 * TIB),
+            'the image is 61440.0 GiB, and this host has 40.0 GiB for disks',
+        ),
+        'wide.qcow2': (make_qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, DISK_GB is 1'),
+        'corrupt.qcow2': (
+            replace_header(make_qcow2(tmp_path), 4, struct.pack('>I', 99)),
+            'disk image|version|cannot be',
+        ),
+        'cut.qcow2': (make_qcow2(tmp_path, content=os.urandom(MEBIBYTE))[:-70_000], 'cut-off'),
     }
     try:
         for name, (content, _) in spoilt.items():
             (served / name).write_bytes(content)
         failed = {name: host.place(name) for name in spoilt}
         for name, (_, reason) in spoilt.items():
-            failure = host.reached(failed[name], 'error')
+            failure = host.wait_state(failed[name], 'error')
             assert failure['error']['stage'] in ('image', 'disk')
             assert any(part in failure['error']['reason'] for part in reason.split('|')), failure
-            host.nothing_of(failed[name])
+            host.assert_removed(failed[name])
         # Repaired at the same URL it is accepted: the refusal is not cached.
         (served / 'page.qcow2').write_bytes(valid)
-        host.reached(host.place('page.qcow2'), 'active')
+        host.wait_state(host.place('page.qcow2'), 'active')
     finally:
         for name in spoilt:
             (served / name).unlink(missing_ok=True)
@@ -374,132 +400,134 @@ def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
 # F23: an image that changes, and many builds of one: one download for all, and guests keep their base.
 
 
-def test_an_image_that_changes(host: Hypervisor) -> None:
+def test_changed_image_is_used_by_new_builds_only(host: Hypervisor) -> None:
     """F23: another image at the same URL: new builds use it; guests keep their base (libvirt)."""
     served = host.lab.directory / 'images' / 'changes.raw'
     try:
-        served.write_bytes(boot_disk(HALT))
+        served.write_bytes(make_boot_disk(HALT))
         first = host.place('changes.raw')
-        host.reached(first, 'active')
-        pid = host.qemu(first)
-        base = backing(host, first)
+        host.wait_state(first, 'active')
+        pid = host.find_qemu(first)
+        base = find_base(host, first)
         before = base.read_bytes()
         repeated = host.place('changes.raw')
-        host.reached(repeated, 'active')
-        assert backing(host, repeated) == base
-        changed = boot_disk(b'\xf4\xeb\xfd\x90')
+        host.wait_state(repeated, 'active')
+        assert find_base(host, repeated) == base
+        changed = make_boot_disk(b'\xf4\xeb\xfd\x90')
         served.write_bytes(changed)
         later = served.stat().st_mtime + 10
         os.utime(served, (later, later))  # the server's times are in whole seconds, and the test is faster
         second = host.place('changes.raw')
-        host.reached(second, 'active')
-        assert (backing(host, first), base.read_bytes()) == (base, before)
-        assert backing(host, second).read_bytes() == changed
-        assert host.qemu(first) == pid
+        host.wait_state(second, 'active')
+        assert (find_base(host, first), base.read_bytes()) == (base, before)
+        assert find_base(host, second).read_bytes() == changed
+        assert host.find_qemu(first) == pid
     finally:
         served.unlink(missing_ok=True)
 
 
-def backing(host: Hypervisor, instance: str) -> Path:
+def find_base(host: Hypervisor, instance: str) -> Path:
     """Return the base volume under an instance's disk."""
     output = subprocess.run(
-        ['qemu-img', 'info', '-U', str(host.disk(instance))], check=True, capture_output=True, text=True
+        ['qemu-img', 'info', '-U', str(host.get_disk_path(instance))], check=True, capture_output=True, text=True
     ).stdout
     return next(Path(line.partition(': ')[2]) for line in output.splitlines() if line.startswith('backing file: '))
 
 
-def test_two_builds_of_one_image(host: Hypervisor, slow_images: SlowImages) -> None:
+def test_two_builds_share_one_download(host: Hypervisor, slow_images: SlowImages) -> None:
     """F23: two concurrent builds of one image: one download; if its worker is killed, the other downloads (libvirt)."""
-    host.plain()
-    url = slow_images.url('idle.raw?two-builds')
+    host.ensure_unarmed()
+    url = slow_images.make_url('idle.raw?two-builds')
     instances = [host.place(url), host.place(url)]
-    worker = host.downloader()
+    worker = host.wait_downloader()
     parts = list((host.state / 'images').glob('*.part'))
     assert len(parts) == 1
     os.kill(worker, signal.SIGKILL)
     # The other one has waited for the lock and now downloads; the partial file is not mistaken for a complete one.
-    until(lambda: host.downloader() != worker, SOON, 'another worker downloads')
-    slow_images.go_on()
+    wait_until(lambda: host.wait_downloader() != worker, REACTION_SECONDS, 'another worker downloads')
+    slow_images.release()
     for instance in instances:
-        host.reached(instance, 'active')
-    assert backing(host, instances[0]) == backing(host, instances[1])
+        host.wait_state(instance, 'active')
+    assert find_base(host, instances[0]) == find_base(host, instances[1])
     assert list((host.state / 'images').glob('*.part')) == []
-    assert backing(host, instances[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
+    assert find_base(host, instances[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
 
 
-SIZE = 8 * MIB
+BIG_IMAGE_BYTES = 8 * MIB
 
 
-def padded(path: Path, size: int) -> Path:
+def make_padded_disk(path: Path, size: int) -> Path:
     """Make a disk that boots and halts, filled up with random bytes."""
     with path.open('wb') as file:
-        file.write(boot_disk(HALT))
+        file.write(make_boot_disk(HALT))
         for _ in range(size // MIB - 1):
             file.write(os.urandom(MIB))
     return path
 
 
 @pytest.mark.slow
-def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages) -> None:
+def test_five_builds_share_one_download(host: Hypervisor, slow_images: SlowImages) -> None:
     """F23: five builds of a cold image: one download, overlays for all, and other builds do not wait (libvirt)."""
-    host.plain()
-    served = padded(host.lab.directory / 'images/big.raw', SIZE)
+    host.ensure_unarmed()
+    served = make_padded_disk(host.lab.directory / 'images/big.raw', BIG_IMAGE_BYTES)
     try:
         with ThreadPoolExecutor(4) as threads:
-            instances = list(threads.map(lambda _: host.place(slow_images.url('big.raw')), range(5)))
+            instances = list(threads.map(lambda _: host.place(slow_images.make_url('big.raw')), range(5)))
         for instance in instances:
-            host.reached(instance, 'building')
+            host.wait_state(instance, 'building')
         # More builds than workers wait for the server, and one of them does so in a worker.
-        host.running()
-        progress = {'stage': 'image', 'done': SIZE // 2, 'total': SIZE}
-        reporting = until(
-            lambda: [name for name in instances if host.record(name)['progress'] == progress], SOON, 'is told'
+        host.start_instance()
+        progress = {'stage': 'image', 'done': BIG_IMAGE_BYTES // 2, 'total': BIG_IMAGE_BYTES}
+        reporting = wait_until(
+            lambda: [name for name in instances if host.read_record(name)['progress'] == progress],
+            REACTION_SECONDS,
+            'is told',
         )
         for doomed in (reporting[0], next(name for name in instances if name != reporting[0])):
             instances.remove(doomed)
-            host.ask_destroy(doomed)
+            host.request_destroy(doomed)
             began = time.monotonic()
-            host.reached(doomed, 'gone')
-            assert time.monotonic() - began < PATIENCE * 10, 'a silent server keeps nobody'
-            host.nothing_of(doomed)
-        slow_images.go_on()
+            host.wait_state(doomed, 'gone')
+            assert time.monotonic() - began < SLOWDOWN_FACTOR * 10, 'a silent server keeps nobody'
+            host.assert_removed(doomed)
+        slow_images.release()
         for instance in instances:
-            assert host.reached(instance, 'active')['progress'] is None
-        assert len(slow_images.sent()) == 1
-        bases = {backing(host, instance) for instance in instances}
+            assert host.wait_state(instance, 'active')['progress'] is None
+        assert len(slow_images.list_recipients()) == 1
+        bases = {find_base(host, instance) for instance in instances}
         assert [base.name for base in bases] == [f'base-{hashlib.sha256(served.read_bytes()).hexdigest()}.raw']
-        host.settled()
+        host.check_settled()
     finally:
         served.unlink()
 
 
 @pytest.mark.slow
-def test_thirty_builds_on_three_hosts(tmp_path: Path) -> None:
+def test_thirty_builds_on_three_hosts_download_once_each(tmp_path: Path) -> None:
     """F23: thirty builds of a cold image of 500 MB on three hosts: three downloads, thirty overlays (libvirt)."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    lab = Lab(lab_name('thirty'), 3)
+    lab = Lab(make_lab_name('thirty'), 3)
     try:
         hosts = [Hypervisor(lab, name) for name in lab.hosts]
         for hypervisor in hosts:
-            hypervisor.compute = lab.compute(hypervisor.name)
+            hypervisor.compute = lab.read_compute(hypervisor.name)
             config = hypervisor.directory / 'compute.yaml'
             # Ten each: thirty instances fit in no other way, for any order of the hosts in placement's answer.
             room = {'VCPU': 10, 'MEMORY_MB': 640, 'DISK_GB': 10}
             config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': room}))
             hypervisor.restart()
-        padded(lab.directory / 'images/big.raw', 500 * MIB)
+        make_padded_disk(lab.directory / 'images/big.raw', 500 * MIB)
         with SlowImages(lab, tmp_path) as server:
-            server.go_on()
+            server.release()
             with ThreadPoolExecutor(8) as threads:
-                placed = list(threads.map(lambda _: lab.place(SMALL, server.url('big.raw')), range(30)))
+                placed = list(threads.map(lambda _: lab.place(SMALL_QUERY, server.make_url('big.raw')), range(30)))
             bases = set()
             for name, instance in placed:
                 host = next(hypervisor for hypervisor in hosts if hypervisor.name == name)
-                host.reached(instance, 'active', 300)
-                bases.add(backing(host, instance))
+                host.wait_state(instance, 'active', 300)
+                bases.add(find_base(host, instance))
             assert len(bases) == 3
-            assert len(server.sent()) == len(set(server.sent())) == 3
+            assert len(server.list_recipients()) == len(set(server.list_recipients())) == 3
             assert all(len([target for target, _ in placed if target == hypervisor.name]) == 10 for hypervisor in hosts)
         lab.check()
     finally:

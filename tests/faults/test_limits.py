@@ -18,11 +18,20 @@ from ecomp.store.client import Entry, Store
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.kit.commands import Control
-from tests.kit.hands import guests, idle
-from tests.kit.invariants import check
-from tests.kit.servers import PATIENCE, until
-from tests.kit.story import SMALL, addressed, at_once, boot, log_of, notified, place, record
-from tests.kit.tuned import tuned
+from tests.kit.hands import assert_idle, read_guests
+from tests.kit.invariants import check_invariants
+from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    boot,
+    parse_notice,
+    place,
+    read_log,
+    read_record,
+    run_concurrently,
+    wait_address,
+)
+from tests.kit.tuned import make_tuned
 
 
 @pytest.mark.parametrize(
@@ -34,68 +43,70 @@ from tests.kit.tuned import tuned
         (f'--as={100 * 2**20}', f'{100 * 2**20} bytes of address space'),
     ],
 )
-def test_too_little(cluster: Control, limit: str, says: str) -> None:
+def test_limits_below_the_minimum_are_refused(cluster: Control, limit: str, says: str) -> None:
     """F31: ecompute with 64 descriptors, or 512 MiB: one line names the limit, exit 2, nothing registered (fake)."""
-    compute = tuned(cluster, prefix=['prlimit', limit, '--'], start=False)
+    compute = make_tuned(cluster, prefix=['prlimit', limit, '--'], start=False)
     began = time.monotonic()
     compute.launch()
     assert compute._process is not None
-    assert compute._process.wait(PATIENCE * 30) == 2
-    assert time.monotonic() - began < PATIENCE * 15
-    (line,) = log_of(compute)
+    assert compute._process.wait(SLOWDOWN_FACTOR * 30) == 2
+    assert time.monotonic() - began < SLOWDOWN_FACTOR * 15
+    (line,) = read_log(compute)
     assert line.startswith(f'ecompute: limited to {says}, and '), line
-    assert cluster.placement.inventory(compute.uuid) == {}
-    assert cluster.etcd.keys('/computes/') == []
+    assert cluster.placement.read_inventory(compute.uuid) == {}
+    assert cluster.etcd.list_keys('/computes/') == []
 
 
-def test_just_enough(cluster: Control) -> None:
+def test_minimum_limits_are_enough(cluster: Control) -> None:
     """F31: ecompute with exactly its stated minimum works, for many requests too, and is idle afterwards (fake)."""
     words = {'RLIMIT_NOFILE': '--nofile', 'RLIMIT_AS': '--as'}
-    minimums = {limit: minimum for limit, minimum, *_ in process.NEEDED}
+    minimums = {limit: minimum for limit, minimum, *_ in process.REQUIRED_LIMITS}
     import resource
 
     prefix = ['prlimit', *(f'{word}={minimums[getattr(resource, name)]}' for name, word in words.items()), '--']
-    compute = tuned(cluster, 'VCPU:16,DISK_GB:16,MEMORY_MB:4096', prefix=prefix)
-    instances = [notified(result)[1] for result in at_once(cluster, [[SMALL]] * 12)]
+    compute = make_tuned(cluster, 'VCPU:16,DISK_GB:16,MEMORY_MB:4096', prefix=prefix)
+    instances = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 12)]
     for instance in instances:
-        addressed(cluster, instance)
+        wait_address(cluster, instance)
     destroyed = cluster.eschedule('destroy', '--wait', *instances)
     assert destroyed.code == 0, destroyed
-    with idle(compute.pid):
+    with assert_idle(compute.pid):
         time.sleep(3)  # the measuring period
-    assert log_of(compute)
-    check(cluster, compute)
+    assert read_log(compute)
+    check_invariants(cluster, compute)
 
 
-def test_descriptors_run_out(cluster: Control) -> None:
+def test_exhausted_descriptors_are_survived(cluster: Control) -> None:
     """F31: no free descriptor at run time: it survives idle, logs it, and completes all work afterwards (fake)."""
-    compute = tuned(cluster)
+    compute = make_tuned(cluster)
     _, before = place(cluster)
-    address = addressed(cluster, before)
+    address = wait_address(cluster, before)
     # Open descriptors stay open; no number is free for another one.
     subprocess.run(['prlimit', f'--pid={compute.pid}', '--nofile=3:'], check=True)
     _, instance = place(cluster)
-    until(lambda: len(words(compute.log.read_text())) > 1, 30, 'it says so')
-    with idle(compute.pid, 0.1):
+    wait_until(lambda: len(list_problems(compute.log.read_text())) > 1, 30, 'it says so')
+    with assert_idle(compute.pid, 0.1):
         time.sleep(3)  # the measuring period
     assert compute.is_running
     subprocess.run(['prlimit', f'--pid={compute.pid}', '--nofile=1024:'], check=True)
-    until(lambda: (record(cluster, instance) or {}).get('state') in ('active', 'error'), 60, 'it has ended one way')
+    wait_until(
+        lambda: (read_record(cluster, instance) or {}).get('state') in ('active', 'error'), 60, 'it has ended one way'
+    )
     other = boot(cluster)
-    assert addressed(cluster, before) == address
-    assert {before, other} <= set(guests(compute))
+    assert wait_address(cluster, before) == address
+    assert {before, other} <= set(read_guests(compute))
     compute.restart()
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def words(log: str) -> list[str]:
+def list_problems(log: str) -> list[str]:
     """Return the log lines that are warnings or errors, after one entry for the log itself."""
     return ['log', *(line for line in log.splitlines() if ' WARNING ' in line or ' ERROR ' in line)]
 
 
-def test_no_thread_dies_unheard(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_survive_unforeseen_exceptions(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """F31: unforeseen exceptions, such as MemoryError, end neither the follower nor the presence (fake)."""
-    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
     key, config = f'/computes/{uuid.uuid4()}', EtcdConfig((cluster.etcd.endpoint,))
     store, states = Store(config), list[Mapping[str, Entry]]()
     failures = [MemoryError('none'), RuntimeError("can't start new thread")]
@@ -118,10 +129,10 @@ def test_no_thread_dies_unheard(cluster: Control, monkeypatch: pytest.MonkeyPatc
     try:
         follower.start()
         presence.start()
-        until(lambda: states and key in states[-1], 20, 'it follows')
-        until(lambda: not faults, 20, 'it was refreshed again')
+        wait_until(lambda: states and key in states[-1], 20, 'it follows')
+        wait_until(lambda: not faults, 20, 'it was refreshed again')
         cluster.etcd.delete(key)
-        until(lambda: cluster.etcd.get(key), 20, 'it is put again')
+        wait_until(lambda: cluster.etcd.get(key), 20, 'it is put again')
         assert (failures, lost) == ([], [])
     finally:
         follower.stop()

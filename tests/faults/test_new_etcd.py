@@ -15,120 +15,138 @@ import yaml
 from ecomp.lab import elab, state
 from ecomp.lab.machine import CONTROL
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
-from tests.kit.boot_sectors import HALT, boot_disk
-from tests.kit.by_hand import claim, request
+from tests.kit.boot_sectors import HALT, make_boot_disk
+from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import accept, guests, settled
-from tests.kit.hypervisor import ROOM, Hypervisor
-from tests.kit.lab import Lab, lab_name, running
-from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.story import NOBODY, SMALL, addressed, boot, known, log_of, logged, logs, place, reached, reserved
-from tests.kit.tuned import tuned
+from tests.kit.hands import check_settled, read_guests, restart_accepting_etcd
+from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
+from tests.kit.lab import Lab, is_alive, make_lab_name
+from tests.kit.servers import Etcd, PlacementServer, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    UNKNOWN_UUID,
+    boot,
+    find_log_lines,
+    place,
+    read_log,
+    read_reserved,
+    require_record,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
 # F13: etcd wiped, restored or replaced, while ecompute runs or is away: it is read-only and logs this until accepted.
 
 
-STRANGE = 'is not the one this compute knew'
+STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'
 FAILPOINTS = (REPUBLISHED := 'republished',)
 
 
-def remembered(compute: Ecompute) -> dict[str, Any]:
+def read_known_etcd(compute: Ecompute) -> dict[str, Any]:
     """Read what its state directory has recorded of etcd."""
     return dict(json.loads((compute.directory / 'state' / 'etcd.json').read_text()))
 
 
-def stop(compute: Ecompute) -> None:
+def stop_compute(compute: Ecompute) -> None:
     assert compute.stop() == 0
 
 
-def request_by_hand(control: Control, compute: Ecompute, instance: str, **more: str) -> None:
+def put_request(control: Control, compute: Ecompute, instance: str, **more: str) -> None:
     """Write a request with a valid claim, as an eschedule of the new etcd would."""
-    claim(control, instance, compute.uuid)
-    value = {'version': 1, **request(compute.uuid, instance), **more}
+    put_claim(control, instance, compute.uuid)
+    value = {'version': 1, **make_request(compute.uuid, instance), **more}
     control.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value))
 
 
-def is_loud(compute: Ecompute, before: int = 0) -> None:
+def check_strange_etcd_logged(compute: Ecompute, before: int = 0) -> None:
     """Check that it logs once what is strange and how to accept it, and keeps running."""
-    until(lambda: len(logged(compute, STRANGE, 'From now on')) > before, 30, f'it is loud; see {compute.log}')
-    lines = logged(compute, STRANGE)
+    wait_until(
+        lambda: len(find_log_lines(compute, STRANGE_ETCD_MESSAGE, 'From now on')) > before,
+        30,
+        f'it is loud; see {compute.log}',
+    )
+    lines = find_log_lines(compute, STRANGE_ETCD_MESSAGE)
     assert len(lines) == before + 1, lines
     assert 'ecompute --accept-new-etcd' in lines[-1]
     assert compute.is_running
 
 
-def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) -> None:
+def test_identity_is_written_once_and_remembered(own_control: Control) -> None:
     """F13: /cluster is written once, and facts seen of etcd are remembered across kill -9 (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     written = json.loads(own_control.etcd.get('/cluster') or b'{}')
     assert written['version'] == 1
     assert written['since'].startswith('20')
-    assert remembered(first)['identity'] == remembered(second)['identity'] == written['identity']
+    assert read_known_etcd(first)['identity'] == read_known_etcd(second)['identity'] == written['identity']
     compute, instance = place(own_control)
-    addressed(own_control, instance)
+    wait_address(own_control, instance)
     owner = first if first.uuid == compute else second
     revision = int(own_control.etcd.call('kv/range', {'key': 'eA=='})['header']['revision'])
-    until(lambda: remembered(owner)['revision'] >= revision, 10, 'the revision of its own last write is remembered')
+    wait_until(
+        lambda: read_known_etcd(owner)['revision'] >= revision, 10, 'the revision of its own last write is remembered'
+    )
     owner.kill()
-    assert remembered(owner)['revision'] >= revision
+    assert read_known_etcd(owner)['revision'] >= revision
     owner.start()
     own_control.etcd.kill()
     own_control.etcd.start()
     own_control.etcd.compact()
     boot(own_control)
     assert json.loads(own_control.etcd.get('/cluster') or b'{}') == written
-    assert logged(first, STRANGE) + logged(second, STRANGE) == []
-    settled(own_control, first, second)
+    assert find_log_lines(first, STRANGE_ETCD_MESSAGE) + find_log_lines(second, STRANGE_ETCD_MESSAGE) == []
+    check_settled(own_control, first, second)
 
 
 @pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.history_broken('etcd is wiped')
-def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
+def test_wiped_etcd_changes_nothing_until_accepted(own_control: Control, compute: Ecompute, away: bool) -> None:
     """F13: etcd wiped, while ecompute runs or is away: guests stay, nothing is done until it is accepted (fake)."""
     etcd = own_control.etcd
     script = own_control.directory / 'script'
     script.write_text('#!/bin/sh\n')
-    _, named = place(own_control, SMALL, '--name', 'one', '--user-data', str(script))
+    _, named = place(own_control, SMALL_QUERY, '--name', 'one', '--user-data', str(script))
     _, unnamed = place(own_control)
-    address = addressed(own_control, named)
-    addressed(own_control, unnamed)
+    address = wait_address(own_control, named)
+    wait_address(own_control, unnamed)
     original_request = etcd.get(f'/hosts/{compute.uuid}/{named}')
-    until(lambda: remembered(compute)['revision'] > 5, 5, 'what was seen is remembered')
+    wait_until(lambda: read_known_etcd(compute)['revision'] > 5, 5, 'what was seen is remembered')
     if away:
         compute.kill()
     wipe(etcd)
     if away:
         compute.launch()
-    is_loud(compute)
+    check_strange_etcd_logged(compute)
     # It does not build a request in that etcd, carry out a tombstone or publish its presence.
-    request_by_hand(own_control, compute, NOBODY)
+    put_request(own_control, compute, UNKNOWN_UUID)
     tombstone = {'version': 1, 'instance': named, 'allocations': {}, 'image': None}
     etcd.put(f'/hosts/{compute.uuid}/{named}', json.dumps(tombstone))
-    before = reserved(own_control, compute.uuid)
-    stop(compute)
-    assert 'stopping' in log_of(compute)[-1]
+    before = read_reserved(own_control, compute.uuid)
+    stop_compute(compute)
+    assert 'stopping' in read_log(compute)[-1]
     compute.launch()
-    is_loud(compute, 1)
-    assert reserved(own_control, compute.uuid) == before
-    assert set(guests(compute)) == {named, unnamed}
-    assert all(guest['running'] for guest in guests(compute).values())
-    assert etcd.keys('/computes/') == []
-    assert etcd.keys('/instances/') == []
+    check_strange_etcd_logged(compute, 1)
+    assert read_reserved(own_control, compute.uuid) == before
+    assert set(read_guests(compute)) == {named, unnamed}
+    assert all(guest['running'] for guest in read_guests(compute).values())
+    assert etcd.list_keys('/computes/') == []
+    assert etcd.list_keys('/instances/') == []
     assert etcd.get('/cluster') is None
     etcd.delete(f'/hosts/{compute.uuid}/{named}')
-    accept(compute)
-    assert addressed(own_control, named) == address
+    restart_accepting_etcd(compute)
+    assert wait_address(own_control, named) == address
     assert original_request == etcd.get(f'/hosts/{compute.uuid}/{named}')
     assert json.loads(etcd.get('/names/one') or b'') == {'version': 1, 'instance': named}
-    assert addressed(own_control, unnamed)
-    assert addressed(own_control, NOBODY)
+    assert wait_address(own_control, unnamed)
+    assert wait_address(own_control, UNKNOWN_UUID)
     for instance in (named, unnamed):
-        status = known(own_control, instance)
+        status = require_record(own_control, instance)
         assert (status['state'], status['fault']) == ('active', None)
-        assert not logged(compute, 'INSTANTIATE', instance)[1:]
-    allocation = own_control.placement.allocations(named)
+        assert not find_log_lines(compute, 'INSTANTIATE', instance)[1:]
+    allocation = own_control.placement.read_allocations(named)
     assert allocation == {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}
-    settled(own_control, compute)
+    check_settled(own_control, compute)
     compute.restart()
     result = own_control.eschedule('destroy', '--wait', named)
     assert result.code == 0, result
@@ -144,67 +162,73 @@ def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
     ],
 )
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool) -> None:
+def test_restored_etcd_is_repaired_after_acceptance(
+    own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool
+) -> None:
     """F13: etcd restored from an older snapshot: destroyed instances stay gone, newer ones are published (fake)."""
     etcd, compute = own_control.etcd, own_control.ecompute('VCPU:8,DISK_GB:20,MEMORY_MB:2048')
-    _, surviving = place(own_control, SMALL, '--name', 'kept')
-    _, destroyed = place(own_control, SMALL, '--name', 'destroyed')
+    _, surviving = place(own_control, SMALL_QUERY, '--name', 'kept')
+    _, destroyed = place(own_control, SMALL_QUERY, '--name', 'destroyed')
     for instance in (surviving, destroyed):
-        addressed(own_control, instance)
+        wait_address(own_control, instance)
     older = kind(etcd)
-    until(lambda: not logged(compute, 'cannot be reached') or logged(compute, 'is back'), 15, 'it follows etcd again')
+    wait_until(
+        lambda: not find_log_lines(compute, 'cannot be reached') or find_log_lines(compute, 'is back'),
+        15,
+        'it follows etcd again',
+    )
     assert own_control.eschedule('destroy', '--wait', destroyed).code == 0
-    newer = boot(own_control, SMALL, '--name', 'came')
-    compute_log = len(logged(compute, STRANGE))
+    newer = boot(own_control, SMALL_QUERY, '--name', 'came')
+    compute_log = len(find_log_lines(compute, STRANGE_ETCD_MESSAGE))
     assert compute_log == 0
     if away:
-        stop(compute)
+        stop_compute(compute)
     older.restore()
     if away:
         compute.launch()
-    is_loud(compute)
-    assert set(guests(compute)) == {surviving, newer}
+    check_strange_etcd_logged(compute)
+    assert set(read_guests(compute)) == {surviving, newer}
     # One more instance has a tombstone when the etcd is accepted: that one is carried out.
     tombstone = json.loads(etcd.get(f'/hosts/{compute.uuid}/{surviving}') or b'{}')
     etcd.put(f'/hosts/{compute.uuid}/{surviving}', json.dumps({**tombstone, 'allocations': {}, 'image': None}))
-    accept(compute)
-    reached(own_control, surviving, 'gone')
-    reached(own_control, destroyed, 'gone')
-    reached(own_control, newer, 'active')
-    until(lambda: set(guests(compute)) == {newer}, 10, 'only what came since is here')
-    assert len(logs(compute, 'INSTANTIATE', destroyed)) == 1
-    assert etcd.keys('/names/') == ['/names/came']
-    settled(own_control, compute)
-    stop(compute)
+    restart_accepting_etcd(compute)
+    wait_state(own_control, surviving, 'gone')
+    wait_state(own_control, destroyed, 'gone')
+    wait_state(own_control, newer, 'active')
+    wait_until(lambda: set(read_guests(compute)) == {newer}, 10, 'only what came since is here')
+    assert len(wait_log_lines(compute, 'INSTANTIATE', destroyed)) == 1
+    assert etcd.list_keys('/names/') == ['/names/came']
+    check_settled(own_control, compute)
+    stop_compute(compute)
     compute.start()
-    settled(own_control, compute)
+    check_settled(own_control, compute)
 
 
 @pytest.mark.history_broken('etcd is wiped')
-def test_a_name_that_was_given_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
+def test_name_taken_in_a_wiped_etcd_is_a_fault(own_control: Control, compute: Ecompute) -> None:
     """F13: etcd wiped, and a name taken by another instance before it is accepted: a fault reports it (fake)."""
     etcd = own_control.etcd
-    instance = boot(own_control, SMALL, '--name', 'one')
+    instance = boot(own_control, SMALL_QUERY, '--name', 'one')
     wipe(etcd)
-    is_loud(compute)
-    request_by_hand(own_control, compute, NOBODY, name='one')
-    etcd.put('/names/one', json.dumps({'version': 1, 'instance': NOBODY}))
-    accept(compute)
-    addressed(own_control, NOBODY)
-    status = reached(own_control, instance, 'active')
+    check_strange_etcd_logged(compute)
+    put_request(own_control, compute, UNKNOWN_UUID, name='one')
+    etcd.put('/names/one', json.dumps({'version': 1, 'instance': UNKNOWN_UUID}))
+    restart_accepting_etcd(compute)
+    wait_address(own_control, UNKNOWN_UUID)
+    status = wait_state(own_control, instance, 'active')
     assert status['fault'] == "its name one was another instance's when this etcd was accepted"
-    assert len(logs(compute, instance, 'its name one was another')) == 1
+    assert len(wait_log_lines(compute, instance, 'its name one was another')) == 1
     audit = own_control.eschedule('audit')
     assert audit.code == 8
     assert [line.split()[:2] for line in audit.stdout.splitlines()[1:]] == [['name-missing', instance]]
     # It releases only what is its own.
     assert own_control.eschedule('destroy', '--wait', instance).code == 0
-    assert json.loads(etcd.get('/names/one') or b'')['instance'] == NOBODY
+    assert json.loads(etcd.get('/names/one') or b'')['instance'] == UNKNOWN_UUID
 
 
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None:
+def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, compute: Ecompute) -> None:
     """F13: restored long ago, with a revision higher than before: noticed by its raft term (fake)."""
     etcd = own_control.etcd
     boot(own_control)
@@ -212,79 +236,79 @@ def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None
     for _ in range(3):
         etcd.restart()
     boot(own_control)
-    stop(compute)
-    before = remembered(compute)
+    stop_compute(compute)
+    before = read_known_etcd(compute)
     older.restore()
     for number in range(200):
         etcd.put('/elsewhere', str(number))
     assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > before['revision']
     compute.launch()
-    is_loud(compute)
-    assert 'raft term' in logs(compute, STRANGE)[0]
-    accept(compute)
+    check_strange_etcd_logged(compute)
+    assert 'raft term' in wait_log_lines(compute, STRANGE_ETCD_MESSAGE)[0]
+    restart_accepting_etcd(compute)
 
 
 @pytest.mark.history_broken('etcd is wiped')
-def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
+def test_destroy_continues_in_a_wiped_etcd(own_control: Control) -> None:
     """F13: etcd wiped during a destroy: after acceptance the destroy continues (fake)."""
-    compute = tuned(own_control)
+    compute = make_tuned(own_control)
     instance = boot(own_control)
-    stop(compute)
+    stop_compute(compute)
     compute.failpoint = 'destroying:stop'
     compute.start()
     assert own_control.eschedule('destroy', instance).code == 0
-    compute.stopped_at('destroying')
+    compute.wait_frozen_at('destroying')
     compute.kill()
     compute.failpoint = ''
-    assert known(own_control, instance)['state'] == 'destroying'
+    assert require_record(own_control, instance)['state'] == 'destroying'
     wipe(own_control.etcd)
-    accept(compute)
-    reached(own_control, instance, 'gone')
-    settled(own_control, compute)
+    restart_accepting_etcd(compute)
+    wait_state(own_control, instance, 'gone')
+    check_settled(own_control, compute)
 
 
-def test_a_build_under_way_goes_on(own_control: Control) -> None:
+def test_build_continues_in_a_wiped_etcd(own_control: Control) -> None:
     """F13: etcd wiped during a build: after acceptance the build continues (fake)."""
-    compute = tuned(own_control)
-    stop(compute)
+    compute = make_tuned(own_control)
+    stop_compute(compute)
     compute.failpoint = 'seeded:stop'
     compute.start()
     _, instance = place(own_control)
-    compute.stopped_at('seeded')
+    compute.wait_frozen_at('seeded')
     compute.kill()
     compute.failpoint = ''
     wipe(own_control.etcd)
-    accept(compute)
-    addressed(own_control, instance)
-    settled(own_control, compute)
+    restart_accepting_etcd(compute)
+    wait_address(own_control, instance)
+    check_settled(own_control, compute)
 
 
 @pytest.mark.history_broken('etcd is wiped')
-def test_killed_while_it_accepts(own_control: Control) -> None:
+def test_killed_during_acceptance(own_control: Control) -> None:
     """F13: kill -9 between publishing and recording: the next start finds the same state and continues (fake)."""
-    compute = tuned(own_control)
+    compute = make_tuned(own_control)
     instance = boot(own_control)
-    stop(compute)
+    stop_compute(compute)
     wipe(own_control.etcd)
     compute.failpoint = f'{REPUBLISHED}:stop'
     compute.options = ['--accept-new-etcd']
     compute.launch()
-    compute.stopped_at(REPUBLISHED)
+    compute.wait_frozen_at(REPUBLISHED)
     compute.kill()
     compute.failpoint = ''
     compute.options = []
     compute.launch()
-    is_loud(compute)
-    accept(compute)
-    reached(own_control, instance, 'active')
-    settled(own_control, compute)
+    check_strange_etcd_logged(compute)
+    restart_accepting_etcd(compute)
+    wait_state(own_control, instance, 'active')
+    check_settled(own_control, compute)
 
 
-def test_no_room_for_a_lost_claim(own_control: Control) -> None:
+def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
     """F13: etcd wiped, and the claim lost and its room taken: the guest stays, with a fault (fake)."""
     compute = own_control.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512')
     instance = boot(own_control)
-    stop(compute)
+    stop_compute(compute)
     wipe(own_control.etcd)
     own_control.placement.call('DELETE', f'/allocations/{instance}')
     provider = f'/resource_providers/{compute.uuid}'
@@ -292,35 +316,35 @@ def test_no_room_for_a_lost_claim(own_control: Control) -> None:
     generation = own_control.placement.call('GET', provider)['generation']
     body = {'inventories': inventories, 'resource_provider_generation': generation}
     own_control.placement.call('PUT', f'{provider}/inventories', body)
-    claim(own_control, NOBODY, compute.uuid, room={'VCPU': 1})
-    accept(compute)
-    status = reached(own_control, instance, 'active')
+    put_claim(own_control, UNKNOWN_UUID, compute.uuid, amounts={'VCPU': 1})
+    restart_accepting_etcd(compute)
+    status = wait_state(own_control, instance, 'active')
     assert 'without a claim' in status['fault']
-    assert guests(compute)[instance]['running']
-    own_control.placement.call('DELETE', f'/allocations/{NOBODY}')
-    stop(compute)
-    accept(compute)
-    assert own_control.placement.allocations(instance)
-    settled(own_control, compute)
+    assert read_guests(compute)[instance]['running']
+    own_control.placement.call('DELETE', f'/allocations/{UNKNOWN_UUID}')
+    stop_compute(compute)
+    restart_accepting_etcd(compute)
+    assert own_control.placement.read_allocations(instance)
+    check_settled(own_control, compute)
 
 
-def test_a_lost_claim_is_made_again(own_control: Control, compute: Ecompute, own_placement: PlacementServer) -> None:
+def test_lost_claim_is_claimed_again(own_control: Control, compute: Ecompute, own_placement: PlacementServer) -> None:
     """F13: etcd wiped and the claim lost, too: claimed again (fake)."""
     instance = boot(own_control)
-    allocation = own_placement.allocations(instance)
-    stop(compute)
+    allocation = own_placement.read_allocations(instance)
+    stop_compute(compute)
     wipe(own_control.etcd)
     own_placement.call('DELETE', f'/allocations/{instance}')
-    accept(compute)
-    assert own_placement.allocations(instance) == allocation
+    restart_accepting_etcd(compute)
+    assert own_placement.read_allocations(instance) == allocation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('value', [None, '{"version": 1, "identity": "5ca1ab1e-0000-4000-8000-000000000000"}', 'x'])
-def test_another_identity(own_control: Control, value: str | None) -> None:
+def test_changed_identity_is_noticed(own_control: Control, value: str | None) -> None:
     """F13: /cluster deleted or replaced: noticed at the next start (fake)."""
     compute = own_control.ecompute()
-    stop(compute)
+    stop_compute(compute)
     written = own_control.etcd.get('/cluster')
     assert written is not None
     if value is None:
@@ -328,8 +352,8 @@ def test_another_identity(own_control: Control, value: str | None) -> None:
     else:
         own_control.etcd.put('/cluster', value)
     compute.launch()
-    is_loud(compute)
-    stop(compute)
+    check_strange_etcd_logged(compute)
+    stop_compute(compute)
     # Its records are intact: with the original value it works as before.
     own_control.etcd.put('/cluster', written)
     compute.start()
@@ -338,11 +362,11 @@ def test_another_identity(own_control: Control, value: str | None) -> None:
         own_control.etcd.put('/cluster', value)
         compute.options = ['--accept-new-etcd']
         compute.launch()
-        until(lambda: not compute.is_running, 20, 'there is nothing to accept')
-        assert '/cluster' in log_of(compute)[-1]
+        wait_until(lambda: not compute.is_running, 20, 'there is nothing to accept')
+        assert '/cluster' in read_log(compute)[-1]
     else:
         own_control.etcd.delete('/cluster')
-        accept(compute)
+        restart_accepting_etcd(compute)
 
 
 # F13 with real guests: the etcd of a lab is wiped, and accepted.
@@ -353,13 +377,13 @@ def own_host() -> Iterator[Hypervisor]:
     """A host of a lab of this test's own, because wiping its etcd affects every host."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    lab = Lab(lab_name('etcd'), 1)
+    lab = Lab(make_lab_name('etcd'), 1)
     try:
-        (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
+        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         host = Hypervisor(lab, 'hv1')
-        host.compute = lab.compute('hv1')
+        host.compute = lab.read_compute('hv1')
         config = host.directory / 'compute.yaml'
-        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': ROOM}))
+        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': HOST_INVENTORY}))
         host.restart()
         yield host
     finally:
@@ -372,39 +396,39 @@ def wipe_lab(lab: Lab) -> None:
     assert lab_state is not None
     pid = lab_state.processes['etcd'].pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not running(pid), 20, 'etcd ends')
+    wait_until(lambda: not is_alive(pid), 20, 'etcd ends')
     shutil.rmtree(lab.directory / CONTROL / 'etcd')
     elab.start_control(lab_state)
 
 
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is wiped')
-def test_wiped_under_guests(own_host: Hypervisor) -> None:
+def test_wiped_etcd_keeps_guests_running(own_host: Hypervisor) -> None:
     """F13: etcd wiped while guests run: they keep running through a restart and the acceptance (libvirt)."""
-    first, second = own_host.running(), own_host.running()
-    qemus = {name: own_host.qemu(name) for name in (first, second)}
+    first, second = own_host.start_instance(), own_host.start_instance()
+    qemus = {name: own_host.find_qemu(name) for name in (first, second)}
     assert all(qemus.values())
-    destroyed = own_host.running()
-    own_host.ask_destroy(destroyed)
-    own_host.reached(destroyed, 'gone')
+    destroyed = own_host.start_instance()
+    own_host.request_destroy(destroyed)
+    own_host.wait_state(destroyed, 'gone')
     wipe_lab(own_host.lab)
-    until(lambda: own_host.lines('is not the one this compute knew'), 30, 'it is loud')
+    wait_until(lambda: own_host.find_log_lines('is not the one this compute knew'), 30, 'it is loud')
     assert own_host.is_running
     own_host.kill(signal.SIGTERM)
     own_host.launch()
-    until(lambda: own_host.lines('is not the one this compute knew'), 30, 'it is loud again')
-    assert {name: own_host.qemu(name) for name in qemus} == qemus
-    assert own_host.lab.etcd('/') == {}
+    wait_until(lambda: own_host.find_log_lines('is not the one this compute knew'), 30, 'it is loud again')
+    assert {name: own_host.find_qemu(name) for name in qemus} == qemus
+    assert own_host.lab.read_etcd('/') == {}
     own_host.kill(signal.SIGTERM)
     own_host.launch('', '--accept-new-etcd')
     own_host.wait_ready()
     for instance in qemus:
-        own_host.reached(instance, 'active', fault=None)
-    assert {name: own_host.qemu(name) for name in qemus} == qemus
-    own_host.settled()
+        own_host.wait_state(instance, 'active', fault=None)
+    assert {name: own_host.find_qemu(name) for name in qemus} == qemus
+    own_host.check_settled()
     own_host.restart()
-    own_host.ask_destroy(first, second)
+    own_host.request_destroy(first, second)
     for instance in qemus:
-        own_host.reached(instance, 'gone')
-        own_host.nothing_of(instance)
-    own_host.settled()
+        own_host.wait_state(instance, 'gone')
+        own_host.assert_removed(instance)
+    own_host.check_settled()

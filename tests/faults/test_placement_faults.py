@@ -14,118 +14,144 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
-from tests.kit.faulty_placement import KINDS, METHODS, FaultyPlacement
-from tests.kit.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
-from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, boot, boot_all, log_of, logs, notified, place, reached, record, reserved
-from tests.kit.tuned import tuned
+from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, write_config
+from tests.kit.faulty_placement import KINDS, METHODS_BY_KIND, FaultyPlacement
+from tests.kit.hands import (
+    Eschedule,
+    assert_idle,
+    check_settled,
+    count_losses,
+    expire_attempts,
+    mark_slow_steps,
+    read_guests,
+)
+from tests.kit.servers import wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    boot,
+    boot_all,
+    parse_notice,
+    place,
+    read_log,
+    read_record,
+    read_reserved,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
 # The kinds that ecompute always notices.
-LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
+NOTICED_KINDS = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 
 
 @pytest.fixture
-def faulty(cluster: Control) -> Iterator[FaultyPlacement]:
+def faulty_placement(cluster: Control) -> Iterator[FaultyPlacement]:
     """A proxy in front of the cluster's placement that does not fail yet."""
     with FaultyPlacement(cluster.placement.port) as proxy:
         yield proxy
 
 
-@pytest.mark.parametrize('kind', some([*LOUD, 'lost'], 'refused', '409', 'html', 'lost'))
-def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement, kind: str) -> None:
+@pytest.mark.parametrize('kind', mark_slow_steps([*NOTICED_KINDS, 'lost'], 'refused', '409', 'html', 'lost'))
+def test_placement_fails_during_build_and_destroy(
+    cluster: Control, faulty_placement: FaultyPlacement, kind: str
+) -> None:
     """F16: placement fails while a build and a destroy arrive: done once it is back, logged once (fake)."""
-    compute = tuned(cluster, placement=faulty.url)
+    compute = make_tuned(cluster, placement=faulty_placement.url)
     surviving, doomed = boot_all(cluster, 2)
     compute.pause()
     _, created = place(cluster)
     assert cluster.eschedule('destroy', doomed).code == 0
-    faulty.fail(kind)
+    faulty_placement.fail(kind)
     compute.resume()
     began = time.monotonic()
     if kind == 'lost':
-        reached(cluster, doomed, 'gone')  # read back: nothing is left to release
-        assert faulty.hits == 1
+        wait_state(cluster, doomed, 'gone')  # read back: nothing is left to release
+        assert faulty_placement.hits == 1
     else:
-        until(lambda: losses(compute, 'placement')[0] or losses(compute, 'changed by somebody')[0], 20, 'it is noticed')
-        with idle(compute.pid):
-            count = faulty.hits
-            until(lambda: faulty.hits > count + 2 or time.monotonic() - began > 3, 20, 'it tries again')
+        wait_until(
+            lambda: count_losses(compute, 'placement')[0] or count_losses(compute, 'changed by somebody')[0],
+            20,
+            'it is noticed',
+        )
+        with assert_idle(compute.pid):
+            count = faulty_placement.hits
+            wait_until(lambda: faulty_placement.hits > count + 2 or time.monotonic() - began > 3, 20, 'it tries again')
         if kind != '409':
-            assert record(cluster, created) is None, 'neither built nor failed while nobody can confirm it'
-        assert cluster.placement.allocations(doomed), 'not gone: it still holds its claim'
-        assert (record(cluster, doomed) or {})['state'] == 'destroying'
-    assert surviving in guests(compute)
-    faulty.heal()
-    addressed(cluster, created)
-    reached(cluster, doomed, 'gone')
-    said_once(compute, 0 if kind == 'lost' else 1)
-    settled(cluster, compute)
+            assert read_record(cluster, created) is None, 'neither built nor failed while nobody can confirm it'
+        assert cluster.placement.read_allocations(doomed), 'not gone: it still holds its claim'
+        assert (read_record(cluster, doomed) or {})['state'] == 'destroying'
+    assert surviving in read_guests(compute)
+    faulty_placement.heal()
+    wait_address(cluster, created)
+    wait_state(cluster, doomed, 'gone')
+    check_losses_logged(compute, 0 if kind == 'lost' else 1)
+    check_settled(cluster, compute)
 
 
-def said_once(compute: Ecompute, times: int) -> None:
+def check_losses_logged(compute: Ecompute, times: int) -> None:
     """Check that the log reports this many losses of placement and as many returns."""
     with contextlib.suppress(AssertionError):
-        until(lambda: losses(compute, '')[1] >= times, 20, 'the return is logged')
-    assert losses(compute, '') == (times, times), log_of(compute)
+        wait_until(lambda: count_losses(compute, '')[1] >= times, 20, 'the return is logged')
+    assert count_losses(compute, '') == (times, times), read_log(compute)
 
 
-def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement) -> None:
+def test_placement_fails_in_the_periodic_check(cluster: Control, faulty_placement: FaultyPlacement) -> None:
     """F16: each failure in turn of ecompute's query of once a minute: one loss, one return (fake)."""
-    compute = tuned(cluster, placement=faulty.url)
+    compute = make_tuned(cluster, placement=faulty_placement.url)
     # It skips this query for a provider that it has just created, and for one that is unchanged.
-    addressed(cluster, place(cluster)[1])
+    wait_address(cluster, place(cluster)[1])
     compute.stop()
-    faulty.fail('500', which=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
+    faulty_placement.fail('500', matches=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
     compute.start()
     for kind in ('500', 'html', 'wrong', 'truncated', 'broken', '503'):
-        count = faulty.hits
-        faulty.fail(kind, which=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
+        count = faulty_placement.hits
+        faulty_placement.fail(kind, matches=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
         if kind in ('500', 'html', 'wrong'):
-            until(lambda count=count: faulty.hits > count, 30, 'it looks')  # type: ignore[misc]
+            wait_until(lambda count=count: faulty_placement.hits > count, 30, 'it looks')  # type: ignore[misc]
     _, instance = place(cluster)
-    addressed(cluster, instance)  # its build does not depend on that query
-    faulty.heal()
-    said_once(compute, 1)
-    settled(cluster, compute)
+    wait_address(cluster, instance)  # its build does not depend on that query
+    faulty_placement.heal()
+    check_losses_logged(compute, 1)
+    check_settled(cluster, compute)
 
 
-def test_ecompute_starts_and_stops(cluster: Control) -> None:
+def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None:
     """F16: placement fails in every way when ecompute starts: it ends with the reason; and when it stops (fake)."""
-    kinds = [*LOUD, 'lost']
+    kinds = [*NOTICED_KINDS, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
         for kind in kinds:
             faulty = proxies.enter_context(FaultyPlacement(cluster.placement.port))
-            computes[kind] = faulty, tuned(cluster, placement=faulty.url, start=False)
+            computes[kind] = faulty, make_tuned(cluster, placement=faulty.url, start=False)
             faulty.fail(kind)
             computes[kind][1].launch()
         for kind, (_, compute) in computes.items():
-            until(lambda compute=compute: not compute.is_running, 40, f'{kind}: it ends')  # type: ignore[misc]
+            wait_until(lambda compute=compute: not compute.is_running, 40, f'{kind}: it ends')  # type: ignore[misc]
             # A provider whose generation changes with every query is a conflict; any other failure is a loss of
             # placement.
-            assert compute.stop() == (5 if kind == '409' else 7), (kind, compute.last_words())
-            (line,) = [row for row in log_of(compute) if row.startswith('ecompute: ')]
+            assert compute.stop() == (5 if kind == '409' else 7), (kind, compute.tail_log())
+            (line,) = [row for row in read_log(compute) if row.startswith('ecompute: ')]
             assert kind == '409' or 'placement at http' in line or 'as placement does' in line, (kind, line)
-        assert cluster.etcd.keys('/computes/') == []
+        assert cluster.etcd.list_keys('/computes/') == []
         for faulty, compute in computes.values():
             faulty.heal()
             compute.launch()
         for kind, (faulty, compute) in computes.items():
             compute.wait_ready()
-            assert reserved(cluster, compute.uuid) == 0
+            assert read_reserved(cluster, compute.uuid) == 0
             faulty.fail(kind)
         # Concurrently, so that all wait at the same time.
         with ThreadPoolExecutor(len(computes)) as threads:
             codes = list(threads.map(lambda each: each[1].stop(patience=40), computes.values()))
         assert codes == [0] * len(computes)
         for kind, (_, compute) in computes.items():
-            assert reserved(cluster, compute.uuid) == (4 if kind == 'lost' else 0), kind
-            assert logs(compute, 'could not reserve VCPU'), kind
-    settled(cluster)
+            assert read_reserved(cluster, compute.uuid) == (4 if kind == 'lost' else 0), kind
+            assert wait_log_lines(compute, 'could not reserve VCPU'), kind
+    check_settled(cluster)
 
 
-def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
+def test_placement_fails_during_a_create(cluster: Control, tmp_path: Path) -> None:
     """F16: placement fails in every way for eschedule: it ends in time, with one claim or none (fake)."""
     compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
     cases = [(kind, writes) for kind in KINDS for writes in (False, True) if kind != 'refused' or not writes]
@@ -136,9 +162,9 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
         config = tmp_path / f'{kind}-{writes}.yaml'
         with FaultyPlacement(cluster.placement.port) as faulty:
             write_config(config, cluster.etcd.endpoint, faulty.url)
-            faulty.fail(kind, which=lambda method, _: method != 'GET' or not writes, seconds=1.0)
+            faulty.fail(kind, matches=lambda method, _: method != 'GET' or not writes, seconds=1.0)
             began = time.monotonic()
-            return eschedule(config, SMALL, '--uuid', instances[case]), time.monotonic() - began
+            return run_eschedule_process(config, SMALL_QUERY, '--uuid', instances[case]), time.monotonic() - began
 
     with ThreadPoolExecutor(4) as threads:
         results = dict(zip(cases, threads.map(create, cases), strict=True))
@@ -146,10 +172,10 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
         kind, writes = case
         assert seconds < 40, (case, seconds)
         assert 'Traceback' not in result.stderr
-        claims = cluster.placement.allocations(instances[case])
+        claims = cluster.placement.read_allocations(instances[case])
         if kind in ('slow', 'lost'):
             assert result.code == 0, (case, result)
-            assert notified(result) == (compute.uuid, instances[case])
+            assert parse_notice(result) == (compute.uuid, instances[case])
         elif kind == '409':
             assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
         else:
@@ -158,28 +184,28 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
             has_attempt = cluster.etcd.get(f'/requests/{instances[case]}') is not None
             assert (f'--uuid {instances[case]}' in result.stderr) == has_attempt, (case, result)
         assert len(claims) == (1 if result.code == 0 else 0), (case, claims)
-    lapse_requests(cluster)  # of attempts whose claims have an unknown outcome
+    expire_attempts(cluster)  # of attempts whose claims have an unknown outcome
     # The same command later continues, or reports the outcome.
     for case, instance in instances.items():
         if case in (('500', True), ('truncated', True), ('lost', True)):
-            assert notified(cluster.eschedule(SMALL, '--uuid', instance))[1] == instance
-    for instance in [key.rsplit('/', 1)[1] for key in cluster.etcd.keys(f'/hosts/{compute.uuid}/')]:
-        addressed(cluster, instance)
-    settled(cluster, compute)
+            assert parse_notice(cluster.eschedule(SMALL_QUERY, '--uuid', instance))[1] == instance
+    for instance in [key.rsplit('/', 1)[1] for key in cluster.etcd.list_keys(f'/hosts/{compute.uuid}/')]:
+        wait_address(cluster, instance)
+    check_settled(cluster, compute)
 
 
 @pytest.mark.usefixtures('compute')
-def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_path: Path) -> None:
+def test_refusal_stands_without_its_reasons(cluster: Control, tmp_path: Path) -> None:
     """F16: placement fails while it explains a refusal, in every way: exit 3 in time, without reasons (fake)."""
-    cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS]
+    cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS_BY_KIND]
 
     def create(kind: str) -> tuple[Result, float]:
         config = tmp_path / f'{kind}.yaml'
         with FaultyPlacement(cluster.placement.port) as faulty:
             write_config(config, cluster.etcd.endpoint, faulty.url)
-            faulty.fail(kind, which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
+            faulty.fail(kind, matches=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
             began = time.monotonic()
-            return eschedule(config, SMALL.replace('VCPU:1', 'VCPU:9')), time.monotonic() - began
+            return run_eschedule_process(config, SMALL_QUERY.replace('VCPU:1', 'VCPU:9')), time.monotonic() - began
 
     with ThreadPoolExecutor(4) as threads:
         results = dict(zip(cases, threads.map(create, cases), strict=True))
@@ -191,42 +217,44 @@ def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_
         assert seconds < 40, (kind, seconds)
 
 
-def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
+def test_ctrl_c_skips_the_reasons_of_a_refusal(
+    cluster: Control, faulty_placement: FaultyPlacement, tmp_path: Path
+) -> None:
     """F16: Ctrl-C while placement is slow to explain a refusal: still exit 3 (fake)."""
-    config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
-    faulty.fail('slow', which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
-    with Eschedule(cluster, SMALL, config=config) as command:
-        until(lambda: faulty.hits, 20, 'the reasons are asked for')
+    config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty_placement.url)
+    faulty_placement.fail('slow', matches=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
+    with Eschedule(cluster, SMALL_QUERY, config=config) as command:
+        wait_until(lambda: faulty_placement.hits, 20, 'the reasons are asked for')
         os.kill(command.pid, signal.SIGINT)
-        result = command.end(40)
+        result = command.wait(40)
     assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert result.stderr == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seconds', [5.0, 35.0])
-def test_answers_that_take_long(cluster: Control, faulty: FaultyPlacement, tmp_path: Path, seconds: float) -> None:
+def test_slow_answers(cluster: Control, faulty_placement: FaultyPlacement, tmp_path: Path, seconds: float) -> None:
     """F16: placement takes 5 s, and 35 s, which exceeds every timeout: abandoned calls arrive late (fake)."""
-    compute = tuned(cluster, placement=faulty.url)
+    compute = make_tuned(cluster, placement=faulty_placement.url)
     doomed = boot(cluster)
-    config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
-    faulty.fail('slow', which=lambda method, _: method != 'GET', seconds=seconds)
+    config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty_placement.url)
+    faulty_placement.fail('slow', matches=lambda method, _: method != 'GET', seconds=seconds)
     assert cluster.eschedule('destroy', doomed).code == 0
     instance = str(uuid.uuid4())
-    result = eschedule(config, SMALL, '--uuid', instance, timeout=200)
-    assert notified(result) == (compute.uuid, instance)
-    assert list(cluster.placement.consumers(compute.uuid)).count(instance) == 1
-    until(lambda: (record(cluster, doomed) or {}).get('state') == 'gone', 90, 'it is gone')
-    addressed(cluster, instance)
+    result = run_eschedule_process(config, SMALL_QUERY, '--uuid', instance, timeout=200)
+    assert parse_notice(result) == (compute.uuid, instance)
+    assert list(cluster.placement.read_consumers(compute.uuid)).count(instance) == 1
+    wait_until(lambda: (read_record(cluster, doomed) or {}).get('state') == 'gone', 90, 'it is gone')
+    wait_address(cluster, instance)
     # The reads, too: a build waits for its confirmation without a limit.
     compute.pause()
     _, waiting = place(cluster)
-    faulty.fail('slow', seconds=seconds)
+    faulty_placement.fail('slow', seconds=seconds)
     compute.resume()
     if seconds > 30:
-        until(lambda: losses(compute, '')[0], 60, 'it is noticed')
-        faulty.heal()
-    until(lambda: (record(cluster, waiting) or {}).get('state') == 'active', 60, 'it is active')
+        wait_until(lambda: count_losses(compute, '')[0], 60, 'it is noticed')
+        faulty_placement.heal()
+    wait_until(lambda: (read_record(cluster, waiting) or {}).get('state') == 'active', 60, 'it is active')
     assert compute.stop(patience=90) == 0
     compute.start()
-    settled(cluster, compute)
+    check_settled(cluster, compute)

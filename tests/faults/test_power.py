@@ -13,270 +13,283 @@ import pytest
 from tests.faults.etcds import SavedSnapshot, wipe
 from tests.kit.boot_sectors import POWER_BUTTON
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, accept, guests, settled, start_again
+from tests.kit.hands import Eschedule, check_settled, read_guests, restart_accepting_etcd, restart_unarmed
 from tests.kit.hypervisor import Hypervisor, put_image
-from tests.kit.servers import until
-from tests.kit.story import at_once, boot, logged, logs, one_line, reached, record
-from tests.kit.tuned import tuned
+from tests.kit.servers import wait_until
+from tests.kit.story import (
+    assert_one_line,
+    boot,
+    find_log_lines,
+    read_record,
+    run_concurrently,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
-STEP_FAILPOINTS = POWERING, POWERED = ('powering', 'powered')
-ASKED_FAILPOINTS = (POWER_ASKED := 'power-asked',)
-ENDS = {'stop': 'stopped', 'start': 'active', 'reboot': 'active'}
-QUICK = [('reboot', POWERED), ('start', POWERED), ('stop', POWERING)]
-MEANWHILE = [('reboot', POWERING, 'stop'), ('reboot', POWERED, 'destroy')]
-ALL = [
-    pytest.param(action, step, marks=[] if (action, step) in QUICK else [pytest.mark.slow])
-    for action in ENDS
+STEP_FAILPOINTS = POWERING_STEP, POWERED_STEP = ('powering', 'powered')
+ASKED_FAILPOINTS = (POWER_REQUESTED_STEP := 'power-asked',)
+FINAL_STATES = {'stop': 'stopped', 'start': 'active', 'reboot': 'active'}
+QUICK_CASES = [('reboot', POWERED_STEP), ('start', POWERED_STEP), ('stop', POWERING_STEP)]
+QUICK_INTERRUPTIONS = [('reboot', POWERING_STEP, 'stop'), ('reboot', POWERED_STEP, 'destroy')]
+ALL_CASES = [
+    pytest.param(action, step, marks=[] if (action, step) in QUICK_CASES else [pytest.mark.slow])
+    for action in FINAL_STATES
     for step in STEP_FAILPOINTS
 ]
 
 
-def asked_for(control: Control, instance: str) -> dict[str, Any]:
+def read_power_change(control: Control, instance: str) -> dict[str, Any]:
     """Return the power change that the request contains."""
-    (key,) = (key for key in control.etcd.keys('/hosts/') if key.endswith(instance))
+    (key,) = (key for key in control.etcd.list_keys('/hosts/') if key.endswith(instance))
     return dict(json.loads(control.etcd.get(key) or b'{}').get('power') or {})
 
 
-def done(control: Control, instance: str) -> dict[str, Any]:
+def wait_until_done(control: Control, instance: str) -> dict[str, Any]:
     """Wait until the latest power change is carried out; return the record."""
 
     def find_finished() -> dict[str, Any] | None:
-        finished = record(control, instance)
-        return finished if finished and finished['power'] == asked_for(control, instance)['id'] else None
+        finished = read_record(control, instance)
+        return finished if finished and finished['power'] == read_power_change(control, instance)['id'] else None
 
-    finished = until(find_finished, 20, f'{asked_for(control, instance)} is done; it is {record(control, instance)}')
+    finished = wait_until(
+        find_finished, 20, f'{read_power_change(control, instance)} is done; it is {read_record(control, instance)}'
+    )
     assert finished is not None
     return finished
 
 
-def runs(compute: Ecompute, instance: str) -> bool:
+def is_guest_running(compute: Ecompute, instance: str) -> bool:
     """Return True if a fake's guest runs."""
-    return bool(guests(compute)[instance]['running'])
+    return bool(read_guests(compute)[instance]['running'])
 
 
-def made(control: Control, compute: Ecompute, action: str) -> str:
+def create_instance(control: Control, compute: Ecompute, action: str) -> str:
     """Create an instance that `action` can change: running, or stopped for a start."""
     instance = boot(control)
     if action == 'start':
         assert control.eschedule('stop', '--wait', instance).code == 0
-    assert runs(compute, instance) == (action != 'start')
+    assert is_guest_running(compute, instance) == (action != 'start')
     return instance
 
 
-@pytest.mark.parametrize(('action', 'step'), ALL)
-def test_killed_while_switching(cluster: Control, action: str, step: str) -> None:
+@pytest.mark.parametrize(('action', 'step'), ALL_CASES)
+def test_killed_during_a_power_change(cluster: Control, action: str, step: str) -> None:
     """F38: kill -9 of ecompute at a step of a stop, start or reboot: the next one completes it, once (fake)."""
-    compute = tuned(cluster)
-    instance, other = made(cluster, compute, action), made(cluster, compute, '')
+    compute = make_tuned(cluster)
+    instance, other = create_instance(cluster, compute, action), create_instance(cluster, compute, '')
     compute.kill()
     compute.failpoint = f'{step}:kill'
     compute.start()
-    one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
-    until(lambda: not compute.is_running, 30, f'it is killed at {step}')
-    start_again(compute)
-    finished = done(cluster, instance)
-    assert (finished['state'], finished['fault'], finished['attempts']) == (ENDS[action], None, 0)
-    assert runs(compute, instance) == (action != 'stop')
-    assert runs(compute, other)
+    assert_one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
+    wait_until(lambda: not compute.is_running, 30, f'it is killed at {step}')
+    restart_unarmed(compute)
+    finished = wait_until_done(cluster, instance)
+    assert (finished['state'], finished['fault'], finished['attempts']) == (FINAL_STATES[action], None, 0)
+    assert is_guest_running(compute, instance) == (action != 'stop')
+    assert is_guest_running(compute, other)
     # A guest that was started before the kill is not started again.
-    assert len(logged(compute, 'START INSTANCE', instance)) == (action != 'stop')
-    settled(cluster, compute)
+    assert len(find_log_lines(compute, 'START INSTANCE', instance)) == (action != 'stop')
+    check_settled(cluster, compute)
 
 
 @pytest.mark.parametrize(
     ('action', 'step', 'then'),
     [
-        pytest.param(*each, marks=[] if each in MEANWHILE else [pytest.mark.slow])
+        pytest.param(*each, marks=[] if each in QUICK_INTERRUPTIONS else [pytest.mark.slow])
         for each in itertools.product(('reboot', 'start'), STEP_FAILPOINTS, ('stop', 'destroy'))
     ],
 )
-def test_something_else_is_asked_meanwhile(cluster: Control, action: str, step: str, then: str) -> None:
+def test_later_request_during_a_power_change_decides(cluster: Control, action: str, step: str, then: str) -> None:
     """F38: a stop or destroy that comes while a start or reboot is at a step: the last request decides (fake)."""
-    compute = tuned(cluster)
-    instance = made(cluster, compute, action)
+    compute = make_tuned(cluster)
+    instance = create_instance(cluster, compute, action)
     compute.kill()
     compute.failpoint = f'{step}:stop:1'
     compute.start()
-    one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
-    compute.stopped_at(step)
-    one_line(cluster.eschedule(then, instance), 0, f'{then} accepted')
+    assert_one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
+    compute.wait_frozen_at(step)
+    assert_one_line(cluster.eschedule(then, instance), 0, f'{then} accepted')
     compute.resume()
     if then == 'destroy':
-        reached(cluster, instance, 'gone')
-        assert instance not in guests(compute)
+        wait_state(cluster, instance, 'gone')
+        assert instance not in read_guests(compute)
     else:
-        assert done(cluster, instance)['state'] == 'stopped'
-        assert not runs(compute, instance)
-    settled(cluster, compute)
+        assert wait_until_done(cluster, instance)['state'] == 'stopped'
+        assert not is_guest_running(compute, instance)
+    check_settled(cluster, compute)
 
 
-def test_a_start_after_a_stop_that_is_under_way(cluster: Control) -> None:
+def test_start_during_a_stop_runs_the_guest(cluster: Control) -> None:
     """F38: a start after the guest was asked to turn itself off, and ecompute killed then: it runs (fake)."""
-    compute = tuned(cluster)
-    instance = made(cluster, compute, 'stop')
+    compute = make_tuned(cluster)
+    instance = create_instance(cluster, compute, 'stop')
     compute.kill()
-    compute.failpoint = f'{POWERING}:stop:1'
+    compute.failpoint = f'{POWERING_STEP}:stop:1'
     compute.start()
-    one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
-    compute.stopped_at(POWERING)
-    one_line(cluster.eschedule('start', instance), 0, 'start accepted')
+    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
+    compute.wait_frozen_at(POWERING_STEP)
+    assert_one_line(cluster.eschedule('start', instance), 0, 'start accepted')
     compute.kill()
-    start_again(compute)
-    assert done(cluster, instance)['state'] == 'active'
-    assert runs(compute, instance)
+    restart_unarmed(compute)
+    assert wait_until_done(cluster, instance)['state'] == 'active'
+    assert is_guest_running(compute, instance)
     # The guest was asked to turn itself off and may do so late: ecompute waits for that.
-    assert len(logs(compute, 'START INSTANCE', instance)) == 1
-    settled(cluster, compute)
+    assert len(wait_log_lines(compute, 'START INSTANCE', instance)) == 1
+    check_settled(cluster, compute)
 
 
-def test_switched_by_several_at_once(cluster: Control) -> None:
+def test_concurrent_power_changes(cluster: Control) -> None:
     """F38: stops, starts, reboots and another's destroy by ten eschedules: the last request decides (fake)."""
-    compute = tuned(cluster)
-    instance, other = made(cluster, compute, ''), made(cluster, compute, '')
+    compute = make_tuned(cluster)
+    instance, other = create_instance(cluster, compute, ''), create_instance(cluster, compute, '')
     words = [[action, instance] for action in ('stop', 'start', 'reboot') * 3] + [['destroy', other]]
-    results = at_once(cluster, words, width=5)
+    results = run_concurrently(cluster, words, width=5)
     assert {result.code for result in results} <= {0, 5}, results
-    finished = done(cluster, instance)
-    assert finished['state'] == ENDS[asked_for(cluster, instance)['action']]
-    assert runs(compute, instance) == (finished['state'] == 'active')
-    reached(cluster, other, 'gone')
-    settled(cluster, compute)
+    finished = wait_until_done(cluster, instance)
+    assert finished['state'] == FINAL_STATES[read_power_change(cluster, instance)['action']]
+    assert is_guest_running(compute, instance) == (finished['state'] == 'active')
+    wait_state(cluster, other, 'gone')
+    check_settled(cluster, compute)
 
 
-def test_eschedule_killed_when_it_has_asked(cluster: Control) -> None:
+def test_eschedule_killed_after_a_stop_is_written(cluster: Control) -> None:
     """F38: kill -9 of eschedule after its stop is written: it is carried out, and a repeat reports it (fake)."""
-    compute = tuned(cluster)
-    instance = made(cluster, compute, 'stop')
-    with Eschedule(cluster, 'stop', instance, failpoint=f'{POWER_ASKED}:kill') as eschedule:
-        eschedule.killed_at(POWER_ASKED)
-    reached(cluster, instance, 'stopped')
-    done(cluster, instance)
-    one_line(cluster.eschedule('stop', instance), 0, 'is stopped already')
-    settled(cluster, compute)
+    compute = make_tuned(cluster)
+    instance = create_instance(cluster, compute, 'stop')
+    with Eschedule(cluster, 'stop', instance, failpoint=f'{POWER_REQUESTED_STEP}:kill') as eschedule:
+        eschedule.assert_killed_at(POWER_REQUESTED_STEP)
+    wait_state(cluster, instance, 'stopped')
+    wait_until_done(cluster, instance)
+    assert_one_line(cluster.eschedule('stop', instance), 0, 'is stopped already')
+    check_settled(cluster, compute)
 
 
-def test_a_record_removed_by_hand(cluster: Control) -> None:
+def test_deleted_record_does_not_repeat_a_reboot(cluster: Control) -> None:
     """F38: the record deleted outside ecomp after a reboot: written again, and the reboot not repeated (fake)."""
-    compute = tuned(cluster, numbers={'EVERY': 0.3})
-    instance = made(cluster, compute, '')
+    compute = make_tuned(cluster, numbers={'PLAN_INTERVAL_SECONDS': 0.3})
+    instance = create_instance(cluster, compute, '')
     assert cluster.eschedule('reboot', '--wait', instance).code == 0
-    cluster.etcd.delete(cluster.etcd.record_key(instance))
-    assert 'its record was lost' in reached(cluster, instance, 'active')['fault']
-    done(cluster, instance)
-    assert len(logs(compute, 'START INSTANCE', instance)) == 1
+    cluster.etcd.delete(cluster.etcd.find_record_key(instance))
+    assert 'its record was lost' in wait_state(cluster, instance, 'active')['fault']
+    wait_until_done(cluster, instance)
+    assert len(wait_log_lines(compute, 'START INSTANCE', instance)) == 1
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    settled(cluster, compute)
+    check_settled(cluster, compute)
 
 
-WIPED = pytest.mark.history_broken('etcd is wiped')
+WIPED_MARK = pytest.mark.history_broken('etcd is wiped')
 
 
 @pytest.mark.parametrize(
-    'lost', [pytest.param('wiped', marks=WIPED), pytest.param('restored', marks=pytest.mark.slow)]
+    'lost', [pytest.param('wiped', marks=WIPED_MARK), pytest.param('restored', marks=pytest.mark.slow)]
 )
-def test_etcd_has_forgotten(own_control: Control, compute: Ecompute, lost: str) -> None:
+def test_wiped_or_restored_etcd_repeats_no_power_change(own_control: Control, compute: Ecompute, lost: str) -> None:
     """F38: etcd wiped, or restored from before a start: finished changes stay, unread ones are lost (fake)."""
-    stopped, running, unread = (made(own_control, compute, '') for _ in range(3))
+    stopped, running, unread = (create_instance(own_control, compute, '') for _ in range(3))
     assert own_control.eschedule('stop', '--wait', stopped, running).code == 0
     older = SavedSnapshot(own_control.etcd) if lost == 'restored' else None
     assert own_control.eschedule('start', '--wait', running).code == 0
-    started = len(logged(compute, 'START INSTANCE'))
+    started = len(find_log_lines(compute, 'START INSTANCE'))
     compute.stop()
-    one_line(own_control.eschedule('stop', unread), 0, 'silent now')
+    assert_one_line(own_control.eschedule('stop', unread), 0, 'silent now')
     if older is not None:
         older.restore()
     else:
         wipe(own_control.etcd)
-    accept(compute)
-    reached(own_control, stopped, 'stopped')
+    restart_accepting_etcd(compute)
+    wait_state(own_control, stopped, 'stopped')
     for instance in (running, unread):  # its compute had not read the latter's stop
-        reached(own_control, instance, 'active')
+        wait_state(own_control, instance, 'active')
     compute.restart()
-    assert [runs(compute, instance) for instance in (stopped, running, unread)] == [False, True, True]
-    assert len(logged(compute, 'START INSTANCE')) == started
+    assert [is_guest_running(compute, instance) for instance in (stopped, running, unread)] == [False, True, True]
+    assert len(find_log_lines(compute, 'START INSTANCE')) == started
     assert own_control.eschedule('start', '--wait', stopped).code == 0
 
 
-def lasts(host: Hypervisor, instance: str) -> str:
+def read_domain_state(host: Hypervisor, instance: str) -> str:
     """Return libvirt's state and reason for an instance."""
     return host.virsh('domstate', '--reason', instance).strip()
 
 
 @pytest.mark.slow
-def test_off_and_on(host: Hypervisor) -> None:
+def test_reacting_and_deaf_guests_stop_and_start(host: Hypervisor) -> None:
     """F38: a guest that reacts turns itself off, one that does not is switched off; both start again (libvirt)."""
-    host.restart(numbers={'planner.GRACE': 12, 'planner.ASK_AGAIN': 0.5})
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 12, 'planner.SHUTDOWN_REPEAT_SECONDS': 0.5})
     reacting, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
-    other = host.running()
+    other = host.start_instance()
     for name in (reacting, deaf):
-        host.reached(name, 'active')
-    disks = {name: host.disk(name).stat().st_ino for name in (reacting, deaf)}
-    claims = {name: host.held(name) for name in (reacting, deaf)}
-    qemu = host.qemu(other)
+        host.wait_state(name, 'active')
+    disks = {name: host.get_disk_path(name).stat().st_ino for name in (reacting, deaf)}
+    claims = {name: host.read_allocation(name) for name in (reacting, deaf)}
+    qemu = host.find_qemu(other)
     stopped = host.lab.eschedule('stop', '--wait', reacting, deaf)
     assert stopped.code == 0, stopped
-    assert (lasts(host, reacting), lasts(host, deaf)) == ('shut off (shutdown)', 'shut off (destroyed)')
-    assert host.qemus() == [other]
-    assert {name: host.held(name) for name in claims} == claims
-    host.settled()  # a stopped guest is not a finding
+    assert (read_domain_state(host, reacting), read_domain_state(host, deaf)) == (
+        'shut off (shutdown)',
+        'shut off (destroyed)',
+    )
+    assert host.list_qemus() == [other]
+    assert {name: host.read_allocation(name) for name in claims} == claims
+    host.check_settled()  # a stopped guest is not a finding
     assert host.lab.eschedule('start', '--wait', deaf).code == 0
     assert host.lab.eschedule('reboot', '--wait', reacting).code == 0
-    assert sorted(host.qemus()) == sorted([reacting, deaf, other])
-    before = host.qemu(reacting)
+    assert sorted(host.list_qemus()) == sorted([reacting, deaf, other])
+    before = host.find_qemu(reacting)
     rebooted = host.lab.eschedule('reboot', '--wait', reacting)
     assert rebooted.code == 0, rebooted
-    assert host.qemu(reacting) not in (0, before)
-    assert host.qemu(other) == qemu
-    assert {name: host.disk(name).stat().st_ino for name in disks} == disks
-    assert len(host.lines('SWITCH OFF INSTANCE')) == 1
-    host.settled()
+    assert host.find_qemu(reacting) not in (0, before)
+    assert host.find_qemu(other) == qemu
+    assert {name: host.get_disk_path(name).stat().st_ino for name in disks} == disks
+    assert len(host.find_log_lines('SWITCH OFF INSTANCE')) == 1
+    host.check_settled()
 
 
 @pytest.mark.slow
-def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
+def test_restart_during_the_grace_period(host: Hypervisor) -> None:
     """F38: ecompute killed during a guest's time to turn itself off: it gets that time once more only (libvirt)."""
-    instance = host.running()
-    host.ask('stop', instance)
-    until(lambda: host.lines('SHUT DOWN INSTANCE', instance), 20, 'it was asked')
-    assert host.qemu(instance), 'it has a minute'
-    host.restart(numbers={'planner.GRACE': 1})
-    host.reached(instance, 'stopped')
-    assert lasts(host, instance) == 'shut off (destroyed)'
-    host.ask('start', instance)
-    host.reached(instance, 'active')
-    host.settled()
+    instance = host.start_instance()
+    host.request_action('stop', instance)
+    wait_until(lambda: host.find_log_lines('SHUT DOWN INSTANCE', instance), 20, 'it was asked')
+    assert host.find_qemu(instance), 'it has a minute'
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 1})
+    host.wait_state(instance, 'stopped')
+    assert read_domain_state(host, instance) == 'shut off (destroyed)'
+    host.request_action('start', instance)
+    host.wait_state(instance, 'active')
+    host.check_settled()
 
 
 @pytest.mark.slow
-def test_qemu_frozen(host: Hypervisor) -> None:
+def test_frozen_qemu_is_switched_off(host: Hypervisor) -> None:
     """F38: a frozen QEMU accepts no command: it is switched off anyway, and no worker hangs (libvirt)."""
-    host.restart(numbers={'planner.GRACE': 2})
-    instance, other = host.running(), host.running()
-    os.kill(host.qemu(instance), signal.SIGSTOP)
-    host.ask('stop', instance)
-    host.reached(instance, 'stopped')
-    assert host.qemus() == [other]
-    until(lambda: host.is_free(instance), 20, 'no worker is at it')
-    host.ask('reboot', other)
-    until(lambda: len(host.lines('START INSTANCE', other)) == 1, 60, 'it is started again')
-    host.reached(other, 'active')
-    host.settled()
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
+    instance, other = host.start_instance(), host.start_instance()
+    os.kill(host.find_qemu(instance), signal.SIGSTOP)
+    host.request_action('stop', instance)
+    host.wait_state(instance, 'stopped')
+    assert host.list_qemus() == [other]
+    wait_until(lambda: host.is_free(instance), 20, 'no worker is at it')
+    host.request_action('reboot', other)
+    wait_until(lambda: len(host.find_log_lines('START INSTANCE', other)) == 1, 60, 'it is started again')
+    host.wait_state(other, 'active')
+    host.check_settled()
 
 
 @pytest.mark.slow
-def test_libvirtd_away(host: Hypervisor) -> None:
+def test_libvirtd_killed_before_power_changes(host: Hypervisor) -> None:
     """F38: libvirtd killed when a stop, and when a start, is requested: both are done when it is back (libvirt)."""
-    host.restart(numbers={'planner.GRACE': 2})
-    off, on = host.running(), host.running()
-    host.ask('stop', on)
-    host.reached(on, 'stopped')
-    host.end_libvirtd()
-    until(lambda: host.losses('libvirt qemu:///system')[0], 40, 'the loss is logged')
-    host.ask('stop', off)
-    host.ask('start', on)
-    assert host.qemus() == [off]
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
+    off, on = host.start_instance(), host.start_instance()
+    host.request_action('stop', on)
+    host.wait_state(on, 'stopped')
+    host.kill_libvirtd()
+    wait_until(lambda: host.count_losses('libvirt qemu:///system')[0], 40, 'the loss is logged')
+    host.request_action('stop', off)
+    host.request_action('start', on)
+    assert host.list_qemus() == [off]
     host.start_libvirtd()
-    host.reached(off, 'stopped')
-    host.reached(on, 'active', fault=None)
-    assert host.qemus() == [on]
-    host.settled()
+    host.wait_state(off, 'stopped')
+    host.wait_state(on, 'active', fault=None)
+    assert host.list_qemus() == [on]
+    host.check_settled()

@@ -11,153 +11,167 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from ecomp.model.order import member
+from ecomp.model.order import make_member_uuid
 from tests.faults.etcds import SavedSnapshot, Snapshot, restore_placement, save_placement
 from tests.faults.etcds import restore_placement as restore
 from tests.faults.etcds import save_placement as save
-from tests.faults.restored import QUERY, ask, called, domains, queue, stopped
-from tests.kit.audit import findings
+from tests.faults.restored import (
+    QUERY,
+    count_domains,
+    create_with_uuid,
+    format_compute_label,
+    queue_request,
+    stop_compute,
+)
+from tests.kit.audit import run_audit
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.hands import Eschedule, accept, guests, look_twice, losses, settled
-from tests.kit.servers import Etcd, until
+from tests.kit.hands import (
+    Eschedule,
+    check_claims_twice,
+    check_settled,
+    count_losses,
+    read_guests,
+    restart_accepting_etcd,
+)
+from tests.kit.servers import Etcd, wait_until
 from tests.kit.story import (
     IMAGE,
-    SMALL,
-    addressed,
+    SMALL_QUERY,
     boot,
     boot_all,
-    known,
-    log_of,
-    logged,
-    logs,
-    notified,
+    find_log_lines,
+    parse_notice,
     place,
-    reached,
-    reserved,
+    read_log,
+    read_reserved,
+    require_record,
+    wait_address,
+    wait_log_lines,
+    wait_state,
 )
 
 # Rules 10 and 13 after a restore: an attempt that fails, an etcd that restarts, a host that returns.
 
 
-BROKEN = pytest.mark.history_broken('etcd is restored from an older copy')
+BROKEN_HISTORY = pytest.mark.history_broken('etcd is restored from an older copy')
 APART = ('--group', 'g', '--policy', 'anti-affinity')
 
 
 def interrupt(control: Control, instance: str) -> Result:
     """Repeat the create and press Ctrl-C once it has its claim."""
     with Eschedule(control, QUERY, IMAGE, '--uuid', instance, failpoint='claimed:stop') as command:
-        command.stopped_at('claimed')
-        command.send(signal.SIGINT)
-        command.go_on()
-        return command.end()
+        command.wait_frozen_at('claimed')
+        command.send_signal(signal.SIGINT)
+        command.resume()
+        return command.wait()
 
 
 def exceed_quota(control: Control, instance: str) -> Result:
     """Repeat the create for a project whose restored quota has no room left."""
-    result = ask(control, instance, '--project', 'q')
+    result = create_with_uuid(control, instance, '--project', 'q')
     assert result.code == 3, result
     assert control.eschedule('quota', 'set', 'q', 'instances=5').code == 0
     return result
 
 
-@BROKEN
+@BROKEN_HISTORY
 @pytest.mark.parametrize(('fail', 'words'), [(interrupt, ()), (exceed_quota, ('--project', 'q'))])
-def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
+def test_failed_attempt_keeps_the_claim_of_a_running_guest(
     own_control: Control, fail: Callable[[Control, str], Result], words: tuple[str, ...]
 ) -> None:
     """A's presence is in the snapshot, so U is placed there again; undo keeps the claim (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
-    stopped(second)
+    stop_compute(second)
     assert own_control.eschedule('quota', 'set', 'q', 'instances=1').code == 0
     ended, instance = str(uuid.uuid4()), str(uuid.uuid4())
-    notified(ask(own_control, ended, '--project', 'q'))
-    reached(own_control, ended, 'active')
+    parse_notice(create_with_uuid(own_control, ended, '--project', 'q'))
+    wait_state(own_control, ended, 'active')
     older = SavedSnapshot(own_control.etcd)
     assert own_control.eschedule('destroy', '--wait', ended).code == 0
-    notified(ask(own_control, instance, *words))
-    reached(own_control, instance, 'active')
+    parse_notice(create_with_uuid(own_control, instance, *words))
+    wait_state(own_control, instance, 'active')
     older.restore()
     fail(own_control, instance)
-    assert own_control.placement.allocations(instance).keys() == {first.uuid}
+    assert own_control.placement.read_allocations(instance).keys() == {first.uuid}
     second.start()
-    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 90, 'the lease of the first ends')
-    result = ask(own_control, instance, *words)
+    wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 90, 'the lease of the first ends')
+    result = create_with_uuid(own_control, instance, *words)
     assert result.code == 5, result
-    assert domains(first, second)[instance] == 1
+    assert count_domains(first, second)[instance] == 1
 
 
-@BROKEN
-def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Control) -> None:
+@BROKEN_HISTORY
+def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Control) -> None:
     """A member of its anti-affinity group joins A before the delivery; U stays claimed on A (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
-    stopped(second)
+    stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
     instance, other = str(uuid.uuid4()), str(uuid.uuid4())
-    notified(ask(own_control, instance, *APART))
-    reached(own_control, instance, 'active')
+    parse_notice(create_with_uuid(own_control, instance, *APART))
+    wait_state(own_control, instance, 'active')
     older.restore()
     second.start()
     with Eschedule(own_control, QUERY, IMAGE, '--uuid', instance, *APART, failpoint='claimed:stop:1') as command:
-        command.stopped_at('claimed')
+        command.wait_frozen_at('claimed')
         assert own_control.eschedule('host', 'disable', second.uuid).code == 0
-        ask(own_control, other, *APART)
+        create_with_uuid(own_control, other, *APART)
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
-        command.go_on()
-        result = command.end()
-    assert own_control.placement.allocations(instance).keys() == {first.uuid}, result
-    assert domains(first, second)[instance] == 1
+        command.resume()
+        result = command.wait()
+    assert own_control.placement.read_allocations(instance).keys() == {first.uuid}, result
+    assert count_domains(first, second)[instance] == 1
 
 
-@BROKEN
-def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_its_own(own_control: Control) -> None:
+@BROKEN_HISTORY
+def test_repeated_set_does_not_move_a_running_member(own_control: Control) -> None:
     """A member runs on A, which fills up before the other is claimed; the set stays there (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
-    stopped(second)
+    stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
     set_uuid = str(uuid.uuid4())
-    instance = member(set_uuid, 1)
-    notified(ask(own_control, instance))
-    reached(own_control, instance, 'active')
+    instance = make_member_uuid(set_uuid, 1)
+    parse_notice(create_with_uuid(own_control, instance))
+    wait_state(own_control, instance, 'active')
     older.restore()
     second.start()
     words = (QUERY, IMAGE, '--uuid', set_uuid, '--count', '2', '--group', 'g', '--policy', 'affinity')
     with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as command:
-        command.stopped_at('claimed-some')
+        command.wait_frozen_at('claimed-some')
         assert own_control.eschedule('host', 'disable', second.uuid).code == 0
-        notified(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
+        parse_notice(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
-        command.go_on()
-        result = command.end()
+        command.resume()
+        result = command.wait()
     assert result.code == 5, result
-    assert own_control.placement.allocations(instance).keys() == {first.uuid}
-    assert domains(first, second)[instance] == 1
+    assert own_control.placement.read_allocations(instance).keys() == {first.uuid}
+    assert count_domains(first, second)[instance] == 1
 
 
 @pytest.mark.slow
-def test_a_restored_key_proves_nothing_however_often_etcd_restarts(own_control: Control) -> None:
+def test_restored_presence_key_proves_nothing_after_etcd_restarts(own_control: Control) -> None:
     """Etcd and placement are restored; each restart of etcd renews the lease of A's key (fake)."""
     first = own_control.ecompute()
-    instance = queue(own_control)
+    instance = queue_request(own_control)
     save_placement(own_control)
     older = SavedSnapshot(own_control.etcd)
     options = yaml.safe_load(first.config.read_text())
     first.config.write_text(yaml.safe_dump({**options, 'queues': True}))
     first.restart()
-    reached(own_control, instance, 'active')
+    wait_state(own_control, instance, 'active')
     older.restore()
     restore_placement(own_control)
     second = own_control.ecompute(queues=True)
-    logs(second, 'left alone', first.uuid)
+    wait_log_lines(second, 'left alone', first.uuid)
     began, restarts = time.monotonic(), [25.0, 50.0]
     while (spent := time.monotonic() - began) < 75.0:
         if restarts and spent > restarts[0]:
             restarts.pop(0)
             own_control.etcd.restart()
-        assert domains(first, second) == {instance: 1}, spent
+        assert count_domains(first, second) == {instance: 1}, spent
         time.sleep(0.5)
 
 
-def boot_again(compute: Ecompute) -> None:
+def simulate_boot(compute: Ecompute) -> None:
     """Simulate a boot of a compute's machine: its guests are off."""
     path = compute.directory / 'state/fake.json'
     path.write_text(json.dumps([{**domain, 'running': False} for domain in json.loads(path.read_text())]))
@@ -165,56 +179,54 @@ def boot_again(compute: Ecompute) -> None:
 
 
 @pytest.mark.parametrize('is_started_first', [False, True], ids=['accepts', 'starts and accepts'])
-def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(
-    own_control: Control, is_started_first: bool
-) -> None:
+def test_forgotten_host_does_not_start_guests_that_run_elsewhere(own_control: Control, is_started_first: bool) -> None:
     """A was off and forgotten with --fenced, B runs U; A boots and accepts the old etcd (fake)."""
-    first = stopped(own_control.ecompute(queues=True))
-    instance = queue(own_control)
+    first = stop_compute(own_control.ecompute(queues=True))
+    instance = queue_request(own_control)
     older = SavedSnapshot(own_control.etcd)
     first.start()
-    reached(own_control, instance, 'active')
-    stopped(first)
+    wait_state(own_control, instance, 'active')
+    stop_compute(first)
     older.restore()
-    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
+    wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
     assert own_control.eschedule('host', 'forget', first.uuid, '--fenced').code == 0
     second = own_control.ecompute(queues=True)
-    reached(own_control, instance, 'active')
-    boot_again(first)
+    wait_state(own_control, instance, 'active')
+    simulate_boot(first)
     if is_started_first:
         first.start()
-        until(lambda: logged(first, 'unmanaged'), 30, 'the first keeps its guest')
-        assert not guests(first)[instance]['running']
-    accept(first)
-    until(lambda: logged(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
-    until(lambda: logged(first, 'unmanaged'), 30, 'the first says what it has')
-    assert not guests(first)[instance]['running']
-    assert guests(second)[instance]['running']
+        wait_until(lambda: find_log_lines(first, 'unmanaged'), 30, 'the first keeps its guest')
+        assert not read_guests(first)[instance]['running']
+    restart_accepting_etcd(first)
+    wait_until(lambda: find_log_lines(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
+    wait_until(lambda: find_log_lines(first, 'unmanaged'), 30, 'the first says what it has')
+    assert not read_guests(first)[instance]['running']
+    assert read_guests(second)[instance]['running']
 
 
 # Rules 10 and 13: after a restore of etcd, or of etcd and placement, no instance is built a second time.
 
 
-STRANGE = 'is not the one this compute knew'
+STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'
 Kind = Callable[[Etcd], Snapshot]
-NEW = 'never ran'
-BEFORE = 'off since before the backup'
+NEVER_RAN = 'never ran'
+OFF_SINCE_BACKUP = 'off since before the backup'
 HISTORIES = pytest.mark.parametrize(
     ('kind', 'history'),
     [
-        (SavedSnapshot, NEW),
-        (SavedSnapshot, BEFORE),
-        pytest.param(Snapshot, NEW, marks=pytest.mark.slow),
-        pytest.param(Snapshot, BEFORE, marks=pytest.mark.slow),
+        (SavedSnapshot, NEVER_RAN),
+        (SavedSnapshot, OFF_SINCE_BACKUP),
+        pytest.param(Snapshot, NEVER_RAN, marks=pytest.mark.slow),
+        pytest.param(Snapshot, OFF_SINCE_BACKUP, marks=pytest.mark.slow),
     ],
 )
 
 
-def other(control: Control, history: str) -> Callable[[], Ecompute]:
+def prepare_second_compute(control: Control, history: str) -> Callable[[], Ecompute]:
     """Return a function that starts a second compute: a new one, or one stopped before the backup."""
-    if history == NEW:
+    if history == NEVER_RAN:
         return lambda: control.ecompute(queues=True)
-    second = stopped(control.ecompute(queues=True))
+    second = stop_compute(control.ecompute(queues=True))
 
     def start_again() -> Ecompute:
         second.start()
@@ -223,65 +235,67 @@ def other(control: Control, history: str) -> Callable[[], Ecompute]:
     return start_again
 
 
-def taken_and_restored(
+def run_after_snapshot(
     control: Control, kind: Kind, history: str
 ) -> tuple[str, Ecompute, Callable[[], Ecompute], Snapshot]:
     """Run an instance on one compute after taking a snapshot of etcd in which it still waits.
 
     Returns the instance, its compute, a function that starts another one, and the snapshot.
     """
-    first = stopped(control.ecompute(queues=True))
-    begin_second = other(control, history)
-    instance = queue(control)
+    first = stop_compute(control.ecompute(queues=True))
+    begin_second = prepare_second_compute(control, history)
+    instance = queue_request(control)
     older = kind(control.etcd)
     first.start()
-    reached(control, instance, 'active')
-    assert domains(first) == {instance: 1}
+    wait_state(control, instance, 'active')
+    assert count_domains(first) == {instance: 1}
     return instance, first, begin_second, older
 
 
 @HISTORIES
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_a_compute_without_history_takes_nothing_that_runs(own_control: Control, kind: Kind, history: str) -> None:
+def test_compute_without_history_takes_no_running_instance(own_control: Control, kind: Kind, history: str) -> None:
     """R1: U waits in the restored queue and runs: another compute leaves it alone (fake)."""
-    instance, first, begin_second, older = taken_and_restored(own_control, kind, history)
+    instance, first, begin_second, older = run_after_snapshot(own_control, kind, history)
     older.restore()
     second = begin_second()
-    words = ('left alone', first.uuid) if history == NEW else (instance, f'is claimed on compute {first.uuid}')
-    logs(second, *words)
-    until(lambda: logged(first, STRANGE), 30, 'the first compute sees what happened')
-    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
-    assert domains(first, second) == {instance: 1}
+    words = ('left alone', first.uuid) if history == NEVER_RAN else (instance, f'is claimed on compute {first.uuid}')
+    wait_log_lines(second, *words)
+    wait_until(lambda: find_log_lines(first, STRANGE_ETCD_MESSAGE), 30, 'the first compute sees what happened')
+    wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
+    assert count_domains(first, second) == {instance: 1}
     explanation = own_control.eschedule('why', instance)
-    assert f'claimed on {called(first)}, which is silent' in explanation.stdout, explanation
+    assert f'claimed on {format_compute_label(first)}, which is silent' in explanation.stdout, explanation
     for command in (['list', '-f', 'csv'], ['show', instance], ['wait', instance, '--timeout', '1']):
         result = own_control.eschedule(*command)
-        assert f'claimed on {called(first)}' in result.stdout + result.stderr, result
+        assert f'claimed on {format_compute_label(first)}' in result.stdout + result.stderr, result
     audit = own_control.eschedule('audit', '-f', 'json')
     assert audit.code == 8, audit
     assert [finding['code'] for finding in json.loads(audit.stdout)] == ['compute-silent'], audit
-    accept(first)
-    reached(own_control, instance, 'active')
-    assert domains(first, second) == {instance: 1}
+    restart_accepting_etcd(first)
+    wait_state(own_control, instance, 'active')
+    assert count_domains(first, second) == {instance: 1}
     assert own_control.etcd.get(f'/accepted/{first.uuid}')
-    settled(own_control, first, second)
+    check_settled(own_control, first, second)
 
 
 @pytest.mark.parametrize('waits', [False, True], ids=['at-once', 'silent'])
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_the_same_command_places_nothing_that_runs(own_control: Control, waits: bool) -> None:
+def test_repeated_command_places_no_running_instance(own_control: Control, waits: bool) -> None:
     """R2: the command with --uuid, repeated after the restore, reports the claim's compute (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
-    stopped(second)
+    stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
     instance = str(uuid.uuid4())
-    notified(ask(own_control, instance))
-    reached(own_control, instance, 'active')
+    parse_notice(create_with_uuid(own_control, instance))
+    wait_state(own_control, instance, 'active')
     older.restore()
     second.start()
     if waits:
-        until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'the lease of the first ends')
-    result = ask(own_control, instance)
+        wait_until(
+            lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 60, 'the lease of the first ends'
+        )
+    result = create_with_uuid(own_control, instance)
     if waits:
         assert result.code == 5, result
         message = result.stderr
@@ -294,55 +308,55 @@ def test_the_same_command_places_nothing_that_runs(own_control: Control, waits: 
         assert refused.code == 5, refused
         assert '--fenced' in refused.stderr, refused
     else:  # its presence is in the snapshot: it gets the request and keeps it
-        assert notified(result)[0] == first.uuid, result
-    assert domains(first, second) == {instance: 1}
-    accept(first)
-    reached(own_control, instance, 'active')
-    repeated = ask(own_control, instance)
-    assert notified(repeated)[0] == first.uuid, repeated
-    assert domains(first, second) == {instance: 1}
-    settled(own_control, first, second)
+        assert parse_notice(result)[0] == first.uuid, result
+    assert count_domains(first, second) == {instance: 1}
+    restart_accepting_etcd(first)
+    wait_state(own_control, instance, 'active')
+    repeated = create_with_uuid(own_control, instance)
+    assert parse_notice(repeated)[0] == first.uuid, repeated
+    assert count_domains(first, second) == {instance: 1}
+    check_settled(own_control, first, second)
 
 
 @pytest.mark.history_broken('etcd and placement are restored from older copies')
-def test_both_restored(own_control: Control) -> None:
+def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None:
     """Neither etcd nor placement has a trace of U: a new compute waits for silent ones (fake)."""
-    first = stopped(own_control.ecompute(queues=True))
-    instance = queue(own_control)
+    first = stop_compute(own_control.ecompute(queues=True))
+    instance = queue_request(own_control)
     save_placement(own_control)
     older = SavedSnapshot(own_control.etcd)
     first.start()
-    reached(own_control, instance, 'active')
+    wait_state(own_control, instance, 'active')
     older.restore()
     restore_placement(own_control)
     second = own_control.ecompute(queues=True)
-    logs(second, 'left alone', first.uuid)
+    wait_log_lines(second, 'left alone', first.uuid)
     second.restart()
-    logs(second, 'left alone', first.uuid, number=2)
-    assert domains(first, second) == {instance: 1}
+    wait_log_lines(second, 'left alone', first.uuid, number=2)
+    assert count_domains(first, second) == {instance: 1}
     explanation = own_control.eschedule('why', instance)
-    assert f'{called(first)} is silent' in explanation.stdout, explanation
-    later = queue(own_control)  # a compute that saw a request arrive may take it
-    reached(own_control, later, 'active')
-    accept(first)
-    reached(own_control, instance, 'active')
-    assert domains(first, second) == {instance: 1, later: 1}
-    settled(own_control, first, second)
+    assert f'{format_compute_label(first)} is silent' in explanation.stdout, explanation
+    later = queue_request(own_control)  # a compute that saw a request arrive may take it
+    wait_state(own_control, later, 'active')
+    restart_accepting_etcd(first)
+    wait_state(own_control, instance, 'active')
+    assert count_domains(first, second) == {instance: 1, later: 1}
+    check_settled(own_control, first, second)
 
 
 @pytest.mark.parametrize('kind', [SavedSnapshot, pytest.param(Snapshot, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('sees_claim', [True, False])
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_claim: bool) -> None:
+def test_instance_destroyed_in_a_restored_queue_vanishes(own_control: Control, kind: Kind, sees_claim: bool) -> None:
     """R3: an instance destroyed in a restored queue vanishes when its compute is back (fake)."""
     first = own_control.ecompute(queues=True)
     assert own_control.eschedule('quota', 'set', 'q', 'instances=3').code == 0
-    stopped(first)
-    instance = queue(own_control, '--name', 'web', '--project', 'q')
+    stop_compute(first)
+    instance = queue_request(own_control, '--name', 'web', '--project', 'q')
     older = kind(own_control.etcd)
     first.start()
-    reached(own_control, instance, 'active')
-    stopped(first)
+    wait_state(own_control, instance, 'active')
+    stop_compute(first)
     older.restore()
     if not sees_claim:
         own_control.placement.stop()
@@ -354,12 +368,12 @@ def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_cl
     else:
         assert 'not known' in result.stderr, result
         own_control.placement.start()
-    accept(first)
-    reached(own_control, instance, 'gone')
-    until(lambda: domains(first) == {}, 30, 'its guest is gone')
+    restart_accepting_etcd(first)
+    wait_state(own_control, instance, 'gone')
+    wait_until(lambda: count_domains(first) == {}, 30, 'its guest is gone')
     assert json.loads(own_control.etcd.get('/quotas/q') or b'')['used'] == {}
-    assert own_control.etcd.keys('/names/') == []
-    settled(own_control, first)
+    assert own_control.etcd.list_keys('/names/') == []
+    check_settled(own_control, first)
 
 
 # F17: placement's database is replaced by an older copy: newer claims are missing, or old ones are too many.
@@ -368,78 +382,78 @@ def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_cl
 # audit reports missing claims.
 
 
-def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
+def check_unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
     """Check that the instance runs and its record is unchanged."""
-    status = known(control, instance)
+    status = require_record(control, instance)
     assert (status['state'], status['addresses'][0]['address']) == ('active', address)
-    assert guests(compute)[instance]['running']
+    assert read_guests(compute)[instance]['running']
 
 
-def test_claims_are_missing(own_control: Control, compute: Ecompute) -> None:
+def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecompute) -> None:
     """F17: placement restored from before a create: the guest runs, the audit reports it, a destroy works (fake)."""
     before = boot(own_control)
     save(own_control)
     _, since = place(own_control)
-    address = addressed(own_control, since)
+    address = wait_address(own_control, since)
     restore(own_control)
-    assert own_control.placement.consumers(compute.uuid).keys() == {before}
-    audit_findings = findings(own_control)
+    assert own_control.placement.read_consumers(compute.uuid).keys() == {before}
+    audit_findings = run_audit(own_control)
     assert [finding['subject'] for finding in audit_findings] == [since], audit_findings
     assert 'holds nothing' in str(audit_findings), audit_findings
     compute.stop()
     compute.start()  # a restart does no harm, either
-    unharmed(own_control, compute, since, address)
+    check_unharmed(own_control, compute, since, address)
     assert own_control.eschedule('destroy', since, before).code == 0
     for instance in (since, before):
-        reached(own_control, instance, 'gone')
+        wait_state(own_control, instance, 'gone')
 
 
-def test_a_claim_too_many(own_control: Control, compute: Ecompute) -> None:
+def test_outdated_claim_is_released(own_control: Control, compute: Ecompute) -> None:
     """F17: placement restored from before a destroy: the compute releases the outdated claim (fake)."""
     surviving, since = boot_all(own_control, 2)
     save(own_control)
     assert own_control.eschedule('destroy', '--wait', since).code == 0
     restore(own_control)
-    assert own_control.placement.consumers(compute.uuid).keys() == {surviving, since}
-    look_twice(own_control, compute, guests(compute))
-    assert own_control.placement.consumers(compute.uuid).keys() == {surviving}
+    assert own_control.placement.read_consumers(compute.uuid).keys() == {surviving, since}
+    check_claims_twice(own_control, compute, read_guests(compute))
+    assert own_control.placement.read_consumers(compute.uuid).keys() == {surviving}
 
 
-def test_the_provider_is_gone(own_control: Control) -> None:
+def test_missing_provider_is_recreated_at_start(own_control: Control) -> None:
     """F17: placement restored from before this compute: it recreates its provider by itself (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)
-    address = addressed(own_control, instance)
+    address = wait_address(own_control, instance)
     restore(own_control)
-    assert own_control.placement.inventory(compute.uuid) == {}
-    unharmed(own_control, compute, instance, address)
+    assert own_control.placement.read_inventory(compute.uuid) == {}
+    check_unharmed(own_control, compute, instance, address)
     compute.stop()
     compute.start()
-    assert own_control.placement.inventory(compute.uuid)['VCPU']['total'] == 4
-    unharmed(own_control, compute, instance, address)
+    assert own_control.placement.read_inventory(compute.uuid)['VCPU']['total'] == 4
+    check_unharmed(own_control, compute, instance, address)
     assert own_control.eschedule('destroy', '--wait', instance).code == 0
-    assert notified(own_control.eschedule(SMALL))[0] == compute.uuid
-    settled(own_control, compute)
+    assert parse_notice(own_control.eschedule(SMALL_QUERY))[0] == compute.uuid
+    check_settled(own_control, compute)
 
 
 @pytest.mark.slow
-def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control) -> None:
+def test_missing_provider_is_recreated_within_a_minute(own_control: Control) -> None:
     """F17: placement restored from before this compute: within a minute its provider is recreated (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)
-    address = addressed(own_control, instance)
+    address = wait_address(own_control, instance)
     restore(own_control)
-    until(lambda: own_control.placement.inventory(compute.uuid), 80, 'its inventory is there')
-    assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
-    unharmed(own_control, compute, instance, address)
-    assert len(logs(compute, 'registering again')) == 1
-    lost, _ = losses(compute, '')  # its provider, and placement itself if it was queried while away
-    until(lambda: losses(compute, '') == (lost, lost), 20, 'each return is logged')
-    assert 1 <= lost <= 2, log_of(compute)
+    wait_until(lambda: own_control.placement.read_inventory(compute.uuid), 80, 'its inventory is there')
+    assert own_control.placement.read_inventory(compute.uuid)['VCPU']['reserved'] == 0
+    check_unharmed(own_control, compute, instance, address)
+    assert len(wait_log_lines(compute, 'registering again')) == 1
+    lost, _ = count_losses(compute, '')  # its provider, and placement itself if it was queried while away
+    wait_until(lambda: count_losses(compute, '') == (lost, lost), 20, 'each return is logged')
+    assert 1 <= lost <= 2, read_log(compute)
     assert own_control.eschedule('destroy', '--wait', instance).code == 0
     assert compute.stop() == 0
-    assert reserved(own_control, compute.uuid) == 4
+    assert read_reserved(own_control, compute.uuid) == 4
     compute.start()
-    settled(own_control, compute)
+    check_settled(own_control, compute)

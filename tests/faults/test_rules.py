@@ -16,13 +16,13 @@ import pytest
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.images.cache import FakeImages
-from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import Inline
+from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
+from ecomp.agent.instance.pool import InlineRunner
 from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, mac_address
-from ecomp.model.order import Power, Request, to_json
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, make_mac_address
+from ecomp.model.order import PowerAction, Request, to_json
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.placement import allocations
@@ -53,10 +53,10 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     instance = str(uuid.uuid4())
     store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
     hypervisor = FakeHypervisor()
-    runner = Inline(hypervisor, FakeImages())
+    runner = InlineRunner(hypervisor, FakeImages())
     memory = Memory(tmp_path, compute, lambda: NOW)
-    host = Host(hypervisor, runner, GuestData(tmp_path / 'metadata'))
-    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
+    host = HostServices(hypervisor, runner, GuestData(tmp_path / 'metadata'))
+    shape = GuestTemplate('qemu', True, DEFAULT_NETWORKS, 'here')
     instances = Instances(ControlPlane(compute, store, client, lambda: NOW), host, shape, memory)
     request = Request(instance, {compute: SIZE}, image='http://h/i', user_id='u', project_id='p')
     allocations.claim_once(client, instance, request.allocations, 'u', 'p')
@@ -69,23 +69,23 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     client.close()
 
 
-def record(world: World, state: str) -> Record:
+def make_record(world: World, state: str) -> Record:
     name = world.request.instance
     return Record(
-        name, world.compute, state, image='http://h/i', addresses=(Interface('default', mac_address(name, 0)),)
+        name, world.compute, state, image='http://h/i', addresses=(Interface('default', make_mac_address(name, 0)),)
     )
 
 
-def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
+def read_planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
     """Return everything that is stored about the instance."""
     name = world.request.instance
-    names = (keys.request(world.compute, name), keys.record(world.compute, name), keys.booted(name))
-    return [*(etcd.get(key) for key in names), placement.allocations(name)]
+    names = (keys.request(world.compute, name), keys.record(world.compute, name), keys.address(name))
+    return [*(etcd.get(key) for key in names), placement.read_allocations(name)]
 
 
-def asked(world: World, action: str) -> Request:
+def add_power_change(world: World, action: str) -> Request:
     """Return the request with a power change."""
-    return replace(world.request, power=Power(action, str(uuid.uuid4())))
+    return replace(world.request, power=PowerAction(action, str(uuid.uuid4())))
 
 
 TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
@@ -93,56 +93,56 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
     'build again': (BUILDING, lambda w: w.instances.build(w.request, w.planned, None)),
     'adopt': (None, lambda w: w.instances.build(w.request, w.planned, w.guest)),
     'destroy': (ACTIVE, lambda w: w.instances.destroy(replace(w.request, allocations={}, image=None), w.planned)),
-    'power off': (ACTIVE, lambda w: w.instances.note_power(w.request.instance, w.planned, None)),
+    'power off': (ACTIVE, lambda w: w.instances.record_power(w.request.instance, w.planned, None)),
     'address': (
         ACTIVE,
-        lambda w: w.instances.address(
-            w.request.instance, w.planned, {mac_address(w.request.instance, 0): Address('10.0.0.1', 'lease')}
+        lambda w: w.instances.record_addresses(
+            w.request.instance, w.planned, {make_mac_address(w.request.instance, 0): Address('10.0.0.1', 'lease')}
         ),
     ),
-    'shut down': (ACTIVE, lambda w: w.instances.shut_down(asked(w, 'stop'), w.planned)),
-    'switch off': (ACTIVE, lambda w: w.instances.switch_off(asked(w, 'stop'), w.planned)),
-    'start': (STOPPED, lambda w: w.instances.start(asked(w, 'start'), w.planned)),
-    'done': (STOPPED, lambda w: w.instances.power_done(asked(w, 'stop'), w.planned, None)),
-    'clear': (None, lambda w: w.instances.clear(w.request.instance, w.planned, 'no reason')),
+    'shut down': (ACTIVE, lambda w: w.instances.shut_down(add_power_change(w, 'stop'), w.planned)),
+    'switch off': (ACTIVE, lambda w: w.instances.switch_off(add_power_change(w, 'stop'), w.planned)),
+    'start': (STOPPED, lambda w: w.instances.start(add_power_change(w, 'start'), w.planned)),
+    'done': (STOPPED, lambda w: w.instances.record_power_done(add_power_change(w, 'stop'), w.planned, None)),
+    'clear': (None, lambda w: w.instances.drop_request(w.request.instance, w.planned, 'no reason')),
 }
 
 
 @pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('since', ['rewritten', 'deleted'])
-def test_rule_5_a_late_write_is_none(
+def test_rule_5_late_write_changes_nothing(
     etcd: Etcd, placement: PlacementServer, world: World, task: str, since: str
 ) -> None:
     state, carry_out = TASKS[task]
     name = world.request.instance
     if state is not None:
-        etcd.put_record(record_json(record(world, state)))
+        etcd.put_record(record_json(make_record(world, state)))
         assert world.instances.records.get(name) is not None  # loads it into ecompute's records
     # Between the plan and the task.
     if since == 'rewritten':
         etcd.put(keys.request(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
     else:
         etcd.delete(keys.request(world.compute, name))
-    before = planes(etcd, placement, world)
+    before = read_planes(etcd, placement, world)
     with pytest.raises(Superseded):
         carry_out(world)
-    assert planes(etcd, placement, world) == before
-    assert world.hypervisor.guests() == {}
+    assert read_planes(etcd, placement, world) == before
+    assert world.hypervisor.list_guests() == {}
 
 
 @pytest.mark.fast
-def test_rule_5_in_time_it_is_written(etcd: Etcd, placement: PlacementServer, world: World) -> None:
+def test_rule_5_write_in_time_succeeds(etcd: Etcd, placement: PlacementServer, world: World) -> None:
     """The same tasks succeed in time; otherwise the test above could not fail."""
     name = world.request.instance
     TASKS['build'][1](world)
     TASKS['address'][1](world)
-    host, record_value, booted, claims = planes(etcd, placement, world)
+    host, record_value, booted, claims = read_planes(etcd, placement, world)
     assert host is not None
     assert record_value is not None
     assert (booted, claims) == (b'10.0.0.1', {world.compute: SIZE})
-    assert set(world.hypervisor.guests()) == {name}
+    assert set(world.hypervisor.list_guests()) == {name}
     TASKS['destroy'][1](world)
-    host, record_value, booted, claims = planes(etcd, placement, world)
+    host, record_value, booted, claims = read_planes(etcd, placement, world)
     assert (host, booted, claims) == (None, None, {})
     assert b'"gone"' in (record_value or b'')
-    assert world.hypervisor.guests() == {}
+    assert world.hypervisor.list_guests() == {}

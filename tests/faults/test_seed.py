@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from tests.kit.commands import Control
-from tests.kit.hands import killed_at, settled, start_again
+from tests.kit.hands import check_settled, restart_unarmed, wait_killed_at
 from tests.kit.hypervisor import Hypervisor
-from tests.kit.servers import until
-from tests.kit.story import addressed, place, reached
-from tests.kit.tuned import tuned
+from tests.kit.servers import wait_until
+from tests.kit.story import place, wait_address, wait_state
+from tests.kit.tuned import make_tuned
 
 SEED_FAILPOINTS = ('seed-written',)
-(STEP,) = SEED_FAILPOINTS
+(SEED_STEP,) = SEED_FAILPOINTS
 
 
 @pytest.fixture
@@ -41,72 +41,72 @@ def has_seed(host: Hypervisor, instance: str) -> bool:
 
 def test_ecompute_killed_with_a_seed_written(cluster: Control) -> None:
     """F2: kill -9 of ecompute when a guest's seed is written: the next start completes the build (fake)."""
-    compute = tuned(cluster, failpoint=f'{STEP}:kill', metadata='iso')
+    compute = make_tuned(cluster, failpoint=f'{SEED_STEP}:kill', metadata='iso')
     _, instance = place(cluster)
-    killed_at(compute, STEP)
+    wait_killed_at(compute, SEED_STEP)
     seeds = compute.directory / 'state/fake-seeds.json'
     assert instance in seeds.read_text()
-    start_again(compute)
-    addressed(cluster, instance)
-    settled(cluster, compute)
+    restart_unarmed(compute)
+    wait_address(cluster, instance)
+    check_settled(cluster, compute)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    reached(cluster, instance, 'gone')
+    wait_state(cluster, instance, 'gone')
     assert seeds.read_text() == '[]'
 
 
 @pytest.mark.slow
-def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
+def test_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)."""
-    iso_host.restart(f'{STEP}:kill:1')
+    iso_host.restart(f'{SEED_STEP}:kill:1')
     instance = iso_host.place()
-    assert iso_host.reached(instance, 'active')['attempts'] == 1
-    assert iso_host.fired == [STEP]
+    assert iso_host.wait_state(instance, 'active')['attempts'] == 1
+    assert iso_host.fired_failpoints == [SEED_STEP]
     assert has_seed(iso_host, instance)
-    iso_host.settled()
-    iso_host.ask_destroy(instance)
-    iso_host.reached(instance, 'gone')
-    iso_host.nothing_of(instance)
+    iso_host.check_settled()
+    iso_host.request_destroy(instance)
+    iso_host.wait_state(instance, 'gone')
+    iso_host.assert_removed(instance)
 
 
 @pytest.mark.slow
 def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     """F3: every worker that writes a guest's seed is killed: error, and nothing is left (libvirt)."""
-    iso_host.restart(f'{STEP}:kill')
+    iso_host.restart(f'{SEED_STEP}:kill')
     instance = iso_host.place()
-    assert iso_host.reached(instance, 'error')['attempts'] == 3
-    assert iso_host.fired == [STEP] * 3
-    iso_host.nothing_of(instance)
-    iso_host.settled()
+    assert iso_host.wait_state(instance, 'error')['attempts'] == 3
+    assert iso_host.fired_failpoints == [SEED_STEP] * 3
+    iso_host.assert_removed(instance)
+    iso_host.check_settled()
 
 
 @pytest.mark.slow
-def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor) -> None:
+def test_ecompute_killed_while_a_worker_is_frozen_with_a_seed(iso_host: Hypervisor) -> None:
     """F4: kill -9 of ecompute while a worker is frozen with a seed written: the next one completes it (libvirt)."""
-    iso_host.restart(f'{STEP}:stop:1')
+    iso_host.restart(f'{SEED_STEP}:stop:1')
     instance = iso_host.place()
-    iso_host.frozen_at(STEP)
+    iso_host.wait_frozen_at(SEED_STEP)
     assert has_seed(iso_host, instance)
-    assert iso_host.disk(instance).exists(), 'by its overlay an instance is known to be here'
+    assert iso_host.get_disk_path(instance).exists(), 'by its overlay an instance is known to be here'
     iso_host.kill()
-    until(lambda: iso_host.is_free(instance), 10, 'its lock is free')
+    wait_until(lambda: iso_host.is_free(instance), 10, 'its lock is free')
     iso_host.restart()
-    iso_host.reached(instance, 'active')
-    assert iso_host.qemus() == [instance]
+    iso_host.wait_state(instance, 'active')
+    assert iso_host.list_qemus() == [instance]
     assert has_seed(iso_host, instance)
-    iso_host.settled()
+    iso_host.check_settled()
 
 
 @pytest.mark.slow
 def test_destroyed_with_its_seed_written(iso_host: Hypervisor) -> None:
     """F26: destroy while the worker is frozen with a seed written: after SIGCONT it is undone and gone (libvirt)."""
-    other = iso_host.running()
-    iso_host.restart(f'{STEP}:stop:1')
+    other = iso_host.start_instance()
+    iso_host.restart(f'{SEED_STEP}:stop:1')
     instance = iso_host.place()
-    pid = iso_host.frozen_at(STEP)
-    iso_host.ask_destroy(instance, other)
-    iso_host.reached(other, 'gone')  # by then the worker has got the cancellation
+    pid = iso_host.wait_frozen_at(SEED_STEP)
+    iso_host.request_destroy(instance, other)
+    iso_host.wait_state(other, 'gone')  # by then the worker has got the cancellation
     os.kill(pid, signal.SIGCONT)
-    iso_host.reached(instance, 'gone')
-    iso_host.nothing_of(instance)
-    iso_host.nothing_of(other)
-    iso_host.settled()
+    iso_host.wait_state(instance, 'gone')
+    iso_host.assert_removed(instance)
+    iso_host.assert_removed(other)
+    iso_host.check_settled()

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ecomp.failpoints import PLACES
+from ecomp.failpoints import FAILPOINT_STATES
 from tests.faults import table
 
 
-def test_the_page_is_made_from_the_code() -> None:
+def test_readme_is_up_to_date() -> None:
     instruction = 'make it anew: python -m tests.faults.table > tests/faults/README.md'
-    assert (table.HERE / 'README.md').read_text() == table.page(), instruction
+    assert (table.HERE / 'README.md').read_text() == table.render_page(), instruction
 
 
 def test_every_row_has_a_test_or_a_reason() -> None:
-    tested = {case.row for case in table.cases()}
-    assert sorted(set(table.ROWS) - tested - set(table.NOT_HERE)) == []
+    tested = {case.row for case in table.find_cases()}
+    assert sorted(set(table.ROWS) - tested - set(table.UNTESTED_ROWS)) == []
     assert tested <= set(table.ROWS)
 
 
-def test_the_tests_of_the_rules_are_there() -> None:
-    for number, (_, names) in table.RULES.items():
+def test_tests_of_the_rules_exist() -> None:
+    for number, (_, names) in table.PROTOCOL_RULES.items():
         assert names, number
         for name in names:
             path, _, function = name.partition('::')
             assert f'def {function}(' in (table.HERE.parent / path).read_text(), name
 
 
-def test_no_test_of_a_row_is_missed_for_its_form() -> None:
-    assert table.unmarked() == []
+def test_every_row_docstring_is_well_formed() -> None:
+    assert table.find_unmarked() == []
 
 
 def test_every_failpoint_is_armed_by_a_test() -> None:
-    lines = [line for line in table.page().splitlines() if line.startswith('| `') and line.endswith('| no |')]
+    lines = [line for line in table.render_page().splitlines() if line.startswith('| `') and line.endswith('| no |')]
     assert lines == []
-    assert len(PLACES) >= 20
+    assert len(FAILPOINT_STATES) >= 20
 
 
-def test_a_planted_test_is_found_and_a_badly_marked_one_named(tmp_path: Path) -> None:
+def test_planted_tests_are_found_or_reported(tmp_path: Path) -> None:
     (tmp_path / 'test_x.py').write_text(
         'def test_a():\n    """F7: etcd killed. (fake)"""\n'
         'def test_b():\n    """F8 etcd frozen"""\n'
         '@pytest.mark.slow\ndef test_c():\n    """F9: a member\n    lost (libvirt)\n\n    And why."""\n'
     )
-    assert [(case.row, case.says, case.where, case.slow) for case in table.cases(tmp_path)] == [
+    assert [(case.row, case.summary, case.backend, case.slow) for case in table.find_cases(tmp_path)] == [
         (7, 'etcd killed', 'fake', False),
         (9, 'a member lost', 'libvirt', True),
     ]
-    assert table.unmarked(tmp_path) == ['test_x.py::test_b']
+    assert table.find_unmarked(tmp_path) == ['test_x.py::test_b']

@@ -19,36 +19,74 @@ from hypothesis import strategies as st
 
 from ecomp import schedule
 from ecomp.cli.commands import COMMANDS
-from tests.kit.commands import Control, Ecompute, Result, run, write_config
-from tests.kit.invariants import allocations, everything
+from tests.kit.commands import Control, Ecompute, Result, run_module, write_config
+from tests.kit.invariants import read_allocations, read_lasting_keys
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import free_port
-from tests.kit.story import NOBODY, SMALL, notified, one_line
+from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, parse_notice
 
 # The documented exit codes: 0 (done) to 8 (audit findings).
-CODES = range(9)
+EXIT_CODES = range(9)
 
 NAMES = [word for name in COMMANDS for word in name.split()]
 OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix', '--for']
 OPTIONS += ['--name', '--ssh-key', '--user-data']
-VALUES = ['1', '0', '-1', 'nan', 'inf', '1e400', '10' * 50, 'json', 'table', NOBODY, NOBODY.upper(), '', ' ']
-QUERIES = [SMALL, 'resources=', 'resources', '=', 'resources=VCPU', 'resources=VCPU:', 'resourcesVCPU:1', 'a=b&c=d#e']
-HARD = ['\0', '\n', '\x1b[2J', '\ud800', 'é', '\u202e', '-', '--', '@file', '%s', '{}', '$(id)', '../etc', 'x' * 5000]
-WORDS = st.sampled_from([*NAMES, *OPTIONS, *VALUES, *QUERIES, *HARD]) | st.text(max_size=12)
+VALUES = [
+    '1',
+    '0',
+    '-1',
+    'nan',
+    'inf',
+    '1e400',
+    '10' * 50,
+    'json',
+    'table',
+    UNKNOWN_UUID,
+    UNKNOWN_UUID.upper(),
+    '',
+    ' ',
+]
+QUERIES = [
+    SMALL_QUERY,
+    'resources=',
+    'resources',
+    '=',
+    'resources=VCPU',
+    'resources=VCPU:',
+    'resourcesVCPU:1',
+    'a=b&c=d#e',
+]
+HARD_STRINGS = [
+    '\0',
+    '\n',
+    '\x1b[2J',
+    '\ud800',
+    'é',
+    '\u202e',
+    '-',
+    '--',
+    '@file',
+    '%s',
+    '{}',
+    '$(id)',
+    '../etc',
+    'x' * 5000,
+]
+WORDS = st.sampled_from([*NAMES, *OPTIONS, *VALUES, *QUERIES, *HARD_STRINGS]) | st.text(max_size=12)
 OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS).map('='.join)
 
 
-def called(*words: str) -> Result:
+def run_in_process(*words: str) -> Result:
     """Run eschedule in this process; return its output, which may contain any characters."""
     out, err, began = StringIO(), StringIO(), time.monotonic()
     with redirect_stdout(out), redirect_stderr(err):
         code = schedule.main(words)
-    JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
+    JOURNAL.add_run(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope='module')
-def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unreachable_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A schedule.yaml with addresses where no server listens."""
     etcd, placement = f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}'
     return write_config(tmp_path_factory.mktemp('nowhere') / 'schedule.yaml', etcd, placement)
@@ -56,23 +94,23 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=250)
 @given(words=st.lists(WORDS | OPTION_VALUES, max_size=5))
-@example(words=[SMALL, '--uuid', NOBODY, '--wait', '--timeout', '0'])
-@example(words=['destroy', NOBODY, '--wait'])
-@example(words=['host', 'forget', NOBODY])
-@example(words=['--', SMALL])
+@example(words=[SMALL_QUERY, '--uuid', UNKNOWN_UUID, '--wait', '--timeout', '0'])
+@example(words=['destroy', UNKNOWN_UUID, '--wait'])
+@example(words=['host', 'forget', UNKNOWN_UUID])
+@example(words=['--', SMALL_QUERY])
 @example(words=['-f', 'json', 'list'])
-@example(words=['destroy', NOBODY, '-f', 'json'])
+@example(words=['destroy', UNKNOWN_UUID, '-f', 'json'])
 @example(words=['help'])
 @example(words=['doctor'])
 @example(words=['hosts', '\n'])
 @example(words=['--flavor', '\n'])
 @example(words=['flavor', 'set', '\n', '\n'])
-def test_anything_typed(nowhere: Path, words: list[str]) -> None:
+def test_any_arguments_end_with_a_code_and_a_line(unreachable_config: Path, words: list[str]) -> None:
     """F32: any arguments, without servers: a documented exit code and one printable line (fake)."""
     if any(word.startswith(('--c', '-h', '--h')) for word in words):
         words = [word for word in words if not word.startswith(('--c', '-h', '--h'))]
-    result = called('--config', str(nowhere), *words)
-    assert result.code in CODES, (words, result)
+    result = run_in_process('--config', str(unreachable_config), *words)
+    assert result.code in EXIT_CODES, (words, result)
     is_local = any(word in ('help', 'completion') or word.startswith('--v') for word in words)  # needs no server
     assert result.code != 0 or is_local, (words, result)
     if result.stdout and result.code not in (0, 2):
@@ -91,14 +129,14 @@ SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
 
 
 @pytest.mark.usefixtures('compute')
-def test_sizes(cluster: Control) -> None:
+def test_extreme_sizes_are_refused(cluster: Control) -> None:
     """F32: sizes of 0, 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)."""
-    before = set(everything(cluster))
+    before = set(read_lasting_keys(cluster))
     for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
         for size in SIZES:
             amounts = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1, name: size}
             query = 'resources=' + ','.join(f'{key}:{amount}' for key, amount in amounts.items())
-            result = called('--config', str(cluster.schedule_yaml), query)
+            result = run_in_process('--config', str(cluster.schedule_yaml), query)
             # No inventory has 2**31 of anything, so eschedule refuses such a size; placement would only find no
             # candidates.
             if 1 <= size < 2**31:
@@ -108,10 +146,10 @@ def test_sizes(cluster: Control) -> None:
                 assert f'{name} short by ' in lines[1], result
                 assert 'the smallest change that fits: ask for ' in lines[-1], result
             else:
-                one_line(result, 2, name)
+                assert_one_line(result, 2, name)
                 assert result.stdout == ''
-    assert allocations(cluster) == {}
-    assert set(everything(cluster)) == before
+    assert read_allocations(cluster) == {}
+    assert set(read_lasting_keys(cluster)) == before
 
 
 TYPOS = [
@@ -123,42 +161,42 @@ TYPOS = [
     'resources=VCPU:1,VCPU:1,DISK_GB:1,MEMORY_MB:128',
     'resources=VCPU:1, DISK_GB:1, MEMORY_MB:128',
     'resources =VCPU:1,DISK_GB:1,MEMORY_MB:128',
-    f'{SMALL}&in_tree=not-a-uuid',
-    f'{SMALL}&limit=none',
-    f'{SMALL}&required=',
-    f'{SMALL}&member_of=in:',
-    f'{SMALL}&group_policy=sometimes',
-    f'{SMALL}#{SMALL}',
-    f'{SMALL}\0',
-    f'{SMALL}\r\nX-Evil: 1',
-    f'{SMALL}&x=é\ud800',
-    f'?{SMALL}',
-    f'../../resource_providers?{SMALL}',
+    f'{SMALL_QUERY}&in_tree=not-a-uuid',
+    f'{SMALL_QUERY}&limit=none',
+    f'{SMALL_QUERY}&required=',
+    f'{SMALL_QUERY}&member_of=in:',
+    f'{SMALL_QUERY}&group_policy=sometimes',
+    f'{SMALL_QUERY}#{SMALL_QUERY}',
+    f'{SMALL_QUERY}\0',
+    f'{SMALL_QUERY}\r\nX-Evil: 1',
+    f'{SMALL_QUERY}&x=é\ud800',
+    f'?{SMALL_QUERY}',
+    f'../../resource_providers?{SMALL_QUERY}',
     'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128&' + 'x=1&' * 2000,
 ]
 
 
-def test_queries(cluster: Control, compute: Ecompute) -> None:
+def test_malformed_queries_leave_nothing(cluster: Control, compute: Ecompute) -> None:
     """F32: queries with an error: exit 2 with placement's message, or 3; nothing is left (fake)."""
-    before = set(everything(cluster))
+    before = set(read_lasting_keys(cluster))
     accepted = []
     for query in TYPOS:
-        result = called('--config', str(cluster.schedule_yaml), query)
+        result = run_in_process('--config', str(cluster.schedule_yaml), query)
         assert result.code in (0, 2, 3, 7), (query, result)
         if result.code:
-            one_line(result, result.code)
-            assert allocations(cluster) == {}
-            assert set(everything(cluster)) == before
+            assert_one_line(result, result.code)
+            assert read_allocations(cluster) == {}
+            assert set(read_lasting_keys(cluster)) == before
         else:  # placement accepts some malformed queries, so eschedule does too
             accepted.append(query)
-            _, instance = notified(result)
+            _, instance = parse_notice(result)
             destroyed = cluster.eschedule('destroy', '--wait', instance)
             assert destroyed.code == 0, destroyed
             before |= {f'/instances/{compute.uuid}/{instance}'}
     assert len(accepted) <= 3, accepted
 
 
-def test_configurations_that_are_none(tmp_path: Path) -> None:
+def test_invalid_configurations_are_refused(tmp_path: Path) -> None:
     """F32: a configuration that is missing, a directory, malformed, huge, or a YAML bomb: exit 2, one line (fake)."""
     bomb = 'a: &a [x,x,x,x,x,x,x,x,x]\n' + ''.join(
         f'{name}: &{name} [{",".join([f"*{chr(ord(name) - 1)}"] * 9)}]\n' for name in 'bcdefghi'
@@ -182,22 +220,22 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
     (tmp_path / 'loop.yaml').symlink_to('loop.yaml')
     paths = [*files, 'directory.yaml', 'loop.yaml', 'x' * 300, 'nul\0']
     for name in paths:
-        result = called('--config', str(tmp_path / name), 'list')
-        message = one_line(result, 2)
+        result = run_in_process('--config', str(tmp_path / name), 'list')
+        message = assert_one_line(result, 2)
         assert name.rstrip('\0')[:100] in message, message
     assert not (tmp_path / 'executed').exists()
     assert not Path('executed').exists()
 
 
 @pytest.mark.parametrize('module', ['ecomp.compute', 'ecomp.schedule'])
-def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
+def test_unreadable_configuration_is_refused(tmp_path: Path, module: str) -> None:
     """F32: a configuration that the user may not read, or in a directory closed to him: exit 2, one line (fake)."""
     if os.geteuid() != 0:
         pytest.skip('it takes root to become somebody else')
     import subprocess
     import sys
 
-    from tests.kit.servers import environment
+    from tests.kit.servers import make_environment
 
     home = tmp_path / 'home'
     home.mkdir(mode=0o700)
@@ -214,32 +252,34 @@ def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
             [*words, sys.executable, '-m', module, '--config', str(path), *(['list'] if 'schedule' in module else [])],
             capture_output=True,
             text=True,
-            env=environment(),
+            env=make_environment(),
             check=False,
             timeout=60,
         )
         command = 'eschedule' if 'schedule' in module else 'ecompute'
-        one_line(Result(proc.returncode, proc.stdout, proc.stderr), 2, path.name, 'Permission denied', command=command)
+        assert_one_line(
+            Result(proc.returncode, proc.stdout, proc.stderr), 2, path.name, 'Permission denied', command=command
+        )
 
 
-def test_ecompute_s_words(tmp_path: Path) -> None:
+def test_invalid_ecompute_arguments_are_refused(tmp_path: Path) -> None:
     """F32: inventories of 0, 10^9 and 10^30, and unknown arguments of ecompute: exit 2, one line (fake)."""
     nowhere = write_config(tmp_path / 'compute.yaml', f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}')
     for fake in ('VCPU:9999999999999,DISK_GB:1,MEMORY_MB:1', 'VCPU:' + '9' * 5000, 'é:1', ' ', ',', 'VCPU::1'):
-        refused = run('ecomp.compute', '--config', str(nowhere), '--fake', fake, directory=tmp_path)
-        one_line(refused, 2, command='ecompute')
+        refused = run_module('ecomp.compute', '--config', str(nowhere), '--fake', fake, directory=tmp_path)
+        assert_one_line(refused, 2, command='ecompute')
     assert not any(path.name != 'compute.yaml' for path in tmp_path.iterdir())
 
 
-def test_a_uuid_in_every_writing(cluster: Control, compute: Ecompute, instance: str) -> None:
+def test_uuid_spellings_name_the_same_instance(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F32: a uuid in capitals, braces or without dashes is the same instance; others are exit 2 (fake)."""
     config = ['--config', str(cluster.schedule_yaml)]
     writings = (instance.upper(), '{' + instance + '}', instance.replace('-', ''), f'urn:uuid:{instance}')
     for number, writing in enumerate(writings):
-        result = called(*config, '--uuid', writing, SMALL)
+        result = run_in_process(*config, '--uuid', writing, SMALL_QUERY)
         assert result.code == 0, result
         assert result.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
         assert ('nothing is changed' in result.stderr) == (number > 0)
     for wrong in (instance[:-1], instance + '0', f' {instance}x', '../' + instance):
-        one_line(called(*config, '--uuid', wrong, SMALL), 2, 'uuid')
-    assert list(allocations(cluster)) == [instance]
+        assert_one_line(run_in_process(*config, '--uuid', wrong, SMALL_QUERY), 2, 'uuid')
+    assert list(read_allocations(cluster)) == [instance]

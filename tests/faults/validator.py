@@ -16,24 +16,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults.history import Line, read
-from tests.faults.soak_account import Account, Ask
+from tests.faults.history import Line, read_history
+from tests.faults.soak_account import Command, HistoryIndex
 from tests.kit.history import judge
 
 # Seconds that an eschedule may take, without --wait and frozen time: etcd calls of 5 s, a placement call of 30 s.
-DEADLINE = 60.0
-WAIT = 30.0
+MAX_COMMAND_SECONDS = 60.0
+WAIT_TIMEOUT_SECONDS = 30.0
 # Seconds of a control plane's fault after which computes may count as silent: their lease is 30 s.
-LONG = 10.0
+SILENCING_SECONDS = 10.0
 # Seconds after a fault's end during which its consequences may still appear.
-AFTER = 15.0
-LIVING = {'active', 'stopped'}
-CODES = {'create': {0, 3, 5, 7}, 'destroy': {0, 4, 5, 7}}
+AFTERMATH_SECONDS = 15.0
+LIVING_STATES = {'active', 'stopped'}
+EXIT_CODES = {'create': {0, 3, 5, 7}, 'destroy': {0, 4, 5, 7}}
 # Further exit codes that --wait allows.
-WAITING = {'create': {1, 4, 6}, 'destroy': {6}}
+WAIT_EXIT_CODES = {'create': {1, 4, 6}, 'destroy': {6}}
 # Descriptors and threads that an ecompute may gain after the first request: its thread pools fill as needed.
-MORE_FDS = 20
-MORE_THREADS = 16
+MAX_MORE_FDS = 20
+MAX_MORE_THREADS = 16
 
 
 class Violation(NamedTuple):
@@ -47,38 +47,47 @@ class Violation(NamedTuple):
     text: str
 
 
-def violations(lines: Sequence[Line]) -> list[Violation]:
+def find_violations(lines: Sequence[Line]) -> list[Violation]:
     """Return all violations in a history."""
-    account = Account(lines)
+    account = HistoryIndex(lines)
     if account.final is None:
         return [Violation('lost', 'the run ended before everything was looked at')]
-    rules = (_answers, _refusals, _judged, _fates, _guests, _parts, _growth, _audit)
+    rules = (
+        _check_answers,
+        _check_refusals,
+        _check_history,
+        _check_final_states,
+        _check_guests,
+        _check_parts,
+        _check_growth,
+        _check_audit,
+    )
     return [violation for rule in rules for violation in rule(account)]
 
 
-def _answers(account: Account) -> Iterator[Violation]:
+def _check_answers(account: HistoryIndex) -> Iterator[Violation]:
     """Check each command's time, exit code and output."""
-    for ask in account.asks:
+    for ask in account.commands:
         if ask.code is None:
             yield Violation('late', f'{ask}: did not end')
             continue
-        waited = WAIT if '--timeout' in ask.argv else 0.0
-        if ask.seconds > DEADLINE + waited + ask.frozen:
+        waited = WAIT_TIMEOUT_SECONDS if '--timeout' in ask.argv else 0.0
+        if ask.seconds > MAX_COMMAND_SECONDS + waited + ask.frozen:
             yield Violation('late', f'{ask}: took {ask.seconds} s')
-        wrong = _wrong_words(ask)
+        wrong = _find_wrong_output(ask)
         if wrong:
             yield Violation('answer', f'{ask}: {wrong}: {ask.stdout!r} {ask.stderr!r}')
-        wrong = _wrong_code(account, ask)
+        wrong = _find_wrong_code(account, ask)
         if wrong:
             yield Violation('answer', f'{ask}: {wrong}: {ask.stderr!r}')
         if ask.kind == 'destroy' and ask.code == 4:
-            yield from _not_found(account, ask)
+            yield from _check_not_found(account, ask)
 
 
-def _wrong_words(ask: Ask) -> str | None:
+def _find_wrong_output(ask: Command) -> str | None:
     if ask.code is not None and ask.code < 0 and not ask.trouble.startswith(('kill', 'at')):
         return f'ended by signal {-ask.code}, which nobody sent'
-    allowed = CODES[ask.kind] | (WAITING[ask.kind] if '--timeout' in ask.argv else set())
+    allowed = EXIT_CODES[ask.kind] | (WAIT_EXIT_CODES[ask.kind] if '--timeout' in ask.argv else set())
     if ask.code is not None and ask.code >= 0 and ask.code not in allowed:
         return f'exit {ask.code} means nothing here'
     placed = ask.notified is not None
@@ -96,21 +105,25 @@ def _wrong_words(ask: Ask) -> str | None:
     return None
 
 
-def _wrong_code(account: Account, ask: Ask) -> str | None:
-    if ask.code == 7 and not ask.proxied and not account.outage(ask.t - AFTER, ask.end):
+def _find_wrong_code(account: HistoryIndex, ask: Command) -> str | None:
+    if ask.code == 7 and not ask.proxied and not account.had_outage(ask.t - AFTERMATH_SECONDS, ask.end):
         return 'a backend could not be reached, and nothing was wrong with it'
     if ask.code == 5 and ask.kind == 'create' and 'not delivered' not in ask.stderr:
-        same = [other for other in account.asks if other.instance == ask.instance and other is not ask]
+        same = [other for other in account.commands if other.instance == ask.instance and other is not ask]
         if ask.instance is None or not any(other.t < ask.end for other in same):
             return 'a conflict with nobody'
-    if ask.code == 4 and ask.kind == 'create' and not (ask.notified and account.destroys(ask.notified.instance)):
+    if (
+        ask.code == 4
+        and ask.kind == 'create'
+        and not (ask.notified and account.list_accepted_destroys(ask.notified.instance))
+    ):
         return 'nobody destroyed what it waits for'
     return None
 
 
-def _not_found(account: Account, ask: Ask) -> Iterator[Violation]:
+def _check_not_found(account: HistoryIndex, ask: Command) -> Iterator[Violation]:
     assert ask.instance is not None  # a destroy always names an instance
-    others = [other for other in account.destroys(ask.instance) if other is not ask and other.t < ask.end]
+    others = [other for other in account.list_accepted_destroys(ask.instance) if other is not ask and other.t < ask.end]
     earlier_creates = [other for other in account.acknowledged.get(ask.instance, []) if other.end < ask.t]
     if 'gone since' in ask.stderr and not others:
         yield Violation('lost', f'{ask}: it is gone, and nobody asked for that')
@@ -118,29 +131,33 @@ def _not_found(account: Account, ask: Ask) -> Iterator[Violation]:
         yield Violation('lost', f'{ask}: it is not known, and {earlier_creates[0]} placed it')
 
 
-def _refusals(account: Account) -> Iterator[Violation]:
-    for ask in account.asks:
-        if ask.kind != 'create' or ask.code != 3 or account.silenced(ask.t - DEADLINE, ask.end, LONG):
+def _check_refusals(account: HistoryIndex) -> Iterator[Violation]:
+    for ask in account.commands:
+        if (
+            ask.kind != 'create'
+            or ask.code != 3
+            or account.may_have_silenced_computes(ask.t - MAX_COMMAND_SECONDS, ask.end, SILENCING_SECONDS)
+        ):
             continue
-        compute = ask.in_tree
+        compute = ask.required_compute
         undisturbed = [
             uuid
             for uuid, facts in account.computes.items()
-            if compute in (None, uuid) and not account.disturbed(facts['name'], ask.t - AFTER, ask.end)
+            if compute in (None, uuid) and not account.was_disturbed(facts['name'], ask.t - AFTERMATH_SECONDS, ask.end)
         ]
         room = sum(account.computes[uuid]['slots'] for uuid in undisturbed)
-        max_held = account.most_held(ask, compute)
+        max_held = account.max_held(ask, compute)
         if max_held < room:
             yield Violation('refused', f'{ask}: at most {max_held} instances, and room for {room}')
 
 
-def _judged(account: Account) -> Iterator[Violation]:
+def _check_history(account: HistoryIndex) -> Iterator[Violation]:
     """Report the findings of the judge of every test: the commands and all changes of etcd."""
     judgement = judge(account.history)
-    yield from (Violation('history', text) for text in [*judgement.never, *judgement.still])
+    yield from (Violation('history', text) for text in [*judgement.permanent, *judgement.pending])
 
 
-def _fates(account: Account) -> Iterator[Violation]:
+def _check_final_states(account: HistoryIndex) -> Iterator[Violation]:
     """Check that every instance's final state has a cause known to the soak."""
     records = account.planes['records']
     for instance, asks in account.acknowledged.items():
@@ -148,22 +165,22 @@ def _fates(account: Account) -> Iterator[Violation]:
         if record is None:
             continue
         state = record['state']
-        if state == 'gone' and not account.destroys(instance):
+        if state == 'gone' and not account.list_accepted_destroys(instance):
             yield Violation('lost', f'{asks[0]}: {instance} is gone, and nobody asked for that')
         if state == 'stopped' and instance not in account.killed_guests:
             yield Violation('lost', f'{asks[0]}: {instance} is off, and nobody switched it off')
-        if state in LIVING and asks[0].image == 'missing' and account.computes[record['compute']]['real']:
+        if state in LIVING_STATES and asks[0].image == 'missing' and account.computes[record['compute']]['real']:
             yield Violation('answer', f'{asks[0]}: {instance} is {state} from an image that is not there')
 
 
-def _guests(account: Account) -> Iterator[Violation]:
+def _check_guests(account: HistoryIndex) -> Iterator[Violation]:
     """Check that every living instance has exactly one guest, and that nothing else is left."""
     planes = account.planes
     where: dict[str, list[str]] = {}
     for compute, guests in planes['guests'].items():
         for instance in guests:
             where.setdefault(instance, []).append(compute)
-    living = {name: record for name, record in planes['records'].items() if record['state'] in LIVING}
+    living = {name: record for name, record in planes['records'].items() if record['state'] in LIVING_STATES}
     for instance, record in living.items():
         state, compute = record['state'], record['compute']
         guest = planes['guests'].get(compute, {}).get(instance)
@@ -180,7 +197,7 @@ def _guests(account: Account) -> Iterator[Violation]:
     yield from (Violation('doubled', f'{name}: guests on {computes}') for name, computes in doubled.items())
 
 
-def _parts(account: Account) -> Iterator[Violation]:
+def _check_parts(account: HistoryIndex) -> Iterator[Violation]:
     for line in account.lines:
         if line['what'] == 'exit' and line['ready']:
             yield Violation('crash', f'{line["part"]} ended by itself with {line["code"]} at {line["t"]}')
@@ -190,26 +207,26 @@ def _parts(account: Account) -> Iterator[Violation]:
         yield from (Violation('crash', f'{account.computes[compute]["name"]}: {line}') for line in bad)
 
 
-def _growth(account: Account) -> Iterator[Violation]:
-    first = {(line['compute'], line['pid']): line for line in account.of('process') if line['when'] == 'start'}
-    for line in account.of('process'):
+def _check_growth(account: HistoryIndex) -> Iterator[Violation]:
+    first = {(line['compute'], line['pid']): line for line in account.iter_lines('process') if line['when'] == 'start'}
+    for line in account.iter_lines('process'):
         before = first.get((line['compute'], line['pid']))
         if line['when'] != 'end' or before is None:
             continue
-        for kind, allowed in (('fds', MORE_FDS), ('threads', MORE_THREADS)):
+        for kind, allowed in (('fds', MAX_MORE_FDS), ('threads', MAX_MORE_THREADS)):
             if line[kind] > before[kind] + allowed:
                 name = account.computes[line['compute']]['name']
                 yield Violation('growth', f'{name}: {before[kind]} {kind} at the start, {line[kind]} at the end')
 
 
-def _audit(account: Account) -> Iterator[Violation]:
+def _check_audit(account: HistoryIndex) -> Iterator[Violation]:
     assert account.final is not None  # find_violations() checks this first
     yield from (Violation('audit', str(finding)) for finding in account.final['audit'])
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the violations of a history; return 1 if there are any."""
-    all_violations = violations(read(Path(argv[0])))
+    all_violations = find_violations(read_history(Path(argv[0])))
     for kind, text in all_violations:
         print(f'{kind}: {text}')
     return 1 if all_violations else 0
@@ -217,4 +234,3 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == '__main__':
     sys.exit(main(sys.argv[1:]))
-

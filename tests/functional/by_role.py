@@ -9,22 +9,22 @@ from ecomp.errors import EcompError
 from ecomp.model import roles
 from ecomp.store.client import Put
 from ecomp.store.roles import Accounts
-from tests.kit.behind_roles import BehindRoles
-from tests.kit.secured import etcd_of
+from tests.kit.behind_roles import EtcdWithRoles
+from tests.kit.secured import load_etcd_config
 
 
-def found(cloud: BehindRoles, user: str = 'operator-ann') -> roles.Roles:
-    with closing(Accounts(etcd_of(cloud.certs, user))) as accounts:
-        return accounts.roles()
+def read_roles(cloud: EtcdWithRoles, user: str = 'operator-ann') -> roles.Roles:
+    with closing(Accounts(load_etcd_config(cloud.certs, user))) as accounts:
+        return accounts.read_roles()
 
 
-def put(cloud: BehindRoles, key: str, user: str = 'compute-hv1', lease: int = 0) -> None:
+def put_key(cloud: EtcdWithRoles, key: str, user: str = 'compute-hv1', lease: int = 0) -> None:
     cloud.stores[user].commit([], [Put(key, 'x', lease)])
 
 
-def works(deed: Callable[[], None]) -> bool:
+def is_allowed(action: Callable[[], None]) -> bool:
     try:
-        deed()
+        action()
     except EcompError:
         return False
     return True

@@ -30,7 +30,7 @@ IMAGE = 'http://images.example/i.qcow2'
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 RESOURCES = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
 # The owner of an attempt.
-WHO = {'host': 'here', 'pid': 1}
+OWNER = {'host': 'here', 'pid': 1}
 
 
 @dataclass
@@ -42,17 +42,17 @@ class Cloud:
     store: Store
     placement: Placement
 
-    def compute(self, alive: bool = True, **totals: int) -> str:
+    def make_compute(self, alive: bool = True, **totals: int) -> str:
         """Create a compute with room for two small guests, or with `totals`; live if `alive`."""
         compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
         if alive:
             self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
         return compute
 
-    def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> SetOrder:
+    def make_order_on(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> SetOrder:
         """Return an order for one small guest on that compute."""
         return SetOrder(
-            instance or new(),
+            instance or make_uuid(),
             query=f'{resources}&in_tree={compute}',
             image=IMAGE,
             user_id='a-user',
@@ -62,108 +62,110 @@ class Cloud:
 
     def make_order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
         """Create a compute and return it with an order for one small guest on it."""
-        compute = self.compute(alive, **totals)
-        return compute, self.wanted(compute)
+        compute = self.make_compute(alive, **totals)
+        return compute, self.make_order_on(compute)
 
     def create(
         self,
-        wanted: SetOrder,
+        order: SetOrder,
         resume: bool = False,
         store: Store | None = None,
         placement: Placement | None = None,
         now: Callable[[], str] = lambda: 'now',
-        found: list[Allocations] | None = None,
+        candidates: list[Allocations] | None = None,
         offer: Offer | None = None,
     ) -> DeliveryOutcome:
         """Place the order, with the given offer or candidates or else placement's current ones."""
         placement = placement or self.placement
         backend: Future[tuple[Placement, Offer]] = Future()
         try:
-            if found is not None:
-                offer = Offer(found, asked=time.monotonic())
-            offer = offer or allocations.candidates(placement, wanted.query)
+            if candidates is not None:
+                offer = Offer(candidates, queried_at=time.monotonic())
+            offer = offer or allocations.read_candidates(placement, order.query)
             backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
-        (outcome,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
+        (outcome,) = create(store or self.store, backend, order, OWNER, resume, random.Random(), now).values()
         return outcome
 
     def create_all(
-        self, wanted: SetOrder, resume: bool = False, store: Store | None = None
+        self, order: SetOrder, resume: bool = False, store: Store | None = None
     ) -> Mapping[str, DeliveryOutcome]:
         backend: Future[tuple[Placement, Offer]] = Future()
-        backend.set_result((self.placement, allocations.candidates(self.placement, wanted.query or '')))
-        return create(store or self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
+        backend.set_result((self.placement, allocations.read_candidates(self.placement, order.query or '')))
+        return create(store or self.store, backend, order, OWNER, resume, random.Random(), lambda: 'now')
 
-    def claimer(self, placement: Placement | None = None) -> Claimer:
+    def make_claimer(self, placement: Placement | None = None) -> Claimer:
         """Return a Claimer whose attempt is never taken over."""
         return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)
 
-    def candidate(self, compute: str) -> Candidate:
+    def make_candidate(self, compute: str) -> Candidate:
         """Return a candidate for one small guest on the compute."""
         return Candidate(compute, {compute: SMALL}, None)
 
-    def delivered(self, compute: str, instance: str) -> Request:
+    def read_request(self, compute: str, instance: str) -> Request:
         value = self.etcd.get(keys.request(compute, instance))
         assert value is not None
         request = parse_request(compute, keys.request(compute, instance), value)
         assert isinstance(request, Request)
         return request
 
-    def is_whole(self, compute: str, wanted: SetOrder) -> None:
+    def assert_placed(self, compute: str, order: SetOrder) -> None:
         """Assert that the instance is delivered to and claimed on this compute.
 
         No attempt may be in flight for it.
         """
-        assert self.delivered(compute, wanted.instance).allocations == {compute: SMALL}
-        assert self.server.allocations(wanted.instance) == {compute: SMALL}
-        assert self.etcd.get(keys.attempt(wanted.instance)) is None
+        assert self.read_request(compute, order.instance).allocations == {compute: SMALL}
+        assert self.server.read_allocations(order.instance) == {compute: SMALL}
+        assert self.etcd.get(keys.attempt(order.instance)) is None
 
-    def has_nothing_of(self, wanted: SetOrder, *computes: str) -> None:
+    def assert_not_placed(self, order: SetOrder, *computes: str) -> None:
         """Assert that the order has no claim, no attempt and no delivery."""
-        assert self.server.allocations(wanted.instance) == {}
-        assert self.etcd.get(keys.attempt(wanted.instance)) is None
-        assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
+        assert self.server.read_allocations(order.instance) == {}
+        assert self.etcd.get(keys.attempt(order.instance)) is None
+        assert [key for key in self.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == order.instance] == []
         for compute in computes:
-            assert wanted.instance not in self.server.consumers(compute)
+            assert order.instance not in self.server.read_consumers(compute)
 
 
 class CountingStore(Store):
     """A store that counts its requests to etcd."""
 
-    asked = 0
+    request_count = 0
 
-    def _ask(self, *given: Any) -> Any:
-        self.asked += 1
-        return super()._ask(*given)
+    def _ask(self, *args: Any) -> Any:
+        self.request_count += 1
+        return super()._ask(*args)
 
 
-def interpose(made: Any, call: str, do: Callable[[], object], matches: Callable[..., bool] = lambda *_: True) -> Any:
+def interpose(
+    target: Any, method: str, action: Callable[[], object], matches: Callable[..., bool] = lambda *_: True
+) -> Any:
     """Replace a method so that `action` runs once, just before the first call that matches.
 
     Returns:
         The same object.
     """
-    real, pending = getattr(made, call), [do]
+    real, pending = getattr(target, method), [action]
 
-    def called(*given: Any, **named: Any) -> Any:
-        if pending and matches(*given):
+    def intercept(*args: Any, **kwargs: Any) -> Any:
+        if pending and matches(*args):
             pending.pop()()
-        return real(*given, **named)
+        return real(*args, **kwargs)
 
-    setattr(made, call, called)
-    return made
+    setattr(target, method, intercept)
+    return target
 
 
-def new() -> str:
+def make_uuid() -> str:
     return str(uuid.uuid4())
 
 
-def at_it(cloud: Cloud, wanted: SetOrder, lease: int) -> int:
+def start_attempt(cloud: Cloud, order: SetOrder, lease: int) -> int:
     """Write the key of an attempt, as eschedule does first; return its revision."""
-    value = json.dumps({'version': 1, 'instances': [wanted.instance]})
+    value = json.dumps({'version': 1, 'instances': [order.instance]})
     revision = cloud.store.commit(
-        [Unchanged(keys.attempt(wanted.instance), 0)], [Put(keys.attempt(wanted.instance), value, lease)]
+        [Unchanged(keys.attempt(order.instance), 0)], [Put(keys.attempt(order.instance), value, lease)]
     )
     assert revision
     return revision

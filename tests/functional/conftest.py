@@ -21,28 +21,28 @@ from ecomp.store.client import Store
 from tests.functional import placement_client
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
-from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.functional.libvirt_host import LibvirtHost, describe_missing, start_libvirt_host
 from tests.functional.queueing import flavor
-from tests.functional.tended import none_lent, pair, pool
-from tests.functional.toy import Toy, toy
-from tests.kit.image_server import Web, serving
+from tests.functional.tended import no_replacements, pool, pool_of_two
+from tests.functional.toy import ToyCompute, make_toy_compute
+from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import MIB
-from tests.kit.in_process import InProcess, empty, start
+from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, PlacementServer
-from tests.kit.store_client import connected
+from tests.kit.store_client import open_store
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
-__all__ = ['flavor', 'none_lent', 'pair', 'pool']
+__all__ = ['flavor', 'no_replacements', 'pool_of_two', 'pool']
 
 # The store
 
 
 @pytest.fixture
 def store(etcd: Etcd) -> Iterator[Store]:
-    with connected(etcd.endpoint) as opened:
+    with open_store(etcd.endpoint) as opened:
         yield opened
 
 
@@ -56,34 +56,34 @@ def prefix() -> str:
 
 @pytest.fixture
 def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
-    with connected(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
+    with open_store(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
         yield Cloud(etcd, placement, store, client)
 
 
 @pytest.fixture
 def client(placement: PlacementServer) -> Iterator[Placement]:
-    with placement_client.connected(placement.url) as opened:
+    with placement_client.open_client(placement.url) as opened:
         yield opened
 
 
 @pytest.fixture
-def one(cloud: Cloud, tmp_path: Path) -> Iterator[Toy]:
+def toy_compute(cloud: Cloud, tmp_path: Path) -> Iterator[ToyCompute]:
     """A compute in this process, without threads, that a test drives step by step."""
-    with toy(cloud, tmp_path) as compute:
+    with make_toy_compute(cloud, tmp_path) as compute:
         yield compute
 
 
 @pytest.fixture(scope='session')
-def _placement_in_process() -> InProcess:
+def _started_placement() -> InProcessPlacement:
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
-    return start()
+    return start_placement()
 
 
 @pytest.fixture
-def in_process(_placement_in_process: InProcess) -> Iterator[InProcess]:
+def placement_in_process(_started_placement: InProcessPlacement) -> Iterator[InProcessPlacement]:
     """An empty placement in this process."""
-    yield _placement_in_process
-    empty(_placement_in_process)
+    yield _started_placement
+    remove_providers(_started_placement)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
 @pytest.fixture
 def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
     """A store connected through etcd_proxy."""
-    with connected(etcd_proxy.address, timeout=3.0) as store:
+    with open_store(etcd_proxy.address, timeout=3.0) as store:
         yield store
 
 
@@ -129,8 +129,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def web(image: bytes) -> Iterator[Web]:
-    with serving(image) as server:
+def web(image: bytes) -> Iterator[ImageServer]:
+    with serve_images(image) as server:
         yield server
 
 
@@ -144,9 +144,9 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def host() -> Iterator[LibvirtHost]:
-    if reason := missing():
+    if reason := describe_missing():
         pytest.skip(f'no libvirtd of our own: {reason}')
-    with libvirt_host() as own_host:
+    with start_libvirt_host() as own_host:
         yield own_host
 
 
@@ -160,7 +160,7 @@ def connection(host: LibvirtHost) -> Iterator[Any]:
 
 
 @pytest.fixture(scope='module')
-def prepared(host: LibvirtHost) -> Iterator[Libvirt]:
+def prepared_libvirt(host: LibvirtHost) -> Iterator[Libvirt]:
     from ecomp.virt.libvirt_host import Libvirt
 
     driver = Libvirt(host.root / 'state', uri=host.uri)
@@ -170,19 +170,19 @@ def prepared(host: LibvirtHost) -> Iterator[Libvirt]:
 
 
 @pytest.fixture
-def real(prepared: Libvirt) -> Iterator[Libvirt]:
+def real_libvirt(prepared_libvirt: Libvirt) -> Iterator[Libvirt]:
     """The host's Libvirt. All guests of the test are removed after it, even if it fails."""
-    yield prepared
-    for instance in prepared.guests():
-        prepared.destroy(instance, COMPUTE)
-        prepared.delete_disk(instance)
-        prepared.release(instance)
-    assert prepared.guests() == {}
-    assert prepared.seeds() == set()
+    yield prepared_libvirt
+    for instance in prepared_libvirt.list_guests():
+        prepared_libvirt.destroy(instance, COMPUTE)
+        prepared_libvirt.delete_disk(instance)
+        prepared_libvirt.release_addresses(instance)
+    assert prepared_libvirt.list_guests() == {}
+    assert prepared_libvirt.list_seeds() == set()
 
 
 @pytest.fixture(scope='module')
-def base() -> Iterator[BaseImage]:
+def base_image() -> Iterator[BaseImage]:
     # Not in pytest's own directories: QEMU's user cannot enter those.
     with TemporaryDirectory(prefix='evt-base-') as directory:
         Path(directory).chmod(0o711)
@@ -192,8 +192,8 @@ def base() -> Iterator[BaseImage]:
 
 
 @pytest.fixture
-def make_spec(base: BaseImage) -> MakeSpec:
-    return lambda: GuestSpec(str(uuid4()), COMPUTE, 1, 32, 1, base, 'qemu')
+def make_spec(base_image: BaseImage) -> MakeSpec:
+    return lambda: GuestSpec(str(uuid4()), COMPUTE, 1, 32, 1, base_image, 'qemu')
 
 
 @pytest.fixture

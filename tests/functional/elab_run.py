@@ -11,13 +11,13 @@ from typing import Any
 
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine
-from tests.kit.servers import environment
+from tests.kit.servers import make_environment
 
 ROOT = Path('/var/lib/elab')
 NAME = f'f{os.getpid()}'
 
 
-def missing() -> str:
+def describe_missing() -> str:
     """Return why no lab can be made on this machine, or ''."""
     try:
         machine.require_root('a lab')
@@ -28,29 +28,36 @@ def missing() -> str:
     return ''
 
 
-def command(*words: str) -> list[str]:
+def make_command(*words: str) -> list[str]:
     return [sys.executable, '-m', 'ecomp.lab.elab', *words]
 
 
-def elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run_elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run elab and assert its exit code."""
     result = subprocess.run(
-        command(*words), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=200
+        make_command(*words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=make_environment(),
+        timeout=200,
     )
     assert result.returncode == code, f'elab {words}: {result.returncode}\n{result.stdout}{result.stderr}'
     return result
 
 
-def facts(name: str) -> dict[str, Any]:
+def read_lab_json(name: str) -> dict[str, Any]:
     """Read lab.json, or return {} if it does not exist."""
     path = ROOT / name / 'lab.json'
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def traces(name: str, link: str) -> list[str]:
+def list_traces(name: str, link: str) -> list[str]:
     """List a lab's files, namespaces, interfaces, routes, mounts and processes on this machine."""
     lines = [str(path) for path in (ROOT / name,) if path.exists()]
-    if link in {facts(path.parent.name).get('link') for path in ROOT.glob('*/lab.json') if path.parent.name != name}:
+    if link in {
+        read_lab_json(path.parent.name).get('link') for path in ROOT.glob('*/lab.json') if path.parent.name != name
+    }:
         link = 'none'  # the number of this link has been reused by another lab
     commands = (['ip', 'netns', 'list'], ['ip', '-o', 'link', 'show'], ['ip', 'route', 'show', 'table', 'all'])
     for listing in commands:

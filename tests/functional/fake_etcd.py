@@ -28,7 +28,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
 
     values: dict[bytes, bytes] = field(default_factory=dict)
     header: tuple[int, int, int] = (1, 10, 2)
-    lists: int = 0
+    list_count: int = 0
 
     def __post_init__(self) -> None:
         self.watches: queue.SimpleQueue[list[Frame]] = queue.SimpleQueue()
@@ -44,12 +44,12 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
     def __exit__(self, *_: object) -> None:
         self._server.stop(0).wait()
 
-    def reply(self, **fields: Any) -> etcdrpc.WatchResponse:
+    def make_frame(self, **fields: Any) -> etcdrpc.WatchResponse:
         """Return a watch frame with the current header."""
-        return etcdrpc.WatchResponse(header=_header(*fields.pop('header', self.header)), watch_id=0, **fields)
+        return etcdrpc.WatchResponse(header=_make_header(*fields.pop('header', self.header)), watch_id=0, **fields)
 
-    def event(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
-        frame = self.reply(**fields)
+    def make_put_frame(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
+        frame = self.make_frame(**fields)
         event = frame.events.add()
         event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision
         return frame
@@ -57,8 +57,8 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
     def Range(self, request: Any, _: Any) -> Any:
         """Return the requested values; the requested revision is ignored."""
         end = request.range_end or request.key + b'\0'
-        self.lists += bool(request.range_end)
-        reply = etcdrpc.RangeResponse(header=_header(*self.header))
+        self.list_count += bool(request.range_end)
+        reply = etcdrpc.RangeResponse(header=_make_header(*self.header))
         for key, value in sorted(self.values.items()):
             if request.key <= key < end:
                 reply.kvs.add(key=key, value=value, mod_revision=self.header[1], create_revision=1, version=1)
@@ -70,7 +70,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         try:
             script = self.watches.get_nowait()
         except queue.Empty:
-            script = [self.reply(created=True)]
+            script = [self.make_frame(created=True)]
         for frame in script:
             if frame is None:
                 return
@@ -81,5 +81,5 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
             pass
 
 
-def _header(cluster: int, revision: int, term: int) -> Any:
+def _make_header(cluster: int, revision: int, term: int) -> Any:
     return etcdrpc.ResponseHeader(cluster_id=cluster, member_id=7, revision=revision, raft_term=term)

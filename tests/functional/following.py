@@ -7,11 +7,11 @@ from typing import Any, Self
 
 from ecomp.store.client import Entry
 from ecomp.store.watch import Follower
-from tests.kit.servers import until
-from tests.kit.store_client import config
+from tests.kit.servers import wait_until
+from tests.kit.store_client import make_config
 
 
-class Hearing:
+class StateRecorder:
     """A callback that records the reported states."""
 
     def __init__(self) -> None:
@@ -20,16 +20,18 @@ class Hearing:
     def on_state(self, state: Mapping[str, Entry]) -> None:
         self.states.append({key: entry.value for key, entry in state.items()})
 
-    def sees(self, wanted: dict[str, bytes], what: str = 'what is there') -> None:
-        until(lambda: self.states[-1:] == [wanted], 15, f'{what}: {wanted} is seen, last {self.states[-1:]}')
+    def wait_for_state(self, expected: dict[str, bytes], description: str = 'what is there') -> None:
+        wait_until(
+            lambda: self.states[-1:] == [expected], 15, f'{description}: {expected} is seen, last {self.states[-1:]}'
+        )
 
 
-class Following(Hearing):
+class RecordingFollower(StateRecorder):
     """A follower of one prefix that runs while its context is entered."""
 
-    def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **more: Any) -> None:
+    def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **options: Any) -> None:
         super().__init__()
-        self.follower = Follower(config(endpoint, timeout), [(prefix, self.on_state)], resync, **more)
+        self.follower = Follower(make_config(endpoint, timeout), [(prefix, self.on_state)], resync, **options)
 
     def __enter__(self) -> Self:
         self.follower.start()

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 
-def raw(size: int, fill: int = 0) -> bytes:
+def make_raw_image(size: int, fill: int = 0) -> bytes:
     """Return a raw disk of this size; the content differs for each `fill`."""
     return (bytes([fill]) * 510 + b'\x55\xaa').ljust(size, bytes([fill]))
 
@@ -16,16 +16,16 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def base(content: bytes, format: str = 'raw') -> str:
+def get_base_name(content: bytes, format: str = 'raw') -> str:
     """Return the file name of the base volume with this content."""
     return f'base-{sha256(content)}.{format}'
 
 
-def overlay(directory: Path, name: str, below: str, format: str) -> None:
+def create_overlay(directory: Path, name: str, backing_name: str, format: str) -> None:
     """Create an overlay on a file in the same directory."""
-    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
+    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / backing_name)]
     subprocess.run([*command, str(directory / name), '4M'], check=True)
 
 
-def entries(directory: Path) -> list[Path]:
+def list_url_entries(directory: Path) -> list[Path]:
     return list(directory.glob('.url-*.json'))

@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kit.servers import TOP, until
+from tests.kit.servers import TOP, wait_until
 
 # Our directories, and the directories of libvirt over which they are bind-mounted.
-BOUND = {
+BIND_MOUNTS = {
     'run': '/run/libvirt',
     'lib': '/var/lib/libvirt',
     'etc': '/etc/libvirt',
@@ -28,16 +28,26 @@ BOUND = {
     'log': '/var/log/libvirt',
 }
 # Subdirectories that libvirtd expects.
-EXPECTED = ('lib/images', 'lib/dnsmasq', 'lib/boot', 'cache/qemu', 'log/qemu', 'run/qemu', 'lib/qemu')
-NEEDED = ('ip', 'unshare', 'nsenter', 'virtlogd', 'libvirtd', 'dnsmasq', 'ebtables', 'qemu-img', 'qemu-system-x86_64')
-NETWORK = """<network><name>default</name><forward mode='open'/><bridge name='virbr0' stp='off'/>
+EXPECTED_DIRECTORIES = ('lib/images', 'lib/dnsmasq', 'lib/boot', 'cache/qemu', 'log/qemu', 'run/qemu', 'lib/qemu')
+REQUIRED_PROGRAMS = (
+    'ip',
+    'unshare',
+    'nsenter',
+    'virtlogd',
+    'libvirtd',
+    'dnsmasq',
+    'ebtables',
+    'qemu-img',
+    'qemu-system-x86_64',
+)
+NETWORK_XML = """<network><name>default</name><forward mode='open'/><bridge name='virbr0' stp='off'/>
 <ip address='10.77.0.1' netmask='255.255.255.0'><dhcp><range start='10.77.0.10' end='10.77.0.99'/></dhcp></ip>
 </network>"""
 
 # Guests are emulated. If QEMU's user cannot open /dev/kvm, libvirt probes QEMU again on each call, for seconds. A
 # regular file in its place avoids this (but cannot be moved into a guest's own /dev, so qemu.conf disables namespaces).
 # The mount namespace lives as long as its processes: the daemons that this shell starts.
-DAEMONS = """
+DAEMON_SCRIPT = """
 mount --make-rprivate /
 root=$1; shift
 for pair; do mkdir -p "${pair#*=}"; mount --bind "$root/${pair%%=*}" "${pair#*=}"; done
@@ -47,9 +57,9 @@ libvirtd -d --pid-file "$root/libvirtd.pid"
 """
 
 
-def missing() -> str | None:
+def describe_missing() -> str | None:
     """Return why no LibvirtHost can be made on this machine, or None."""
-    absent = [name for name in NEEDED if shutil.which(name) is None]
+    absent = [name for name in REQUIRED_PROGRAMS if shutil.which(name) is None]
     if absent:
         return 'not installed: ' + ', '.join(absent)
     return None if os.geteuid() == 0 else 'namespaces and libvirtd need root'
@@ -64,38 +74,38 @@ class LibvirtHost:
     def uri(self) -> str:
         return f'qemu+unix:///system?socket={self.root}/run/libvirt-sock'
 
-    def pid(self, daemon: str = 'libvirtd') -> int:
+    def read_pid(self, daemon: str = 'libvirtd') -> int:
         return int((self.root / f'{daemon}.pid').read_text())
 
-    def inside(
+    def run_inside(
         self, command: list[str], env: Mapping[str, str] | None = None, check: bool = True, input: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in the host's namespaces and return the completed process."""
         # virtlogd survives a killed libvirtd, and is in the same namespaces.
-        nsenter = ['nsenter', '-t', str(self.pid('virtlogd')), '-m', '-n', *command]
+        nsenter = ['nsenter', '-t', str(self.read_pid('virtlogd')), '-m', '-n', *command]
         return subprocess.run(nsenter, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
 
-    def call(self, module: str, function: str, instance: str) -> None:
+    def call_function(self, module: str, function: str, instance: str) -> None:
         """Call a function of a test module in the host's namespaces.
 
         Its arguments are the state directory and the instance.
         """
         script = f'import {module} as test; test.{function}{(str(self.root / "state"), instance)}'
         path = os.pathsep.join([str(TOP), *sys.path])
-        result = self.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+        result = self.run_inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
         assert result.returncode == 0, result.stderr
 
     def start_libvirtd(self) -> None:
-        self.inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])
+        self.run_inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])
 
     def kill_libvirtd(self) -> None:
         """Kill libvirtd with SIGKILL and wait until the process is gone."""
-        pid = self.pid()
+        pid = self.read_pid()
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not running(pid), 60, 'libvirtd gone')
+        wait_until(lambda: not is_running(pid), 60, 'libvirtd gone')
 
 
-def running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return '\nState:\tZ' not in Path(f'/proc/{pid}/status').read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -103,14 +113,14 @@ def running(pid: int) -> bool:
 
 
 @contextmanager
-def libvirt_host() -> Iterator[LibvirtHost]:
+def start_libvirt_host() -> Iterator[LibvirtHost]:
     """Make a host, and remove its guests, daemons, namespaces and files at the end."""
     with ExitStack() as undo:
         root = Path(tempfile.mkdtemp(prefix='evt-'))
         undo.callback(shutil.rmtree, root)
         root.chmod(0o711)
         namespace = root.name.replace('_', '')
-        for name in (*BOUND, *EXPECTED):
+        for name in (*BIND_MOUNTS, *EXPECTED_DIRECTORIES):
             (root / name).mkdir(exist_ok=True)
         (root / 'no-kvm').touch(0o600)
         # A small file system that a test can fill, mounted inside and outside the namespaces.
@@ -125,19 +135,19 @@ def libvirt_host() -> Iterator[LibvirtHost]:
         shutil.chown(root / 'lib/qemu', 'libvirt-qemu')
         subprocess.run(['ip', 'netns', 'add', namespace], check=True)
         undo.callback(subprocess.run, ['ip', 'netns', 'del', namespace], check=True)
-        undo.callback(end_processes, namespace)
+        undo.callback(kill_processes, namespace)
         subprocess.run(['ip', '-n', namespace, 'link', 'set', 'lo', 'up'], check=True)
-        pairs = [f'{name}={target}' for name, target in BOUND.items()]
-        shell = ['unshare', '-m', 'sh', '-e', '-c', DAEMONS, 'daemons', str(root), *pairs]
+        pairs = [f'{name}={target}' for name, target in BIND_MOUNTS.items()]
+        shell = ['unshare', '-m', 'sh', '-e', '-c', DAEMON_SCRIPT, 'daemons', str(root), *pairs]
         subprocess.run(['ip', 'netns', 'exec', namespace, *shell], check=True, timeout=60)
         host = LibvirtHost(namespace, root)
-        until((root / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
-        (root / 'network.xml').write_text(NETWORK)
-        host.inside(['virsh', '-q', 'net-define', str(root / 'network.xml')])
+        wait_until((root / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
+        (root / 'network.xml').write_text(NETWORK_XML)
+        host.run_inside(['virsh', '-q', 'net-define', str(root / 'network.xml')])
         yield host
 
 
-def end_processes(namespace: str) -> None:
+def kill_processes(namespace: str) -> None:
     """Kill all processes in the namespace and wait until they are gone.
 
     These are guests, dnsmasq and the daemons.
@@ -145,7 +155,7 @@ def end_processes(namespace: str) -> None:
 
     def list_pids() -> list[int]:
         result = subprocess.run(['ip', 'netns', 'pids', namespace], check=True, capture_output=True, text=True)
-        return [pid for pid in map(int, result.stdout.split()) if running(pid)]
+        return [pid for pid in map(int, result.stdout.split()) if is_running(pid)]
 
     def kill_all() -> bool:
         for pid in list_pids():
@@ -153,4 +163,4 @@ def end_processes(namespace: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not list_pids()
 
-    until(kill_all, 60, f'processes of {namespace} gone')
+    wait_until(kill_all, 60, f'processes of {namespace} gone')

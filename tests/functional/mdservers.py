@@ -45,14 +45,23 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix: tuple[str, ...] = (),
-            stdin: int = subprocess.DEVNULL) -> Iterator[Server]:
+def start_server(
+    root: Path,
+    *arguments: str,
+    command: list[str] = AS_SCRIPT,
+    prefix: tuple[str, ...] = (),
+    stdin: int = subprocess.DEVNULL,
+) -> Iterator[Server]:
     """Run a metadata server; yield it when it has logged its address."""
     log = root / 'log'
     environment = os.environ | ({'PYTHONPATH': str(SCRIPT.parents[1])} if command is AS_MODULE else {})
     with log.open('wb') as stderr:
         process = subprocess.Popen(
-            [*prefix, *command, *arguments], cwd=root, env=environment, stdin=stdin, stderr=stderr,
+            [*prefix, *command, *arguments],
+            cwd=root,
+            env=environment,
+            stdin=stdin,
+            stderr=stderr,
         )
     try:
         deadline = time.monotonic() + 30
@@ -68,18 +77,22 @@ def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix:
         process.wait(20)
 
 
-def asked(instance: str, **given: Any) -> Request:
+def make_request(instance: str, **fields: Any) -> Request:
     """Return a request as ecompute passes it to the metadata server."""
-    return Request(instance, {}, **given)
+    return Request(instance, {}, **fields)
 
 
-def describe(root: Path, leases: dict[str, str]) -> Path:
+def write_host_files(root: Path, leases: dict[str, str]) -> Path:
     """Write leases, guest files and an mdserver.conf as on a host; return the path of the conf."""
     (root / 'metadata').mkdir()
-    (root / 'virbr0.status').write_text(json.dumps([
-        {'ip-address': address, 'mac-address': mac, 'expiry-time': int(time.time()) + 3600}
-        for address, mac in leases.items()
-    ]))
+    (root / 'virbr0.status').write_text(
+        json.dumps(
+            [
+                {'ip-address': address, 'mac-address': mac, 'expiry-time': int(time.time()) + 3600}
+                for address, mac in leases.items()
+            ]
+        )
+    )
     (root / 'default-user-data').write_bytes(USER_DATA)
     for mac, instance, name, keys, text in (
         (MAC_A, UUID_A, 'web1', None, None),
@@ -87,16 +100,27 @@ def describe(root: Path, leases: dict[str, str]) -> Path:
     ):
         file = root / 'metadata' / f'{mac}.json'
         file.touch(0o600)
-        file.write_text(json.dumps({
-            'version': 1, 'instance': instance, 'mac': mac, 'hostname': name, 'public_keys': keys, 'user_data': text,
-        }))
+        file.write_text(
+            json.dumps(
+                {
+                    'version': 1,
+                    'instance': instance,
+                    'mac': mac,
+                    'hostname': name,
+                    'public_keys': keys,
+                    'user_data': text,
+                }
+            )
+        )
     conf = root / 'mdserver.conf'
-    conf.write_text(f'[mdserver]\nguests = metadata\nleases = *.status\nuser-data = default-user-data\n'
-                    f'[public-keys]\ndefault = {KEY}\n')
+    conf.write_text(
+        f'[mdserver]\nguests = metadata\nleases = *.status\nuser-data = default-user-data\n'
+        f'[public-keys]\ndefault = {KEY}\n'
+    )
     return conf
 
 
-def fails(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
+def run_refused(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
     result = subprocess.run([*prefix, *AS_SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
     assert result.stdout == ''
     return result.returncode, result.stderr

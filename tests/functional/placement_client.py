@@ -15,12 +15,12 @@ SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 
 @contextmanager
-def connected(url: str, timeout: tuple[float, float] = (3.0, 20.0)) -> Iterator[Placement]:
+def open_client(url: str, timeout: tuple[float, float] = (3.0, 20.0)) -> Iterator[Placement]:
     with closing(Placement(url, timeout)) as client:
         yield client
 
 
-def new() -> str:
+def make_uuid() -> str:
     return str(uuid.uuid4())
 
 

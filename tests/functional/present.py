@@ -10,16 +10,16 @@ from ecomp.store.client import Store
 from ecomp.store.presence import Presence
 
 
-def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
+def make_presence(store: Store, key: str, token: str, losses: list[str] | None = None) -> Presence:
     facts = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
-    return Presence(store, key, facts, (lost if lost is not None else []).append)
+    return Presence(store, key, facts, (losses if losses is not None else []).append)
 
 
 @contextmanager
-def start_and_stop(made: Any) -> Iterator[Any]:
+def start_and_stop(service: Any) -> Iterator[Any]:
     """Start a service that has its own thread, and stop it at the end."""
-    made.start()
+    service.start()
     try:
-        yield made
+        yield service
     finally:
-        made.stop()
+        service.stop()

@@ -11,28 +11,31 @@ from ecomp.agent.queue import Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.queue import Place, QueueEntry
+from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Store
-from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
+from tests.functional.cloud import IMAGE, OWNER, SMALL, Cloud, make_uuid
 from tests.kit.store_client import read_entry
 
 
 @pytest.fixture
 def flavor(cloud: Cloud) -> Iterator[Flavor]:
     """A flavor of the test's own, and its queue."""
-    own_flavor = Flavor(f'f{new()}', SMALL)
+    own_flavor = Flavor(f'f{make_uuid()}', SMALL)
     cloud.etcd.put(keys.flavor(own_flavor.name), flavor_to_json(own_flavor))
     yield own_flavor
     # Also delete flavors whose names begin with this one's.
-    for key in (*cloud.etcd.keys(keys.flavor(own_flavor.name)), *cloud.etcd.keys(f'{keys.QUEUES}{own_flavor.name}')):
+    for key in (
+        *cloud.etcd.list_keys(keys.flavor(own_flavor.name)),
+        *cloud.etcd.list_keys(f'{keys.QUEUES}{own_flavor.name}'),
+    ):
         cloud.etcd.delete(key)
 
 
-def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> QueueEntry:
+def make_entry(flavor: Flavor, instance: str | None = None, name: str | None = None) -> QueueEntry:
     return QueueEntry(
-        instance or new(),
+        instance or make_uuid(),
         flavor,
         image=IMAGE,
         user_id='a-user',
@@ -42,23 +45,23 @@ def request(flavor: Flavor, instance: str | None = None, name: str | None = None
     )
 
 
-def put(cloud: Cloud, waiting: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
-    entry = read_entry(cloud.store, keys.flavor(waiting.flavor.name))
-    return enqueue(store or cloud.store, waiting, entry.revision, None, WHO, resume)
+def put_in_queue(cloud: Cloud, queue_entry: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
+    entry = read_entry(cloud.store, keys.flavor(queue_entry.flavor.name))
+    return enqueue(store or cloud.store, queue_entry, entry.revision, None, OWNER, resume)
 
 
-def queued(cloud: Cloud, flavor: Flavor) -> Place:
+def queue_request(cloud: Cloud, flavor: Flavor) -> WaitingEntry:
     """Put a request in the queue and return its place."""
-    entry = request(flavor)
-    assert put(cloud, entry)
-    return place(cloud, entry)
+    entry = make_entry(flavor)
+    assert put_in_queue(cloud, entry)
+    return read_place(cloud, entry)
 
 
-def place(cloud: Cloud, waiting: QueueEntry) -> Place:
-    return Place(read_entry(cloud.store, waiting.key).revision, waiting)
+def read_place(cloud: Cloud, entry: QueueEntry) -> WaitingEntry:
+    return WaitingEntry(read_entry(cloud.store, entry.key).revision, entry)
 
 
-def taker(
+def make_taker(
     cloud: Cloud,
     compute: str,
     store: Store | None = None,
@@ -70,19 +73,19 @@ def taker(
     return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
 
 
-def is_taken(cloud: Cloud, compute: str, waiting: QueueEntry) -> None:
+def assert_taken(cloud: Cloud, compute: str, entry: QueueEntry) -> None:
     """Assert that only this compute has the instance, with one claim and no queue entry."""
-    instance = waiting.instance
-    assert cloud.delivered(compute, instance).allocations == {compute: SMALL}
-    request_keys = [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance]
+    instance = entry.instance
+    assert cloud.read_request(compute, instance).allocations == {compute: SMALL}
+    request_keys = [key for key in cloud.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == instance]
     assert request_keys == [keys.request(compute, instance)]
-    assert cloud.server.allocations(instance) == {compute: SMALL}
-    assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
+    assert cloud.server.read_allocations(instance) == {compute: SMALL}
+    assert [key for key in cloud.etcd.list_keys(keys.QUEUES) if instance in key] == []
 
 
-def waits(cloud: Cloud, waiting: QueueEntry) -> None:
+def assert_waiting(cloud: Cloud, entry: QueueEntry) -> None:
     """Assert that the entry is queued, with no request, claim or attempt."""
-    assert [key for key in cloud.etcd.keys(keys.QUEUES) if waiting.instance in key] == [waiting.key]
-    assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == waiting.instance] == []
-    assert cloud.server.allocations(waiting.instance) == {}
-    assert cloud.etcd.get(keys.attempt(waiting.instance)) is None
+    assert [key for key in cloud.etcd.list_keys(keys.QUEUES) if entry.instance in key] == [entry.key]
+    assert [key for key in cloud.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == entry.instance] == []
+    assert cloud.server.read_allocations(entry.instance) == {}
+    assert cloud.etcd.get(keys.attempt(entry.instance)) is None

@@ -20,25 +20,25 @@ from urllib.parse import parse_qs, urlsplit
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.instance.pool import WorkerSettings, prepare, work
+from ecomp.agent.instance.pool import WorkerSettings, prepare, run_jobs
 from ecomp.errors import BuildFailed
 from ecomp.files import InstanceLocks
 from ecomp.model.guest import BaseImage
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.kit.images import LOOPBACK
+from tests.kit.images import LOOPBACK_REACH
 
-PATIENCE = 60.0
+MAX_WAIT_SECONDS = 60.0
 
 
-class Images:
+class ScriptedImages:
     """See the module."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     @contextmanager
-    def held(
+    def hold(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
         del since
@@ -51,7 +51,7 @@ class Images:
             raise BuildFailed('image', 'it was told to')
         if word == 'breaks':
             raise ZeroDivisionError('nobody thought of it')
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
         while word in ('waits', 'stubborn', 'comes', 'stalls') and time.monotonic() < deadline:
             if word == 'waits':
                 checkpoint()
@@ -65,7 +65,7 @@ class Images:
         yield iter([BaseImage('/base', 'qcow2', 0)])
 
 
-class OneForAll:
+class SharedHypervisor:
     """A hypervisor that all workers share, as libvirt is.
 
     The state of a FakeHypervisor belongs to one process. So each call loads the current state from disk, under a lock.
@@ -75,30 +75,35 @@ class OneForAll:
         self._directory = directory
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*args: Any) -> Any:
             with (self._directory / 'hypervisor.lock').open('w') as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 hypervisor = FakeHypervisor(self._directory)
                 hypervisor.prepare()
-                return getattr(hypervisor, name)(*given)
+                return getattr(hypervisor, name)(*args)
 
         return call
 
 
-def entry(pipe: Connection, settings: WorkerSettings) -> None:
+def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
     """Run a scripted worker, in place of ecomp.agent.instance.pool.main."""
     prepare(settings)
-    work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
+    run_jobs(
+        pipe,
+        cast(Hypervisor, SharedHypervisor(settings.state)),
+        ScriptedImages(settings.state),
+        InstanceLocks(settings.state),
+    )
 
 
-def downloading(pipe: Connection, settings: WorkerSettings) -> None:
+def run_downloading_worker(pipe: Connection, settings: WorkerSettings) -> None:
     """Run a worker that downloads its images from servers on loopback addresses."""
     prepare(settings)
-    images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK)
-    work(pipe, cast(Hypervisor, OneForAll(settings.state)), images, InstanceLocks(settings.state))
+    images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK_REACH)
+    run_jobs(pipe, cast(Hypervisor, SharedHypervisor(settings.state)), images, InstanceLocks(settings.state))
 
 
-def broken(pipe: Connection, settings: WorkerSettings) -> None:
+def fail_to_start(pipe: Connection, settings: WorkerSettings) -> None:
     """Exit, as a worker that cannot start."""
     del pipe, settings
     raise SystemExit(3)

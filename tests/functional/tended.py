@@ -12,66 +12,66 @@ import pytest
 
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build
-from ecomp.agent.instance.pool import Job, News, Workers, WorkerSettings
+from ecomp.agent.instance.pool import Job, JobEvent, Workers, WorkerSettings
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-ALL = ['image', 'disk', 'started']
+ALL_STAGES = ['image', 'disk', 'started']
 LIMITS = CacheLimits(2**40, 2**40)
 
 
-def job(word: str, instance: str | None = None) -> Build:
+def make_job(word: str, instance: str | None = None) -> Build:
     instance = instance or str(uuid.uuid4())
     spec = GuestSpec(instance, COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
     return Build(spec, f'http://test/{word}?instance={instance}')
 
 
-def same(word: str) -> Build:
+def make_shared_image_job(word: str) -> Build:
     """Return a job whose image other jobs use, too."""
     spec = GuestSpec(str(uuid.uuid4()), COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
     return Build(spec, f'http://test/{word}')
 
 
-class Tended:
+class TendedPool:
     """A pool, the threads that submit jobs, and the main thread that tends the pool."""
 
-    def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
+    def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.run_worker) -> None:
         self.directory = directory
         self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS, False), entry)
         self._threads = ThreadPoolExecutor(8)
 
-    def hand_in(self, work: Job) -> Future[list[News]]:
+    def submit(self, work: Job) -> Future[list[JobEvent]]:
         """Run the job in a thread of its own, as ecompute's tasks do."""
         return self._threads.submit(lambda: list(self.pool.run(work)))
 
-    def tend_until(self, condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    def tend_until(self, condition: Callable[[], object], description: str, seconds: float = 20.0) -> None:
         def tend_once() -> object:
             self.pool.tend(0.05)
             return condition()
 
-        until(tend_once, seconds, what)
+        wait_until(tend_once, seconds, description)
 
-    def result(self, work: Future[list[News]]) -> list[News]:
+    def wait_for_result(self, work: Future[list[JobEvent]]) -> list[JobEvent]:
         self.tend_until(work.done, 'the job ends')
         return work.result()
 
-    def error(self, work: Future[list[News]]) -> BaseException | None:
+    def wait_for_error(self, work: Future[list[JobEvent]]) -> BaseException | None:
         self.tend_until(work.done, 'the job ends')
         return work.exception()
 
-    def pid(self, work: Build) -> int:
+    def wait_for_pid(self, work: Build) -> int:
         """Return the pid of the worker that runs this job, once it has begun."""
         path = self.directory / f'{work.spec.instance}.pid'
         self.tend_until(path.exists, 'the job is in work')
         return int(path.read_text())
 
-    def guests(self) -> set[str]:
+    def list_guests(self) -> set[str]:
         hypervisor = FakeHypervisor(self.directory)
         hypervisor.prepare()
-        return set(hypervisor.guests())
+        return set(hypervisor.list_guests())
 
     def close(self) -> None:
         (self.directory / 'go').touch()
@@ -80,23 +80,23 @@ class Tended:
 
 
 @pytest.fixture
-def none_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace no worker that is downloading, so that the order of jobs does not depend on time."""
-    monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 0)
+    monkeypatch.setattr('ecomp.agent.instance.pool.MAX_EXTRA_WORKERS', 0)
 
 
 @pytest.fixture
-def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
+def pool(tmp_path: Path, no_replacements: None) -> Iterator[TendedPool]:
     """A pool of one worker."""
-    del none_lent
-    tended = Tended(tmp_path, 1)
+    del no_replacements
+    tended = TendedPool(tmp_path, 1)
     yield tended
     tended.close()
 
 
 @pytest.fixture
-def pair(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
-    del none_lent
-    tended = Tended(tmp_path, 2)
+def pool_of_two(tmp_path: Path, no_replacements: None) -> Iterator[TendedPool]:
+    del no_replacements
+    tended = TendedPool(tmp_path, 2)
     yield tended
     tended.close()

@@ -10,28 +10,28 @@ from uuid import uuid4
 
 import pytest
 
-from ecomp.agent.host.digest import Answerer, look, parts
+from ecomp.agent.host.digest import AuditAnswerer, find_abandoned_parts, read_digest
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.images.cache import LOCK
+from ecomp.agent.images.cache import LOCK_FILE
 from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
-from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
+from ecomp.model.guest import BaseImage, Guest, GuestSpec, make_mac_address
 from ecomp.model.order import Request, name_to_json
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
 from ecomp.model.quota import Quota, to_json
-from ecomp.model.record import ACTIVE, new_record
+from ecomp.model.record import ACTIVE, make_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.operating import audit as auditing
-from ecomp.scheduler.operating.audit import Report, answers, asking, audit, fix
+from ecomp.scheduler.operating.audit import Report, audit, fix, open_audit_session, wait_for_answers
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, new
+from tests.functional.cloud import Cloud, make_uuid
 from tests.functional.present import start_and_stop
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 from tests.kit.store_client import read_entry
 
 # ecompute answers an audit on a lease, in as many pages as needed. It removes only what it has checked itself.
@@ -41,23 +41,23 @@ MAC = '52:54:00:00:00:01'
 BASE = BaseImage('/base', 'qcow2', 0)
 
 
-class Pretended(FakeHypervisor):
+class FakeHost(FakeHypervisor):
     """Fake guests that may lie on missing base volumes and have other users."""
 
     bases: Mapping[str, str] = {}
-    others: frozenset[str] = frozenset()
-    away = False
+    other_users: frozenset[str] = frozenset()
+    is_away = False
 
-    def guests(self) -> Mapping[str, Guest]:
-        if self.away:
+    def list_guests(self) -> Mapping[str, Guest]:
+        if self.is_away:
             raise Unreachable('libvirt is away')
-        return super().guests()
+        return super().list_guests()
 
-    def without_base(self) -> Mapping[str, str]:
+    def list_missing_bases(self) -> Mapping[str, str]:
         return self.bases
 
-    def users(self, instance: str) -> frozenset[str]:
-        return self.others if instance in self.guests() else frozenset()
+    def list_disk_users(self, instance: str) -> frozenset[str]:
+        return self.other_users if instance in self.list_guests() else frozenset()
 
 
 class Host:
@@ -69,12 +69,12 @@ class Host:
         self.token = 'mine'
         self.read_only = False
         self.remembered: set[str] = set()
-        self.hypervisor = Pretended(state)
+        self.hypervisor = FakeHost(state)
         self.hypervisor.prepare()
         self.data = GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
         self.threads, self.store = Threads(1, 1), Store(config)
-        self.answerer = self.answers_as(self.token, self.hypervisor, state, self.may_remove)
+        self.answerer = self.make_answerer(self.token, self.hypervisor, state, self.may_remove)
         self.follower = Follower(config, [(keys.AUDIT, self.answerer.on_audits)])
         lease = cloud.store.grant(3600)
         put = Put(keys.compute(self.compute), json.dumps({'token': self.token}), lease)
@@ -82,11 +82,11 @@ class Host:
         self.answerer.start()
         self.follower.start()
 
-    def answers_as(
+    def make_answerer(
         self, token: str, hypervisor: FakeHypervisor, state: Path, may_remove: Callable[[str], bool]
-    ) -> Answerer:
+    ) -> AuditAnswerer:
         data = GuestData(state / 'metadata')
-        return Answerer(self.compute, token, self.store, hypervisor, data, state, may_remove, self.threads)
+        return AuditAnswerer(self.compute, token, self.store, hypervisor, data, state, may_remove, self.threads)
 
     def close(self) -> None:
         self.follower.stop()
@@ -97,24 +97,24 @@ class Host:
     def may_remove(self, instance: str) -> bool:
         return not self.read_only and instance not in self.remembered
 
-    def disk(self) -> str:
+    def create_disk(self) -> str:
         """Create a disk here and return its instance."""
         instance = str(uuid4())
         self.hypervisor.create_disk(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
-    def domain(self) -> str:
+    def start_guest(self) -> str:
         """Start a guest here and return its instance."""
-        instance = self.disk()
+        instance = self.create_disk()
         self.hypervisor.start(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
     def clear(self, store: Store, *leftovers: Leftover) -> list[str]:
         """Ask the compute to remove these leftovers; return its report."""
-        with asking(store) as (name, lease):
+        with open_audit_session(store) as (name, lease):
             key = keys.clearance(name, self.compute)
             assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
-            assert answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
+            assert wait_for_answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
             return list(json.loads(read_entry(store, keys.digest(name, self.compute, 'cleared')).value))
 
 
@@ -126,7 +126,7 @@ def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
     cloud.etcd.delete(keys.compute(audited.compute))
 
 
-def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
+def audit_host(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
     """Run an audit and return its findings about this host.
 
     The servers are shared: findings about other hosts are not this test's.
@@ -135,69 +135,69 @@ def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
     return [(row.code, row.subject) for row in findings if host.compute in (row.subject, row.compute)]
 
 
-def ask(store: Store, host: Host) -> dict[str, bytes]:
+def read_answer(store: Store, host: Host) -> dict[str, bytes]:
     """Return one compute's whole answer by part name.
 
     Each part must be on a lease, and must be removed with the question.
     """
-    with asking(store) as (name, lease):
+    with open_audit_session(store) as (name, lease):
         assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
-        assert answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
+        assert wait_for_answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
         entries = store.snapshot(keys.digest_prefix(name, host.compute)).entries
         assert all(entry.lease not in (0, lease) for entry in entries.values())
     assert not store.snapshot(keys.digest_prefix(name, host.compute)).entries
     assert store.get(keys.audit(name)) is None
-    return {keys.last(key): entry.value for key, entry in entries.items()}
+    return {keys.get_last_part(key): entry.value for key, entry in entries.items()}
 
 
-def test_ten_thousand_guests(cloud: Cloud, host: Host) -> None:
+def test_answer_with_ten_thousand_guests_has_several_pages(cloud: Cloud, host: Host) -> None:
     guests = {uuid: Guest(uuid, host.compute, True, True, True) for uuid in (str(uuid4()) for _ in range(10_000))}
     host.hypervisor._guests = guests
-    answer = ask(cloud.store, host)
+    answer = read_answer(cloud.store, host)
     assert answer.pop('heard') == b''
     assert len(answer) > 2
     assert max(map(len, answer.values())) < 512 * 1024
     assert from_pages([answer[str(number)] for number in range(len(answer))]).guests == guests
 
 
-def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
-    order = cloud.wanted(host.compute)
+def test_audit_finds_missing_base_volume(cloud: Cloud, host: Host) -> None:
+    order = cloud.make_order_on(host.compute)
     instance = order.instance
     cloud.create(order)
-    record = new_record(host.compute, cloud.delivered(host.compute, instance), 'now')
-    cloud.etcd.put_record(record_to_json(record.at(ACTIVE, 'now', 'started')))
+    record = make_record(host.compute, cloud.read_request(host.compute, instance), 'now')
+    cloud.etcd.put_record(record_to_json(record.enter_state(ACTIVE, 'now', 'started')))
     host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
     host.hypervisor.start(spec)
-    assert codes(cloud, host) == []
+    assert audit_host(cloud, host) == []
     host.hypervisor.bases = {instance: '/images/base-x.qcow2'}
-    assert codes(cloud, host) == [('base-missing', instance)]
+    assert audit_host(cloud, host) == [('base-missing', instance)]
     for key in (keys.request(host.compute, instance), keys.record(host.compute, instance)):
         cloud.etcd.delete(key)
     cloud.server.call('DELETE', f'/allocations/{instance}')
 
 
-def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> None:
-    host.hypervisor.away = True
+def test_audit_reports_unreachable_hypervisor(cloud: Cloud, host: Host) -> None:
+    host.hypervisor.is_away = True
     findings = audit(cloud.store, cloud.placement, 0.1).findings
     (mute_finding,) = [finding for finding in findings if finding.subject == host.compute]
     assert mute_finding.code == 'compute-mute'
     assert 'libvirt is away' in mute_finding.sentence
 
 
-def test_what_a_compute_calls_a_page_ends_no_audit(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = host.answerer._put
+def test_audit_ignores_malformed_page_names(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = host.answerer._write_answer
 
     def put_extra_pages(entry: Entry, audit: str, part: int | str, value: str) -> None:
         for page in ('1' * 5_000, '\u0663', '\u00b2') if part == 0 else ():
             put(entry, audit, page, value)
         put(entry, audit, part, value)
 
-    monkeypatch.setattr(host.answerer, '_put', put_extra_pages)
-    assert codes(cloud, host) == []
+    monkeypatch.setattr(host.answerer, '_write_answer', put_extra_pages)
+    assert audit_host(cloud, host) == []
 
 
 @pytest.mark.parametrize('length', [0, 256, 100_000])
-def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, length: int) -> None:
+def test_audit_tolerates_quota_of_invalid_project_id(cloud: Cloud, length: int) -> None:
     key = keys.quota('x' * length)
     cloud.etcd.put(key, to_json(Quota('x' * length, {'VCPU': 1})))
     try:
@@ -207,41 +207,41 @@ def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, 
     assert [finding for finding in findings if finding.subject == 'x' * length] == []
 
 
-def test_one_in_an_etcd_that_it_does_not_know_says_so_and_not_what_it_has(cloud: Cloud, host: Host) -> None:
+def test_compute_in_foreign_etcd_reports_that_instead_of_its_guests(cloud: Cloud, host: Host) -> None:
     """Without requests in that etcd, its guests would be reported as orphans to destroy."""
-    host.domain()
+    host.start_guest()
     host.answerer.may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
     report = audit(cloud.store, cloud.placement, 0.1)
     (finding,) = [listed for listed in report.findings if host.compute in (listed.subject, listed.compute)]
     assert (finding.code, 'another etcd' in finding.sentence) == ('compute-mute', True)
 
 
-def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:
-    own_instance = host.disk()
-    other_hypervisor = Pretended(tmp_path / 'other')
+def test_only_ecompute_with_current_token_answers(cloud: Cloud, host: Host, tmp_path: Path) -> None:
+    own_instance = host.create_disk()
+    other_hypervisor = FakeHost(tmp_path / 'other')
     other_hypervisor.prepare()
     other_instance = str(uuid4())
     other_hypervisor.create_disk(GuestSpec(other_instance, host.compute, 1, 64, 1, BASE, 'qemu'))
     config = EtcdConfig((cloud.etcd.endpoint,))
-    other_answerer = host.answers_as('theirs', other_hypervisor, tmp_path / 'other', lambda _: True)
+    other_answerer = host.make_answerer('theirs', other_hypervisor, tmp_path / 'other', lambda _: True)
     follower = Follower(config, [(keys.AUDIT, other_answerer.on_audits)])
     with start_and_stop(other_answerer), start_and_stop(follower):
         for token, instance in (('mine', own_instance), ('theirs', other_instance)) * 3:
             cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
-            assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
+            assert set(from_pages([read_answer(cloud.store, host)['0']]).guests) == {instance}
 
 
-def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud: Cloud, host: Host) -> None:
+def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Cloud, host: Host) -> None:
     host.read_only = True
-    instance = host.disk()
-    assert '0' in ask(cloud.store, host)
+    instance = host.create_disk()
+    assert '0' in read_answer(cloud.store, host)
     assert host.clear(cloud.store, Leftover('disk', instance)) == [
         f'disk {instance}: not removed: this compute is read-only, or remembers that it lives'
     ]
     host.read_only, host.remembered = False, {instance}
     assert 'remembers' in host.clear(cloud.store, Leftover('disk', instance))[0]
     assert 'remembers' in host.clear(cloud.store, Leftover('seed', MAC, instance))[0]
-    assert instance in host.hypervisor.guests()
+    assert instance in host.hypervisor.list_guests()
     host.remembered = set()
     assert host.clear(cloud.store, Leftover('disk', instance)) == [f'disk {instance}: removed']
 
@@ -249,33 +249,33 @@ def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud
 # Removing
 
 
-def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
-    instance, data = host.disk(), GuestData(host.state / 'metadata')
-    data.write(Request(instance, {}), [mac_address(instance, 0)])
-    mac = mac_address(instance, 0)
+def test_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
+    instance, data = host.create_disk(), GuestData(host.state / 'metadata')
+    data.write(Request(instance, {}), [make_mac_address(instance, 0)])
+    mac = make_mac_address(instance, 0)
     assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: removed',
         f'seed {mac}: removed',
     ]
-    assert host.hypervisor.guests() == {}
-    assert data.all() == {}
+    assert host.hypervisor.list_guests() == {}
+    assert data.read_instances() == {}
     assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: is gone already',
         f'seed {mac}: is gone already',
     ]
     # A removal that was killed midway leaves only the ready report.
     (data.directory / f'{instance}.ready').touch()
-    assert look(host.hypervisor, host.data, host.state).metadata == {instance: instance}
+    assert read_digest(host.hypervisor, host.data, host.state).metadata == {instance: instance}
     assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
     assert list(data.directory.iterdir()) == []
 
 
-def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
-    lone, with_disk, running = str(uuid4()), host.disk(), host.domain()
+def test_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
+    lone, with_disk, running = str(uuid4()), host.create_disk(), host.start_guest()
     for uuid in (lone, with_disk):
         host.hypervisor.create_seed(uuid, {})
-    assert look(host.hypervisor, host.data, host.state).seeds.keys() == {lone, with_disk}
-    findings = codes(cloud, host)
+    assert read_digest(host.hypervisor, host.data, host.state).seeds.keys() == {lone, with_disk}
+    findings = audit_host(cloud, host)
     assert {('iso-orphaned', lone), ('disk-orphaned', with_disk)} <= set(findings)
     assert ('iso-orphaned', with_disk) not in findings
     cloud.etcd.put(keys.request(host.compute, lone), '{}')
@@ -284,17 +284,23 @@ def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     for uuid, text in ((running, 'not removed: its domain is there'), (lone, 'removed'), (lone, 'is gone already')):
         assert host.clear(cloud.store, Leftover('iso', uuid)) == [f'iso {uuid}: {text}']
     assert host.clear(cloud.store, Leftover('disk', with_disk)) == [f'disk {with_disk}: removed']
-    assert host.hypervisor.seeds() == set()
+    assert host.hypervisor.list_seeds() == set()
 
 
-def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
-    running, used, queried, recorded, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
+def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> None:
+    running, used, queried, recorded, tried = (
+        host.start_guest(),
+        host.create_disk(),
+        host.create_disk(),
+        host.create_disk(),
+        host.create_disk(),
+    )
     cloud.etcd.put(keys.request(host.compute, queried), '{}')
     cloud.etcd.put(keys.record(host.compute, recorded), json.dumps({'state': 'who knows'}))
     cloud.etcd.put(keys.attempt(tried), json.dumps({'instances': [tried]}), cloud.etcd.grant())
     data = GuestData(host.state / 'metadata')
     data.write(Request(queried, {}), [MAC])
-    before = host.hypervisor.guests()
+    before = host.hypervisor.list_guests()
     refusal = 'not removed: it is wanted now'
     try:
         assert host.clear(
@@ -311,26 +317,26 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
             f'domain {used}: not removed: it names no instance',
             'seed ../../x: not removed: it names no instance',
         ]
-        host.hypervisor.others = frozenset({'somebodys'})
+        host.hypervisor.other_users = frozenset({'somebodys'})
         assert host.clear(cloud.store, Leftover('disk', used)) == [f'disk {used}: not removed: domain somebodys has it']
-        assert host.hypervisor.guests() == before
-        assert data.all() == {MAC: queried}
+        assert host.hypervisor.list_guests() == before
+        assert data.read_instances() == {MAC: queried}
     finally:
         for key in (keys.request(host.compute, queried), keys.record(host.compute, recorded), keys.attempt(tried)):
             cloud.etcd.delete(key)
 
 
-def test_half_written_files(cloud: Cloud, host: Host) -> None:
+def test_partial_files_are_removed_if_unchanged(cloud: Cloud, host: Host) -> None:
     images = host.state / 'images'
     images.mkdir()
     for path in (images / 'base-aa.part', host.state / 'metadata' / '.x.json.part', host.state / '.token.part'):
         path.write_text('half')
     (images / 'base-bb.part').write_text('being downloaded')
-    lock = try_lock(images / LOCK, 'base-bb')
+    lock = try_lock(images / LOCK_FILE, 'base-bb')
     assert lock is not None
-    partial_files = parts(host.state)
+    partial_files = find_abandoned_parts(host.state)
     assert set(partial_files) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
-    assert look(host.hypervisor, host.data, host.state).parts == partial_files
+    assert read_digest(host.hypervisor, host.data, host.state).parts == partial_files
 
     leftovers = [Leftover('part', name, mark) for name, mark in partial_files.items()]
     (images / 'base-aa.part').write_text('written again')
@@ -346,17 +352,17 @@ def test_half_written_files(cloud: Cloud, host: Host) -> None:
     ]
     assert {path.name for path in images.glob('*.part')} == {'base-aa.part', 'base-bb.part'}
     os.close(lock)
-    assert set(parts(host.state)) == {'images/base-aa.part', 'images/base-bb.part'}
+    assert set(find_abandoned_parts(host.state)) == {'images/base-aa.part', 'images/base-bb.part'}
 
 
-def test_nonsense_is_answered(cloud: Cloud, host: Host) -> None:
-    with asking(cloud.store) as (name, lease):
+def test_malformed_audit_and_clearance_are_answered(cloud: Cloud, host: Host) -> None:
+    with open_audit_session(cloud.store) as (name, lease):
         for key in (keys.clearance(name, host.compute), f'{keys.AUDIT}{name}/x/y'):
             cloud.store.commit([], [Put(key, 'nonsense', lease)])
-        assert answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
+        assert wait_for_answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
         entry = read_entry(cloud.store, keys.digest(name, host.compute, 'cleared'))
         assert 'nothing is removed' in json.loads(entry.value)[0]
-    until(lambda: '0' in ask(cloud.store, host), 10, 'it answers still')
+    wait_until(lambda: '0' in read_answer(cloud.store, host), 10, 'it answers still')
 
 
 # An audit waits for computes that make progress, even slow progress, but not for ever after an acknowledgement.
@@ -380,41 +386,41 @@ class Clock:
 @pytest.fixture
 def compute(cloud: Cloud) -> Iterator[str]:
     """A live compute, and a repairable finding."""
-    compute, name = new(), f'n{new()[:8]}'
+    compute, name = make_uuid(), f'n{make_uuid()[:8]}'
     lease = cloud.store.grant(600)
-    cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(new()))])
+    cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(make_uuid()))])
     yield compute
     cloud.store.revoke(lease)
     cloud.etcd.delete(keys.name(name))
 
 
-def codes_of(found: Report, compute: str) -> set[str]:
-    return {finding.code for finding in found.findings if finding.subject == compute}
+def list_codes(report: Report, compute: str) -> set[str]:
+    return {finding.code for finding in report.findings if finding.subject == compute}
 
 
-def asked(cloud: Cloud) -> list[str]:
-    return [keys.last(name) for name in cloud.store.snapshot(keys.AUDIT, keys_only=True).entries]
+def list_audits(cloud: Cloud) -> list[str]:
+    return [keys.get_last_part(name) for name in cloud.store.snapshot(keys.AUDIT, keys_only=True).entries]
 
 
-def test_who_says_that_it_heard_and_no_more_is_waited_for_once(
+def test_fix_waits_once_for_compute_that_only_acknowledges(
     cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--fix runs three audits; waiting in each would take four minutes every time."""
 
     def acknowledge(_: float) -> None:
-        for audit_name in asked(cloud):
+        for audit_name in list_audits(cloud):
             cloud.etcd.put(keys.digest(audit_name, compute, 'heard'), '')
 
     clock = Clock(acknowledge)
     monkeypatch.setattr(auditing, 'time', clock)
     lines: list[str] = []
-    report = fix(cloud.store, cloud.placement, lines.append, apart=0.1)
-    assert 'compute-mute' in codes_of(report, compute)
+    report = fix(cloud.store, cloud.placement, lines.append, interval_seconds=0.1)
+    assert 'compute-mute' in list_codes(report, compute)
     assert any(line.startswith('name-orphaned') for line in lines)
-    assert auditing.ANSWER_SECONDS < clock.now < 2 * auditing.ANSWER_SECONDS
+    assert auditing.ANSWER_TIMEOUT_SECONDS < clock.now < 2 * auditing.ANSWER_TIMEOUT_SECONDS
 
 
-def test_who_was_late_once_is_not_mute_for_telling_slowly(
+def test_late_and_slow_compute_is_not_reported_as_mute(
     cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compute starts during the audit, and libvirt takes a minute to list its domains."""
@@ -422,7 +428,7 @@ def test_who_was_late_once_is_not_mute_for_telling_slowly(
     heard_at: dict[str, float] = {}
 
     def answer_late(now: float) -> None:
-        for audit_name in asked(cloud):
+        for audit_name in list_audits(cloud):
             first_audit.update([] if first_audit else [audit_name])
             if audit_name in first_audit:
                 continue
@@ -433,5 +439,5 @@ def test_who_was_late_once_is_not_mute_for_telling_slowly(
 
     monkeypatch.setattr(auditing, 'time', Clock(answer_late))
     report = auditing.audit(cloud.store, cloud.placement, 0.1)
-    assert 'compute-mute' not in codes_of(report, compute)
+    assert 'compute-mute' not in list_codes(report, compute)
     assert len(heard_at) > 0

@@ -21,35 +21,37 @@ from ecomp.model import keys
 from ecomp.store.client import Delete, Entry, Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
-from tests.functional.by_role import put, works
+from tests.functional.by_role import is_allowed, put_key
 from tests.functional.present import start_and_stop
-from tests.kit.behind_roles import BehindRoles, behind_roles
-from tests.kit.process import begin
-from tests.kit.secured import certify, etcd_of
-from tests.kit.servers import PlacementServer, environment, until
+from tests.kit.behind_roles import EtcdWithRoles, start_etcd_with_roles
+from tests.kit.process import start_process
+from tests.kit.secured import certify, load_etcd_config
+from tests.kit.servers import PlacementServer, make_environment, wait_until
 
 
 @pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path) as roles_cloud:
+def cloud(tmp_path: Path) -> Iterator[EtcdWithRoles]:
+    with start_etcd_with_roles(tmp_path) as roles_cloud:
         yield roles_cloud
 
 
-def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
+def test_reads_transactions_leases_and_watches_work_behind_roles(cloud: EtcdWithRoles) -> None:
     cloud.enable()
     own, compute = cloud.stores['compute-hv1'], cloud.computes['compute-hv1']
     prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
     states: list[dict[str, Entry]] = []
-    follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))])
+    follower = Follower(
+        load_etcd_config(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))]
+    )
     with start_and_stop(follower):
-        until(lambda: states, 10, 'it has listed')
+        wait_until(lambda: states, 10, 'it has listed')
         scheduler = cloud.stores['scheduler-shell']
         revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
         assert revision is not None
-        until(lambda: states[-1].keys() == {key}, 10, 'it is told of the request')
+        wait_until(lambda: states[-1].keys() == {key}, 10, 'it is told of the request')
         assert own.commit([Unchanged(key, 0)], [Delete(key)]) is None
         assert own.commit([Unchanged(key, revision)], [Delete(key)]) is not None
-        until(lambda: not states[-1], 10, 'it is told of the end')
+        wait_until(lambda: not states[-1], 10, 'it is told of the end')
         assert own.count(prefix) == 0
         lease = own.grant(60)
         record, name = f'/instances/{compute}/x', '/names/web'
@@ -58,15 +60,15 @@ def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
         assert scheduler.commit([], [Delete(record)])
         own.revoke(lease)
         assert own.get(name) is None
-        assert {store.version() for store in cloud.stores.values()} == {own.version()}
+        assert {store.read_version() for store in cloud.stores.values()} == {own.read_version()}
         cloud.etcd.restart()
-        until(lambda: works(lambda: put(cloud, key)), 10, 'it is itself after a restart')
-        until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
+        wait_until(lambda: is_allowed(lambda: put_key(cloud, key)), 10, 'it is itself after a restart')
+        wait_until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
     url = f'https://localhost:{cloud.etcd.port}'
-    assert control.etcd_healthy(url, cloud.certs / 'etcd')
+    assert control.is_etcd_healthy(url, cloud.certs / 'etcd')
 
 
-def test_presence(cloud: BehindRoles) -> None:
+def test_presence_is_written_only_with_own_certificate(cloud: EtcdWithRoles) -> None:
     cloud.enable()
     lost: list[str] = []
     first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
@@ -84,14 +86,14 @@ def test_presence(cloud: BehindRoles) -> None:
     assert lost == []
 
 
-def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
+def test_no_request_fails_while_roles_change(cloud: EtcdWithRoles) -> None:
     """A request that etcd receives before a role change and applies after it is sent again."""
     cloud.enable()
     errors: list[Exception] = []
     commits, stop = [0, 0, 0], threading.Event()
 
     def work(number: int) -> None:
-        store, key = cloud.store('compute-hv1'), f'/hosts/{cloud.computes["compute-hv1"]}/{number}'
+        store, key = cloud.open_store('compute-hv1'), f'/hosts/{cloud.computes["compute-hv1"]}/{number}'
         while not stop.is_set():
             try:
                 entry = store.get(key)
@@ -116,37 +118,41 @@ def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
     assert all(commits)
 
 
-def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> list[str]:
+def make_ecompute_command(cloud: EtcdWithRoles, compute: str, placement: PlacementServer) -> list[str]:
     """Return the command of a fake ecompute that uses the certificate of compute-hv1."""
     state = str(cloud.certs / 'compute-hv1/state')
-    config = cloud.configured('compute-hv1', placement.url, uuid=compute, state=state)
+    config = cloud.write_config('compute-hv1', placement.url, uuid=compute, state=state)
     inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
     return [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
 
 
-def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+def test_ecompute_without_its_role_waits(cloud: EtcdWithRoles, own_placement: PlacementServer) -> None:
     """It logs the refusal once, retries with a back-off, and its request stays in etcd."""
     cloud.enable()
     compute = cloud.computes['compute-hv1']
     log = cloud.certs / 'compute-hv1/log'
     with log.open('w') as output:
-        child = begin(
-            ecompute(cloud, compute, own_placement), cloud.certs, environment(), output.fileno(), output.fileno()
+        child = start_process(
+            make_ecompute_command(cloud, compute, own_placement),
+            cloud.certs,
+            make_environment(),
+            output.fileno(),
+            output.fileno(),
         )
     try:
-        until(lambda: 'ready: ' in log.read_text(), 20, 'it is ready')
+        wait_until(lambda: 'ready: ' in log.read_text(), 20, 'it is ready')
         path = cloud.certs / 'compute-hv1/compute.yaml'
         path.write_text(path.read_text().replace(compute, str(uuid.uuid4())))
         cloud.enable()
-        config = cloud.configured('scheduler-shell', own_placement.url)
+        config = cloud.write_config('scheduler-shell', own_placement.url)
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config)]
         command += ['resources=VCPU:1,DISK_GB:1,MEMORY_MB:256', 'http://images.example/x.img']
-        result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+        result = subprocess.run(command, capture_output=True, text=True, env=make_environment(), timeout=80)
         assert result.stdout.startswith(f'NOTIFIED TARGET, {compute}, OF INSTANCE '), result
-        until(lambda: 'does not let' in log.read_text(), 20, 'it says that it may not')
-        jiffies_before = _jiffies(child.pid)
+        wait_until(lambda: 'does not let' in log.read_text(), 20, 'it says that it may not')
+        jiffies_before = _read_jiffies(child.pid)
         time.sleep(5)
-        assert _jiffies(child.pid) - jiffies_before < 100  # of 500
+        assert _read_jiffies(child.pid) - jiffies_before < 100  # of 500
         refusals = [line for line in log.read_text().splitlines() if 'does not let' in line]
         assert len(refusals) == 1
         assert 'client.crt write /instances/' in refusals[0]
@@ -157,18 +163,20 @@ def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement
         assert child.wait(60) == 0
 
 
-def _jiffies(pid: int) -> int:
+def _read_jiffies(pid: int) -> int:
     """Return the processor time of a process in hundredths of a second, see proc(5)."""
     return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))
 
 
-def test_an_ecompute_with_another_s_certificate(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+def test_ecompute_with_certificate_of_another_compute_exits(
+    cloud: EtcdWithRoles, own_placement: PlacementServer
+) -> None:
     """It prints one line, and exits before it creates a provider that no compute serves."""
     cloud.enable()
     own, other_compute = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
-    command = ecompute(cloud, other_compute, own_placement)
+    command = make_ecompute_command(cloud, other_compute, own_placement)
     started_at = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+    result = subprocess.run(command, capture_output=True, text=True, env=make_environment(), timeout=80)
     assert time.monotonic() - started_at < 60
     assert result.returncode == 1
     message = f'etcd at localhost:{cloud.etcd.port} does not let {own}/client.crt write {keys.compute(other_compute)}: '

@@ -19,47 +19,53 @@ from ecomp.conf import load_schedule
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.lab import certs, elab
 from ecomp.store.client import Store
-from tests.kit.secured import Secured
+from tests.kit.secured import SecuredEtcd
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 CONTROL = ('localhost', '127.0.0.1', '::1')
 
 
-def cluster(**changed: tuple[str, ...]) -> certs.Cluster:
-    names = {'servers': CONTROL, 'computes': ('hv1', 'hv2'), 'schedulers': ('shell',), 'operators': ('ann',), **changed}
+def make_cluster(**overrides: tuple[str, ...]) -> certs.Cluster:
+    names = {
+        'servers': CONTROL,
+        'computes': ('hv1', 'hv2'),
+        'schedulers': ('shell',),
+        'operators': ('ann',),
+        **overrides,
+    }
     return certs.Cluster(**names, etcd_port=2379, placement_port=8080)
 
 
-def made(directory: Path, now: datetime = NOW, **changed: tuple[str, ...]) -> list[str]:
+def make_certs(directory: Path, now: datetime = NOW, **overrides: tuple[str, ...]) -> list[str]:
     """Make the certificates; return the log lines."""
     lines: list[str] = []
-    certs.make(directory, cluster(**changed), now, lines.append)
+    certs.make_certificates(directory, make_cluster(**overrides), now, lines.append)
     return lines
 
 
-def openssl(*words: str | Path) -> str:
+def run_openssl(*words: str | Path) -> str:
     result = subprocess.run(['openssl', *map(str, words)], check=True, capture_output=True, text=True)
     return result.stdout
 
 
-def everything(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob('*') if path.is_file()}
 
 
-def test_each_has_a_directory_that_is_whole(tmp_path: Path) -> None:
+def test_each_machine_gets_a_complete_directory(tmp_path: Path) -> None:
     top = tmp_path / 'certs'
-    lines = made(top)
+    lines = make_certs(top)
     clients = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
     assert {path.name for path in top.iterdir()} == {'ca.crt', 'ca.key', 'etcd', 'placement', *clients}
     assert len(lines) == 7
     for server in ('etcd', 'placement'):
-        openssl('verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', top / server / 'server.crt')
-        names = openssl('x509', '-in', top / server / 'server.crt', '-noout', '-ext', 'subjectAltName')
+        run_openssl('verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', top / server / 'server.crt')
+        names = run_openssl('x509', '-in', top / server / 'server.crt', '-noout', '-ext', 'subjectAltName')
         assert names.split('\n')[1].strip() == 'DNS:localhost, IP Address:127.0.0.1, IP Address:0:0:0:0:0:0:0:1'
     for client in clients:
         certificate = top / client / 'client.crt'
-        openssl('verify', '-CAfile', top / client / 'ca.crt', '-purpose', 'sslclient', certificate)
-        subject = openssl('x509', '-in', certificate, '-noout', '-subject', '-nameopt', 'RFC2253').strip()
+        run_openssl('verify', '-CAfile', top / client / 'ca.crt', '-purpose', 'sslclient', certificate)
+        subject = run_openssl('x509', '-in', certificate, '-noout', '-subject', '-nameopt', 'RFC2253').strip()
         assert subject == f'subject=CN={client}'
         assert (top / client / 'token').read_bytes() == (top / 'placement/token').read_bytes()
         # A client's certificate is not valid for a server, so a compromised client cannot pose as etcd.
@@ -71,28 +77,28 @@ def test_each_has_a_directory_that_is_whole(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> None:
-    made(tmp_path)
-    before = everything(tmp_path)
+def test_valid_certificates_stay_and_expiring_ones_are_renewed(tmp_path: Path) -> None:
+    make_certs(tmp_path)
+    before = read_files(tmp_path)
     (tmp_path / 'compute-hv1/compute.yaml').write_text('# mine\n')
-    assert made(tmp_path) == []
-    assert made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS - 1)) == []
-    assert everything(tmp_path) == {**before, 'compute-hv1/compute.yaml': b'# mine\n'}
-    lines = made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1))
+    assert make_certs(tmp_path) == []
+    assert make_certs(tmp_path, NOW + timedelta(days=certs.CERTIFICATE_DAYS - certs.MIN_REMAINING_DAYS - 1)) == []
+    assert read_files(tmp_path) == {**before, 'compute-hv1/compute.yaml': b'# mine\n'}
+    lines = make_certs(tmp_path, NOW + timedelta(days=certs.CERTIFICATE_DAYS - certs.MIN_REMAINING_DAYS + 1))
     assert len(lines) == 6
-    after = everything(tmp_path)
+    after = read_files(tmp_path)
     changed = {name for name in after if after[name] != before[name]} - {'compute-hv1/compute.yaml'}
     assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
     assert after['ca.crt'] == before['ca.crt']
     assert after['compute-hv1/compute.yaml'] == b'# mine\n'
 
 
-def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
+def test_command_without_names_renews_all_expiring_certificates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The operator who renews them has no list of the names."""
-    long_ago = NOW - timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1)
-    made(tmp_path, long_ago)
+    long_ago = NOW - timedelta(days=certs.CERTIFICATE_DAYS - certs.MIN_REMAINING_DAYS + 1)
+    make_certs(tmp_path, long_ago)
     (tmp_path / 'operator-ann (old)').mkdir()
     for name in ('client.crt', 'client.key'):
         (tmp_path / 'operator-ann (old)' / name).write_bytes((tmp_path / 'operator-ann' / name).read_bytes())
@@ -100,106 +106,110 @@ def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
     (tmp_path / 'compute-hv2/compute.yaml').unlink()
     # The only copy of this key is on its machine. A new key here would not match the certificate there.
     (tmp_path / 'scheduler-shell/client.key').unlink()
-    before = everything(tmp_path)
+    before = read_files(tmp_path)
     renewed = ('etcd', 'placement', 'compute-hv1', 'compute-hv2', 'operator-ann')
     assert elab.main(['certs', str(tmp_path)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(':')[0] for line in lines] == [str(tmp_path / machine) for machine in renewed]
-    after = everything(tmp_path)
+    after = read_files(tmp_path)
     # A deleted compute.yaml is not written again: its new uuid would give the compute another one's role.
     assert after.keys() == before.keys()
     changed = {name for name in after if after[name] != before[name]}
     assert {name.partition('/')[0] for name in changed} == {*renewed}
     assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
-    subject = openssl('x509', '-in', tmp_path / 'operator-ann/client.crt', '-noout', '-subject', '-nameopt', 'RFC2253')
+    subject = run_openssl(
+        'x509', '-in', tmp_path / 'operator-ann/client.crt', '-noout', '-subject', '-nameopt', 'RFC2253'
+    )
     assert subject.strip() == 'subject=CN=operator-ann'
     assert elab.main(['certs', str(tmp_path)]) == 0
     assert capsys.readouterr().err == ''
 
 
-def test_after_the_clock_was_put_back_they_are_made_anew(tmp_path: Path) -> None:
+def test_certificates_from_the_future_are_renewed(tmp_path: Path) -> None:
     """A certificate that is not valid yet would be refused."""
-    made(tmp_path, NOW - timedelta(days=3))
+    make_certs(tmp_path, NOW - timedelta(days=3))
     (tmp_path / 'etcd/server.crt').unlink()
-    made(tmp_path)
-    assert [line.partition(':')[0] for line in made(tmp_path, NOW - timedelta(days=1))] == [str(tmp_path / 'etcd')]
-    assert made(tmp_path, NOW - timedelta(days=1)) == []
+    make_certs(tmp_path)
+    assert [line.partition(':')[0] for line in make_certs(tmp_path, NOW - timedelta(days=1))] == [
+        str(tmp_path / 'etcd')
+    ]
+    assert make_certs(tmp_path, NOW - timedelta(days=1)) == []
 
 
-def test_none_outlives_the_authority(tmp_path: Path) -> None:
-    made(tmp_path)
+def test_certificates_expire_with_the_authority(tmp_path: Path) -> None:
+    make_certs(tmp_path)
     end = NOW + timedelta(days=certs.AUTHORITY_DAYS)
-    for late in (end - timedelta(days=certs.LEFT_DAYS + 1), end - timedelta(days=1)):
-        lines = made(tmp_path, late)
+    for late in (end - timedelta(days=certs.MIN_REMAINING_DAYS + 1), end - timedelta(days=1)):
+        lines = make_certs(tmp_path, late)
         assert [line.partition(': until ')[2] for line in lines] == len(lines) * [end.date().isoformat()]
-        assert made(tmp_path, late) == []
-    before = everything(tmp_path)
+        assert make_certs(tmp_path, late) == []
+    before = read_files(tmp_path)
     for moment in (end, end + timedelta(days=1), NOW - timedelta(days=1)):
         with pytest.raises(EcompError, match='set the clock right, or move .* away') as caught:
-            made(tmp_path, moment)
+            make_certs(tmp_path, moment)
         assert '\n' not in str(caught.value)
-    assert everything(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
-def test_what_is_right_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_files_are_not_rewritten(tmp_path: Path) -> None:
     """A rewritten file would lose the owner that the operator gave it."""
-    made(tmp_path)
+    make_certs(tmp_path)
     before = {path: path.stat().st_ino for path in tmp_path.rglob('*')}
-    made(tmp_path)
+    make_certs(tmp_path)
     assert {path: path.stat().st_ino for path in tmp_path.rglob('*')} == before
     (tmp_path / 'operator-ann/token').write_text('another')
-    made(tmp_path)
+    make_certs(tmp_path)
     assert (tmp_path / 'operator-ann/token').read_bytes() == (tmp_path / 'placement/token').read_bytes()
 
 
-def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> None:
-    made(tmp_path)
-    before = everything(tmp_path)
-    made(tmp_path, servers=('ds1', '10.0.0.5'), computes=('hv3',))
-    after = everything(tmp_path)
+def test_changed_server_names_renew_only_server_certificates(tmp_path: Path) -> None:
+    make_certs(tmp_path)
+    before = read_files(tmp_path)
+    make_certs(tmp_path, servers=('ds1', '10.0.0.5'), computes=('hv3',))
+    after = read_files(tmp_path)
     assert before.keys() < after.keys()
     changed = {name.partition('/')[0] for name in before if after[name] != before[name]}
     assert changed == {'etcd', 'placement'}
-    assert 'host: \'ds1\'' in after['compute-hv3/compute.yaml'].decode()
+    assert "host: 'ds1'" in after['compute-hv3/compute.yaml'].decode()
 
 
-def test_whom_the_servers_are_no_more_for_is_said(tmp_path: Path) -> None:
+def test_dropped_server_names_are_logged(tmp_path: Path) -> None:
     """Clients that connect by a dropped address fail at the next connection."""
     no_clients: dict[str, tuple[str, ...]] = {'computes': (), 'schedulers': (), 'operators': ()}
-    made(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **no_clients)
-    until = (NOW + timedelta(days=certs.DAYS)).date().isoformat()
-    assert made(tmp_path, servers=('ds1',), **no_clients) == [
+    make_certs(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **no_clients)
+    until = (NOW + timedelta(days=certs.CERTIFICATE_DAYS)).date().isoformat()
+    assert make_certs(tmp_path, servers=('ds1',), **no_clients) == [
         line for server in ('etcd', 'placement')
         for line in (f'{tmp_path}/{server}: until {until}', f'{tmp_path}/{server}: no more for fd00::5, 10.0.0.5')
     ]  # fmt: skip
-    assert made(tmp_path, servers=('ds1', 'fd00::5'), **no_clients) == [
+    assert make_certs(tmp_path, servers=('ds1', 'fd00::5'), **no_clients) == [
         f'{tmp_path}/{server}: until {until}' for server in ('etcd', 'placement')
     ]
-    assert made(tmp_path, servers=('ds1', 'fd00:0::5'), **no_clients) == []
+    assert make_certs(tmp_path, servers=('ds1', 'fd00:0::5'), **no_clients) == []
 
 
-def test_the_servers_names_need_not_be_said_again(tmp_path: Path) -> None:
-    made(tmp_path)
-    before = everything(tmp_path)
-    lines = made(tmp_path, servers=(), computes=('hv3',), schedulers=(), operators=())
+def test_server_names_need_not_be_repeated(tmp_path: Path) -> None:
+    make_certs(tmp_path)
+    before = read_files(tmp_path)
+    lines = make_certs(tmp_path, servers=(), computes=('hv3',), schedulers=(), operators=())
     assert [line.partition(':')[0] for line in lines] == [str(tmp_path / 'compute-hv3')]
-    after = everything(tmp_path)
+    after = read_files(tmp_path)
     assert {name: after[name] for name in before} == before
     new, old = (yaml.splitlines() for yaml in (after['compute-hv3/compute.yaml'], before['compute-hv1/compute.yaml']))
     assert new[:-1] == old[:-1]  # the last is the uuid
 
 
-def test_a_compute_yaml_says_which_compute_it_is(tmp_path: Path) -> None:
-    made(tmp_path)
+def test_compute_yaml_contains_a_stable_uuid(tmp_path: Path) -> None:
+    make_certs(tmp_path)
     uuids = {name: load_compute(tmp_path / f'compute-{name}/compute.yaml').uuid for name in ('hv1', 'hv2')}
     assert None not in uuids.values()
     assert uuids['hv1'] != uuids['hv2']
-    made(tmp_path)
+    make_certs(tmp_path)
     assert load_compute(tmp_path / 'compute-hv1/compute.yaml').uuid == uuids['hv1']
     assert 'uuid' not in (tmp_path / 'operator-ann/schedule.yaml').read_text()
 
 
-def test_the_uuid_of_a_compute_that_has_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_uuid_is_checked_and_written_to_compute_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, other = str(uuid.uuid4()), str(uuid.uuid4())
     top, path = str(tmp_path / 'x'), tmp_path / 'x/compute-hv1/compute.yaml'
 
@@ -220,56 +230,56 @@ def test_the_uuid_of_a_compute_that_has_one(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / 'x/compute-hv3').exists()
 
 
-def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
+def test_certificates_of_another_authority_are_replaced(tmp_path: Path) -> None:
     one, other = tmp_path / 'one', tmp_path / 'other'
-    made(one)
-    made(other)
+    make_certs(one)
+    make_certs(other)
     for name in ('client.crt', 'client.key'):
         (one / 'operator-ann' / name).write_bytes((other / 'operator-ann' / name).read_bytes())
-    assert [line.partition(':')[0] for line in made(one)] == [str(one / 'operator-ann')]
+    assert [line.partition(':')[0] for line in make_certs(one)] == [str(one / 'operator-ann')]
     (one / 'scheduler-shell/client.crt').write_text('none')
-    assert [line.partition(':')[0] for line in made(one)] == [str(one / 'scheduler-shell')]
+    assert [line.partition(':')[0] for line in make_certs(one)] == [str(one / 'scheduler-shell')]
 
 
-def test_a_pair_that_does_not_belong_together_is_made_anew(tmp_path: Path) -> None:
+def test_mismatched_key_and_certificate_are_replaced(tmp_path: Path) -> None:
     """Such a pair remains if elab is killed between the key and its certificate."""
-    made(tmp_path)
-    before = everything(tmp_path)
+    make_certs(tmp_path)
+    before = read_files(tmp_path)
     for machine, kind in (('etcd', 'server'), ('compute-hv1', 'client')):
         (tmp_path / machine / f'{kind}.key').write_bytes(before['compute-hv2/client.key'])
-        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / machine)]
+        assert [line.partition(':')[0] for line in make_certs(tmp_path)] == [str(tmp_path / machine)]
         (tmp_path / machine / f'{kind}.key').write_text('none')
-        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / machine)]
-    assert made(tmp_path) == []
+        assert [line.partition(':')[0] for line in make_certs(tmp_path)] == [str(tmp_path / machine)]
+    assert make_certs(tmp_path) == []
     for key in (before['compute-hv1/client.key'], b'none'):
         (tmp_path / 'ca.key').write_bytes(key)
         with pytest.raises(EcompError, match=r'ca\.key'):
-            made(tmp_path)
+            make_certs(tmp_path)
     (tmp_path / 'ca.key').unlink()
     with pytest.raises(EcompError, match=r'ca\.key: No such file'):
-        made(tmp_path)
+        make_certs(tmp_path)
 
 
-def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
+def test_concurrent_runs_make_one_authority(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda name: made(tmp_path / 'certs', computes=(name,)), ('a', 'b', 'c', 'd')))
+        outputs = list(pool.map(lambda name: make_certs(tmp_path / 'certs', computes=(name,)), ('a', 'b', 'c', 'd')))
     assert sum(line.startswith(f'{tmp_path}/certs/ca.crt') for lines in outputs for line in lines) == 1
     for name in 'abcd':
-        openssl('verify', '-CAfile', tmp_path / 'certs/ca.crt', tmp_path / f'certs/compute-{name}/client.crt')
+        run_openssl('verify', '-CAfile', tmp_path / 'certs/ca.crt', tmp_path / f'certs/compute-{name}/client.crt')
     tokens = {path.read_bytes() for path in (tmp_path / 'certs').glob('*/token')}
     assert len(tokens) == 1
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Iterator[tuple[Path, Secured]]:
+def secured(tmp_path: Path) -> Iterator[tuple[Path, SecuredEtcd]]:
     """The directory of certificates, and an etcd that requires one of its clients."""
     top = tmp_path / 'certs'
-    made(top)
-    with Secured(tmp_path / 'etcd', top) as etcd:
+    make_certs(top)
+    with SecuredEtcd(tmp_path / 'etcd', top) as etcd:
         yield top, etcd
 
 
-def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None:
+def test_etcd_accepts_only_clients_with_a_certificate(secured: tuple[Path, SecuredEtcd]) -> None:
     top, etcd = secured
     for name, load in (('compute-hv1/compute.yaml', load_compute), ('operator-ann/schedule.yaml', load_schedule)):
         path = top / name
@@ -287,22 +297,22 @@ def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None
 
 
 @pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b', 'ds1:2379', 'fe80::1%eth0', '[::1]'])
-def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
+def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     for kind in ('servers', 'computes', 'operators'):
         with pytest.raises(UsageError, match='no name of a machine'):
-            made(tmp_path / 'certs', **{kind: (name,)})
+            make_certs(tmp_path / 'certs', **{kind: (name,)})
     assert not (tmp_path / 'certs').exists()
 
 
-def test_the_longest_names(tmp_path: Path) -> None:
-    made(tmp_path, schedulers=(50 * 'a',), servers=('.'.join(4 * [60 * 'a']),))
-    openssl('verify', '-CAfile', tmp_path / 'ca.crt', tmp_path / f'scheduler-{50 * "a"}' / 'client.crt')
+def test_longest_names_are_accepted(tmp_path: Path) -> None:
+    make_certs(tmp_path, schedulers=(50 * 'a',), servers=('.'.join(4 * [60 * 'a']),))
+    run_openssl('verify', '-CAfile', tmp_path / 'ca.crt', tmp_path / f'scheduler-{50 * "a"}' / 'client.crt')
     for kind, name in (('schedulers', 51 * 'a'), ('servers', 254 * 'a')):
         with pytest.raises(UsageError, match='no name of a machine'):
-            made(tmp_path, **{kind: (name,)})
+            make_certs(tmp_path, **{kind: (name,)})
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_errors_and_creates_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['certs', str(tmp_path / 'x'), '--compute', 'hv1']) == 2
     assert 'by which name or address' in capsys.readouterr().err
     words = ['certs', str(tmp_path / 'x'), '--control', 'ds1', '10.0.0.5', '--compute', 'hv1', 'hv2']

@@ -20,31 +20,31 @@ from ecomp.agent import checking
 from ecomp.compute_conf import load_compute
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
-from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.functional.libvirt_host import LibvirtHost, describe_missing, start_libvirt_host
 from tests.kit.certificates import Authority
 from tests.kit.listening import CannedServer, make_answer
-from tests.kit.servers import Etcd, PlacementServer, environment, free_port, until
+from tests.kit.servers import Etcd, PlacementServer, free_port, make_environment, wait_until
 
-LINE = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
+FINDING_PATTERN = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
 
 
 @pytest.fixture(scope='module')
 def host() -> Iterator[LibvirtHost]:
-    if reason := missing():
+    if reason := describe_missing():
         pytest.skip(f'no libvirtd of our own: {reason}')
-    with libvirt_host() as own_host:
-        own_host.inside(['virsh', '-q', 'net-start', 'default'])
+    with start_libvirt_host() as own_host:
+        own_host.run_inside(['virsh', '-q', 'net-start', 'default'])
         yield own_host
 
 
-class Checked:
+class Checker:
     """Run `ecompute --check` on the host, with the settings of this object.
 
     The findings that etcd and placement are unreachable are left out.
     """
 
     def __init__(self, host: LibvirtHost) -> None:
-        self.host, self.environ = host, environment()
+        self.host, self.environ = host, make_environment()
         self.settings: dict[str, object] = {}
         self.state = host.root / 'state'
 
@@ -54,95 +54,95 @@ class Checked:
         quick = {'etcd': {'timeout': 0.5}}
         config.write_text(yaml.safe_dump({'state': str(self.state), **quick, **self.settings}))
         command = [sys.executable, '-m', 'ecomp.compute', '--check', '--config', str(config)]
-        result = self.host.inside(command, self.environ, check=False)
+        result = self.host.run_inside(command, self.environ, check=False)
         assert (result.returncode, len(result.stderr.splitlines())) == (7, 1), result
         findings = {}
         for line in result.stdout.splitlines():
-            match = LINE.fullmatch(line)
+            match = FINDING_PATTERN.fullmatch(line)
             assert match is not None, line
             findings[match['check']] = (match['what'], match['cure'])
         for backend in ('etcd', 'placement'):
             assert f'{config} told where it is' in findings.pop(backend)[1]
         return findings
 
-    def cure(self, check: str, *says: str) -> str:
+    def get_fix(self, check: str, *texts: str) -> str:
         """Assert that this check alone has a finding, with these texts in it; return its fix."""
         findings = self()
         assert list(findings) == [check]
-        assert all(text in findings[check][0] for text in says), findings
+        assert all(text in findings[check][0] for text in texts), findings
         return findings[check][1]
 
-    def mended(self, cure: str) -> None:
+    def apply_fix(self, fix: str) -> None:
         """Run the printed fix, and assert that nothing is found afterwards."""
-        self.host.inside(['sh', '-e', '-c', cure])
+        self.host.run_inside(['sh', '-e', '-c', fix])
         assert self() == {}
 
 
 @pytest.fixture
-def check(host: LibvirtHost) -> Iterator[Checked]:
-    checker = Checked(host)
+def check(host: LibvirtHost) -> Iterator[Checker]:
+    checker = Checker(host)
     checker.state.mkdir(mode=0o711)
     if Path('/dev/kvm').exists():
         # As the distribution's package sets it: QEMU's user is in the group kvm.
-        host.inside(['sh', '-c', 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'])
+        host.run_inside(['sh', '-c', 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'])
     yield checker
     subprocess.run(['rm', '-rf', str(checker.state)], check=True)
 
 
-def everything(host: LibvirtHost, state: Path) -> tuple[object, ...]:
+def read_host_state(host: LibvirtHost, state: Path) -> tuple[object, ...]:
     """Return all that a check could change.
 
     This is libvirt's pools, networks, filters and domains, the bridges, and the state directory.
     """
     commands = ('pool-list --all', 'net-list --all', 'nwfilter-list', 'list --all')
-    outputs = [host.inside(['virsh', *words.split()]).stdout for words in commands]
-    links = host.inside(['ip', '-o', 'address']).stdout
+    outputs = [host.run_inside(['virsh', *words.split()]).stdout for words in commands]
+    links = host.run_inside(['ip', '-o', 'address']).stdout
     return (*outputs, re.sub(r'valid_lft.*', '', links), sorted(map(str, state.rglob('*'))), state.stat().st_mode)
 
 
-def test_a_host_that_is_well_has_nothing_and_is_as_it_was(check: Checked, host: LibvirtHost) -> None:
-    before = everything(host, check.state)
+def test_healthy_host_has_no_findings_and_is_not_changed(check: Checker, host: LibvirtHost) -> None:
+    before = read_host_state(host, check.state)
     assert check() == {}
-    assert everything(host, check.state) == before
+    assert read_host_state(host, check.state) == before
 
 
-def test_kvm_that_qemu_may_not_open(check: Checked, host: LibvirtHost) -> None:
+def test_inaccessible_kvm_is_fixed(check: Checker, host: LibvirtHost) -> None:
     if not Path('/dev/kvm').exists():
         pytest.skip('this machine has no /dev/kvm whose rights could be wrong')
-    host.inside(['sh', '-c', 'chgrp root /dev/kvm; chmod 600 /dev/kvm'])
-    check.mended(check.cure('kvm', 'cannot be opened by libvirt-qemu', 'up to a minute'))
+    host.run_inside(['sh', '-c', 'chgrp root /dev/kvm; chmod 600 /dev/kvm'])
+    check.apply_fix(check.get_fix('kvm', 'cannot be opened by libvirt-qemu', 'up to a minute'))
 
 
-def test_disks_that_qemu_cannot_get_at(check: Checked) -> None:
+def test_state_directory_that_qemu_cannot_enter_is_fixed(check: Checker) -> None:
     check.state.chmod(0o700)
-    check.mended(check.cure('way', 'libvirt-qemu, who cannot enter', str(check.state)))
+    check.apply_fix(check.get_fix('way', 'libvirt-qemu, who cannot enter', str(check.state)))
 
 
-def test_a_bridge_that_is_gone(check: Checked, host: LibvirtHost) -> None:
+def test_missing_bridge_is_fixed(check: Checker, host: LibvirtHost) -> None:
     check.settings['networks'] = [{'network': 'default'}, {'bridge': 'brgone'}]
     try:
-        check.mended(check.cure('network', 'no bridge brgone'))
+        check.apply_fix(check.get_fix('network', 'no bridge brgone'))
     finally:
-        host.inside(['ip', 'link', 'delete', 'brgone'])
+        host.run_inside(['ip', 'link', 'delete', 'brgone'])
 
 
-def test_a_network_that_is_not_active(check: Checked, host: LibvirtHost) -> None:
-    host.inside(['virsh', '-q', 'net-destroy', 'default'])
-    check.mended(check.cure('network', 'default is not active'))
+def test_inactive_network_is_fixed(check: Checker, host: LibvirtHost) -> None:
+    host.run_inside(['virsh', '-q', 'net-destroy', 'default'])
+    check.apply_fix(check.get_fix('network', 'default is not active'))
 
 
-def test_a_state_directory_of_another_user(check: Checked) -> None:
+def test_state_directory_of_another_user_is_fixed(check: Checker) -> None:
     os.chown(check.state, 12345, -1)
-    check.mended(check.cure('state', 'belongs to user 12345'))
+    check.apply_fix(check.get_fix('state', 'belongs to user 12345'))
 
 
-def test_a_pool_over_another_directory(check: Checked, host: LibvirtHost, tmp_path: Path) -> None:
-    host.inside(['virsh', '-q', 'pool-define-as', 'ecompute', 'dir', '--target', str(tmp_path)])
-    host.inside(['virsh', '-q', 'pool-start', 'ecompute'])
-    check.mended(check.cure('pool', f'over {tmp_path}'))
+def test_pool_over_another_directory_is_fixed(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
+    host.run_inside(['virsh', '-q', 'pool-define-as', 'ecompute', 'dir', '--target', str(tmp_path)])
+    host.run_inside(['virsh', '-q', 'pool-start', 'ecompute'])
+    check.apply_fix(check.get_fix('pool', f'over {tmp_path}'))
 
 
-def test_a_web_server_where_the_metadata_server_would_listen(check: Checked, host: LibvirtHost, tmp_path: Path) -> None:
+def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
     """A metadata server there is not a finding, with or without the bridge's address."""
     bind = ['ip', 'address', 'add', '169.254.169.254/32', 'dev', 'virbr0']
     remove = [*bind[:2], 'delete', *bind[3:]]
@@ -152,70 +152,72 @@ def test_a_web_server_where_the_metadata_server_would_listen(check: Checked, hos
         (directory / 'index.html').write_text('\n'.join(paths.split()))
         serve = [sys.executable, '-m', 'http.server', '80', '--directory', str(directory)]
         web = subprocess.Popen(
-            ['nsenter', '-t', str(host.pid('virtlogd')), '-m', '-n', *serve], stderr=subprocess.DEVNULL
+            ['nsenter', '-t', str(host.read_pid('virtlogd')), '-m', '-n', *serve], stderr=subprocess.DEVNULL
         )
         try:
-            until(lambda: host.inside(['ss', '-Hltn', 'sport = :80']).stdout or None, 20, 'the web server listens')
+            wait_until(
+                lambda: host.run_inside(['ss', '-Hltn', 'sport = :80']).stdout or None, 20, 'the web server listens'
+            )
             for has_address in (False, True):
                 if has_address:
-                    host.inside(bind)
+                    host.run_inside(bind)
                 try:
                     if is_found:
-                        assert 'ss -ltnp' in check.cure('metadata', 'port 80 is no metadata server')
+                        assert 'ss -ltnp' in check.get_fix('metadata', 'port 80 is no metadata server')
                         check.settings['metadata'] = 'iso'
                     assert check() == {}
                 finally:
                     check.settings.pop('metadata', None)
                     if has_address:
-                        host.inside(remove)
+                        host.run_inside(remove)
         finally:
             web.terminate()
             web.wait(10)
     assert check() == {}
 
 
-def test_a_proxy_in_the_way(check: Checked) -> None:
+def test_proxy_in_environment_is_found(check: Checker) -> None:
     check.environ['http_proxy'] = 'http://127.0.0.1:3128'
-    cure = check.cure('proxy', 'http_proxy is in the environment')
+    cure = check.get_fix('proxy', 'http_proxy is in the environment')
     name = cure.rpartition('unset ')[2]
     del check.environ[name]
     assert check() == {}
 
 
-def test_a_disk_that_is_full(check: Checked, host: LibvirtHost) -> None:
+def test_full_disk_is_found(check: Checker, host: LibvirtHost) -> None:
     state, check.state = check.state, host.root / 'small/state'
     check.state.mkdir(mode=0o711)
     (host.root / 'small').chmod(0o711)
     try:
-        assert check.cure('disk', 'is full').endswith('or set another `state:`')
+        assert check.get_fix('disk', 'is full').endswith('or set another `state:`')
     finally:
         check.state.rmdir()
         check.state = state
     assert check() == {}
 
 
-def test_networks_without_metadata(check: Checked, host: LibvirtHost) -> None:
-    host.inside(['ip', 'link', 'add', 'brlan', 'type', 'bridge'])
+def test_network_without_metadata_server_is_fixed(check: Checker, host: LibvirtHost) -> None:
+    host.run_inside(['ip', 'link', 'add', 'brlan', 'type', 'bridge'])
     check.settings['networks'] = [{'bridge': 'brlan'}]
     try:
-        cure = check.cure('metadata', '169.254.169.254')
+        cure = check.get_fix('metadata', '169.254.169.254')
         check.settings |= yaml.safe_load(re.findall('`(.+)`', cure)[0])
         assert check() == {}
     finally:
-        host.inside(['ip', 'link', 'delete', 'brlan'])
+        host.run_inside(['ip', 'link', 'delete', 'brlan'])
 
 
-def test_libvirt_that_is_away(check: Checked, host: LibvirtHost) -> None:
+def test_stopped_libvirtd_is_found(check: Checker, host: LibvirtHost) -> None:
     host.kill_libvirtd()
     try:
-        assert check.cure('libvirt', 'qemu:///system', 'is libvirtd running?') == 'systemctl start libvirtd'
+        assert check.get_fix('libvirt', 'qemu:///system', 'is libvirtd running?') == 'systemctl start libvirtd'
     finally:
         host.start_libvirtd()
-    until(lambda: check() == {}, 30, 'libvirtd is back')
+    wait_until(lambda: check() == {}, 30, 'libvirtd is back')
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a directory away')
-def test_a_state_directory_where_we_may_not_look(tmp_path: Path) -> None:
+def test_unreadable_state_directory_does_not_stop_other_checks(tmp_path: Path) -> None:
     """The other checks still run."""
     private = tmp_path / 'away'
     private.mkdir(mode=0o700)
@@ -225,25 +227,25 @@ def test_a_state_directory_where_we_may_not_look(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump({'state': str(private / 'ecompute/state'), 'etcd': etcd}))
     command = ['setpriv', '--bounding-set=-dac_override,-dac_read_search', '--inh-caps=-all', '--reuid=0', '--']
     command += [sys.executable, '-m', 'ecomp.compute', '--check', '--config', str(config)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 7, result
     assert result.stdout.startswith('etcd: ')
 
 
-def test_what_libvirt_lacks_is_what_its_cure_installs(tmp_path: Path) -> None:
+def test_missing_libvirt_python_is_fixed_by_installing_it(tmp_path: Path) -> None:
     """Starting libvirtd with systemctl would not help if a package is missing."""
     config = tmp_path / 'compute.yaml'
     etcd = {'endpoints': [f'127.0.0.1:{free_port()}'], 'timeout': 0.5}
     config.write_text(yaml.safe_dump({'state': str(tmp_path / 'state'), 'etcd': etcd}))
     script = 'import sys; sys.modules["libvirt"] = None; from ecomp.compute import main; sys.exit(main())'
     command = [sys.executable, '-c', script, '--check', '--config', str(config)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=120)
     (line,) = [printed for printed in result.stdout.splitlines() if printed.startswith('libvirt')]
     fix = f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' (it needs "
     assert line.startswith(f'libvirt: libvirt-python is missing. Mend it: {fix}'), result
 
 
-def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
+def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
     """Otherwise `systemctl enable --now` would leave a failed unit that is not restarted."""
     settings = {
         'state': str(tmp_path / 'state'), 'images': 'images',
@@ -254,7 +256,11 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
     def check_config(**changed: object) -> list[str]:
         (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings | changed))
         config = load_compute(tmp_path / 'compute.yaml')
-        return [str(finding) for finding in (*checking.refused(config, True), checking.no_images(config)) if finding]
+        return [
+            str(finding)
+            for finding in (*checking.find_refusals(config, True), checking.find_missing_images(config))
+            if finding
+        ]
 
     assert check_config() == [
         'allocation_ratios: there is no VPCU here, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
@@ -267,45 +273,49 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
     assert check_config(traits=['HW_CPU_X86_AVX2'], inventory={'VGPU': 1}, allocation_ratios={'VGPU': 1}) == []
     # Findings that do not need placement are reported even if placement is unreachable.
     (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings))
-    (ratio,) = checking.refused(load_compute(tmp_path / 'compute.yaml'), False)
+    (ratio,) = checking.find_refusals(load_compute(tmp_path / 'compute.yaml'), False)
     assert ratio.startswith('allocation_ratios: ')
 
 
 # Checks of the control plane, which ecompute and eschedule share
 
 
-def odd_placement(microversion: str, ahead: timedelta) -> CannedServer:
+def start_odd_placement(microversion: str, ahead: timedelta) -> CannedServer:
     """Start a placement with this newest microversion, whose clock is ahead of ours."""
     body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
     date = format_datetime(datetime.now(UTC) + ahead, usegmt=True)
     return CannedServer(make_answer(200, 'application/json', body, f'date: {date}'))
 
 
-def found(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
+def list_failed_checks(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
     """Return the names of failed checks, except the check of the machine's etcd version."""
-    state = backends.look(EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml')
-    return {finding.check for finding in health.of_backends(state)} - {'etcd-version'}
+    state = backends.probe_backends(
+        EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml'
+    )
+    return {finding.check for finding in health.check_backends(state)} - {'etcd-version'}
 
 
-def test_a_strange_placement_and_its_clock(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
-    assert found(etcd, placement.url) == set()
+def test_odd_placement_and_its_clock_are_found(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
+    assert list_failed_checks(etcd, placement.url) == set()
     for microversion, ahead, failed_checks in (
         ('1.39', timedelta(0), set()),
         ('1.30', timedelta(0), {'placement-version'}),
         ('1.39', timedelta(hours=1), {'clock'}),
         ('latest', timedelta(hours=-1), {'clock', 'placement-version'}),
     ):
-        with closing(odd_placement(microversion, ahead)) as server:
-            assert found(etcd, server.url) == failed_checks
+        with closing(start_odd_placement(microversion, ahead)) as server:
+            assert list_failed_checks(etcd, server.url) == failed_checks
     # A server that is not placement.
-    assert found(etcd, f'http://{etcd.endpoint}') == {'placement'}
-    assert found(etcd, f'http://127.0.0.1:{free_port()}') == {'placement'}
+    assert list_failed_checks(etcd, f'http://{etcd.endpoint}') == {'placement'}
+    assert list_failed_checks(etcd, f'http://127.0.0.1:{free_port()}') == {'placement'}
     certificate, key = Authority(tmp_path / 'ca').issue(tmp_path, 'client', 'localhost', days=-1)
-    assert found(etcd, placement.url, cert_cert=certificate, cert_key=key) == {'certificate'}
+    assert list_failed_checks(etcd, placement.url, cert_cert=certificate, cert_key=key) == {'certificate'}
 
 
-def test_an_etcd_that_is_gone(placement: PlacementServer) -> None:
+def test_unreachable_etcd_is_found(placement: PlacementServer) -> None:
     config, config_path = EtcdConfig((f'127.0.0.1:{free_port()}',)), Path('/x/schedule.yaml')
-    (finding,) = health.of_backends(backends.look(config, PlacementConfig(placement.url), config_path, 'schedule.yaml'))
+    (finding,) = health.check_backends(
+        backends.probe_backends(config, PlacementConfig(placement.url), config_path, 'schedule.yaml')
+    )
     assert (finding.check, 'cannot be reached' in finding.what) == ('etcd', True)
     assert finding.cure.startswith('/x/schedule.yaml told where it is')

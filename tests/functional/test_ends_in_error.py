@@ -18,13 +18,13 @@ from ecomp.agent.instance.instances import ControlPlane, Instances
 from ecomp.agent.instance.records import Records
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Taker
-from ecomp.agent.turns import Complaints
+from ecomp.agent.turns import FailureLog
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
-from ecomp.model.queue import Backlog, QueueEntry, backlog_of
+from ecomp.model.queue import Backlog, QueueEntry, update_backlog
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
@@ -33,41 +33,41 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.placement import allocations
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, interpose, new
-from tests.functional.toy import NOW, Toy, toy
+from tests.functional.cloud import Cloud, interpose, make_uuid
+from tests.functional.toy import NOW, ToyCompute, make_toy_compute
 from tests.kit.store_client import read_entry
 
 pytestmark = pytest.mark.fast
 FULL = 'the file system of the images is full'
 
 
-class Full(FakeHypervisor):
+class FullHypervisor(FakeHypervisor):
     """A fake hypervisor that can make no disk, and raises `error`."""
 
-    why: EcompError = BuildFailed('disk', FULL)
+    error: EcompError = BuildFailed('disk', FULL)
 
     def create_disk(self, spec: GuestSpec) -> None:  # noqa: ARG002
-        raise self.why
+        raise self.error
 
 
-def started_again(one: Toy, cloud: Cloud, state: Path) -> Planner:
+def restart_planner(one: ToyCompute, cloud: Cloud, state: Path) -> Planner:
     """Return a new planner of the same compute, with the memory of the state directory."""
     memory, host = Memory(state, one.compute, lambda: NOW), one.host
     control = ControlPlane(one.compute, cloud.store, cloud.placement, lambda: NOW)
-    instances = Instances(control, host, one.instances.shape, memory)
-    return Planner(instances, Complaints())
+    instances = Instances(control, host, one.instances.template, memory)
+    return Planner(instances, FailureLog())
 
 
 @pytest.mark.parametrize('away', [Unreachable('etcd is away', 'etcd'), NoSpace('etcd is full')])
 @pytest.mark.parametrize('restarts', [False, True])
-def test_what_was_released_on_the_way_is_no_reason(
+def test_failure_keeps_its_reason_after_the_claim_is_released(
     cloud: Cloud, tmp_path: Path, away: Unreachable, restarts: bool
 ) -> None:
     """The claim is released before the record is written.
 
     A second attempt must not report the missing claim.
     """
-    with toy(cloud, tmp_path, Full()) as one:
+    with make_toy_compute(cloud, tmp_path, FullHypervisor()) as one:
         instance = one.place()
 
         def fail_to_end(*_: object) -> None:
@@ -76,62 +76,62 @@ def test_what_was_released_on_the_way_is_no_reason(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Records, 'end', fail_to_end)
             assert one.step() == [f'build {instance}']
-        assert one.record(instance).state == BUILDING
-        assert cloud.server.allocations(instance) == {}
+        assert one.read_record(instance).state == BUILDING
+        assert cloud.server.read_allocations(instance) == {}
         if restarts:
-            one.planner = started_again(one, cloud, tmp_path)
-        one.planner.works_again()
+            one.planner = restart_planner(one, cloud, tmp_path)
+        one.planner.retry_now()
         assert one.step() == [f'build {instance}']
         _, failure = one.read_failure(instance)
         assert (failure.stage, failure.reason) == ('disk', FULL)
         assert cloud.store.get(keys.request(one.compute, instance)) is None
-        assert Memory(tmp_path, one.compute, lambda: NOW).all() == {}
+        assert Memory(tmp_path, one.compute, lambda: NOW).get_entries() == {}
 
 
-def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: Cloud, tmp_path: Path) -> None:
-    hypervisor = Full()
-    hypervisor.why = EcompError('its worker was killed')
-    with toy(cloud, tmp_path, hypervisor) as one:
+def test_deferred_build_ends_after_its_request_is_deleted(cloud: Cloud, tmp_path: Path) -> None:
+    hypervisor = FullHypervisor()
+    hypervisor.error = EcompError('its worker was killed')
+    with make_toy_compute(cloud, tmp_path, hypervisor) as one:
         instances = [one.place() for _ in range(2)]
         assert len(one.step()) == 2
-        assert all(one.record(item).state == BUILDING for item in instances)
-        assert len(hypervisor.reservations()) == 2
+        assert all(one.read_record(item).state == BUILDING for item in instances)
+        assert len(hypervisor.list_reservations()) == 2
         for item in instances:
             cloud.store.commit([], [Delete(keys.request(one.compute, item))])
-        planner = started_again(one, cloud, tmp_path)
+        planner = restart_planner(one, cloud, tmp_path)
         planner.recheck()
-        assert len(hypervisor.reservations()) == 2, 'it has not read yet what is asked for'
+        assert len(hypervisor.list_reservations()) == 2, 'it has not read yet what is asked for'
         planner.step({})
         # An instance with a guest is kept, and does not block the others. One with only a disk ends.
-        kept_instance, disk_only = one.memory.all()
+        kept_instance, disk_only = one.memory.get_entries()
         hypervisor._guests[kept_instance] = Guest(kept_instance, one.compute, True, True, True)
         hypervisor._guests[disk_only] = Guest(disk_only, None, False, False, True)
         planner.recheck()
-        assert [item.instance for item in hypervisor.reservations().values()] == [kept_instance]
+        assert [item.instance for item in hypervisor.list_reservations().values()] == [kept_instance]
         assert list(hypervisor._guests) == [kept_instance]
         one.instances.records.forget(kept_instance)
-        record, reason = one.record(kept_instance), 'its request was deleted while it was being built'
+        record, reason = one.read_record(kept_instance), 'its request was deleted while it was being built'
         assert (record.state, record.fault) == (ACTIVE, reason)
-        assert cloud.server.allocations(kept_instance) != {}
+        assert cloud.server.read_allocations(kept_instance) != {}
         assert one.read_failure(disk_only)[1].reason == reason
-        assert cloud.server.allocations(disk_only) == {}
+        assert cloud.server.read_allocations(disk_only) == {}
         assert cloud.store.get(keys.request(one.compute, disk_only)) is None
 
 
-def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Path) -> None:
-    hypervisor = Full()
-    hypervisor.why = EcompError('its worker was killed')
-    with toy(cloud, tmp_path, hypervisor) as one:
+def test_deferred_build_with_a_request_is_kept(cloud: Cloud, tmp_path: Path) -> None:
+    hypervisor = FullHypervisor()
+    hypervisor.error = EcompError('its worker was killed')
+    with make_toy_compute(cloud, tmp_path, hypervisor) as one:
         instance = one.place()
         one.step()
         one.planner.recheck()
-        assert one.record(instance).state == BUILDING
-        assert len(hypervisor.reservations()) == 1
+        assert one.read_record(instance).state == BUILDING
+        assert len(hypervisor.list_reservations()) == 1
 
 
 @contextmanager
-def limited(
-    cloud: Cloud, project: str, count: int, before: Mapping[str, int] | None = None
+def set_quota(
+    cloud: Cloud, project: str, count: int, used: Mapping[str, int] | None = None
 ) -> Iterator[Callable[[], int]]:
     """Set a quota of `count` instances with this usage.
 
@@ -139,7 +139,7 @@ def limited(
     """
     key = keys.quota(project)
     assert cloud.store.get(key) is None, 'no other test of this etcd has one'
-    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, before or {})))])
+    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, used or {})))])
 
     def read_used() -> int:
         return quota_from_json(project, read_entry(cloud.store, key).value).used.get('instances', 0)
@@ -150,27 +150,27 @@ def limited(
         cloud.store.commit([], [Delete(key)])
 
 
-def named(cloud: Cloud, compute: str, name: str) -> str:
+def deliver_named(cloud: Cloud, compute: str, name: str) -> str:
     """Deliver a small guest with a name and in a new group to the compute; return its instance."""
-    order = replace(cloud.wanted(compute), name=name, group=Membership(name, 'affinity', True))
+    order = replace(cloud.make_order_on(compute), name=name, group=Membership(name, 'affinity', True))
     cloud.create(order)
     return order.instance
 
 
-def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares(one: Toy, cloud: Cloud) -> None:
+def test_dropped_request_releases_name_group_and_quota(toy_compute: ToyCompute, cloud: Cloud) -> None:
     """A follower drops a too large value.
 
     The request had been delivered with a name, a group and a quota.
     """
-    with limited(cloud, 'a-project', 5) as read_used:
-        instance = named(cloud, one.compute, 'unkept')
+    with set_quota(cloud, 'a-project', 5) as read_used:
+        instance = deliver_named(cloud, toy_compute.compute, 'unkept')
         assert read_used() == 1
-        key = keys.request(one.compute, instance)
+        key = keys.request(toy_compute.compute, instance)
         entry = read_entry(cloud.store, key)
-        (work,) = one.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
-        one.planner.begin(work)
-        one.planner.carry_out(work)
-        record, failure = one.read_failure(instance)
+        (work,) = toy_compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
+        toy_compute.planner.begin(work)
+        toy_compute.planner.carry_out(work)
+        record, failure = toy_compute.read_failure(instance)
         assert 'too much' in failure.reason
         assert (record.name, record.project_id) == ('unkept', 'a-project')
         assert read_used() == 0
@@ -179,57 +179,59 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         assert lease, 'it is found by its name as long as its record is there, and not for ever'
 
 
-def test_what_a_restored_etcd_does_not_know_is_counted_again(one: Toy, cloud: Cloud) -> None:
+def test_instance_missing_in_restored_etcd_counts_for_its_quota_again(toy_compute: ToyCompute, cloud: Cloud) -> None:
     """It counts once, however often it is republished, and is released when it is destroyed."""
-    with limited(cloud, 'a-project', 1) as read_used:
+    with set_quota(cloud, 'a-project', 1) as read_used:
         quota = read_entry(cloud.store, keys.quota('a-project'))
-        instance = named(cloud, one.compute, 'later')
-        one.step()
-        assert one.record(instance).state == ACTIVE
-        places = one.list_keys(instance)
+        instance = deliver_named(cloud, toy_compute.compute, 'later')
+        toy_compute.step()
+        assert toy_compute.read_record(instance).state == ACTIVE
+        places = toy_compute.list_keys(instance)
         restored = [Put(quota.key, quota.value.decode()), *map(Delete, (*places, keys.name('later')))]
         cloud.store.commit([], [*restored, Delete(keys.group('later'))])
         assert read_used() == 0
         for _ in range(2):
-            one.republish(one.hypervisor.guests().keys())
+            toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
             assert read_used() == 1
         with pytest.raises(OverQuota):
-            cloud.create(cloud.wanted(one.compute))
+            cloud.create(cloud.make_order_on(toy_compute.compute))
         # An instance that was queued in the snapshot is counted already; republishing removes its queue entry.
         queued = keys.queue('small', instance)
         cloud.store.commit([], [*map(Delete, places[:2]), Put(queued, '{}'), Put(keys.taker(queued), '{}')])
-        one.republish(one.hypervisor.guests().keys())
+        toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
         assert read_used() == 1
-        assert cloud.etcd.keys(queued) == []
+        assert cloud.etcd.list_keys(queued) == []
         assert cloud.store.get(places[0]) is not None
-        one.destroy(instance)
-        one.instances.records.forget(instance)
-        one.settle()
+        toy_compute.destroy(instance)
+        toy_compute.instances.records.forget(instance)
+        toy_compute.settle()
         assert read_used() == 0
 
 
 @pytest.mark.parametrize('shares', [True, False])
-def test_what_leaves_its_queue_while_it_is_published_is_counted(one: Toy, cloud: Cloud, shares: bool) -> None:
-    with limited(cloud, 'a-project', 5) as read_used:
-        instance = named(cloud, one.compute, 'waits') if shares else one.place()
-        one.step()
-        places = one.list_keys(instance)
-        request = cloud.delivered(one.compute, instance)
+def test_instance_refused_from_its_queue_during_republish_is_counted(
+    toy_compute: ToyCompute, cloud: Cloud, shares: bool
+) -> None:
+    with set_quota(cloud, 'a-project', 5) as read_used:
+        instance = deliver_named(cloud, toy_compute.compute, 'waits') if shares else toy_compute.place()
+        toy_compute.step()
+        places = toy_compute.list_keys(instance)
+        request = cloud.read_request(toy_compute.compute, instance)
         # An etcd from before it was taken: its queue entry holds its name, group and quota.
-        entry = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
+        entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
         cloud.store.commit([], [*map(Delete, places), Put(entry.key, waiting_to_json(entry))])
-        (place,) = backlog_of(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).places.values()
-        other_taker = Taker(ControlPlane(new(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
+        (place,) = update_backlog(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).entries.values()
+        other_taker = Taker(ControlPlane(make_uuid(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
 
         def refuse() -> None:
             # In a placement from before it was taken, the instance has no claim.
-            consumer = allocations.consumer(cloud.placement, instance)
+            consumer = allocations.read_consumer(cloud.placement, instance)
             assert allocations.release_once(cloud.placement, instance, consumer)
             assert other_taker.refuse(place, 'it asks for too much')
             assert read_used() == 0
 
         interpose(cloud.store, 'commit', refuse, lambda _, operations: places[0] in {put.key for put in operations})
-        one.republish(one.hypervisor.guests().keys())
+        toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
         assert read_used() == 1
         assert cloud.store.get(places[0]) is not None
         assert (cloud.store.get(keys.group('waits')) is not None) == shares
@@ -237,14 +239,14 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(one: Toy, cloud:
         cloud.store.commit([], [*map(Delete, (*places, keys.name('waits'), keys.group('waits')))])
 
 
-def test_many_that_accept_a_new_etcd_at_once_all_get_through(
-    one: Toy, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+def test_republish_retries_until_concurrent_quota_writes_end(
+    toy_compute: ToyCompute, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All write the same quota, and one writer may lose more than five times in a row."""
-    with limited(cloud, 'a-project', 5) as read_used:
-        instance = named(cloud, one.compute, 'among-many')
-        one.step()
-        places = one.list_keys(instance)
+    with set_quota(cloud, 'a-project', 5) as read_used:
+        instance = deliver_named(cloud, toy_compute.compute, 'among-many')
+        toy_compute.step()
+        places = toy_compute.list_keys(instance)
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
         key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
 
@@ -255,7 +257,7 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', commit_late)
-        one.republish(one.hypervisor.guests().keys())
+        toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
         monkeypatch.undo()
         assert others == []
         assert cloud.store.get(places[0]) is not None
@@ -263,108 +265,108 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
 
 
-def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:
+def test_failed_instance_releases_its_quota_once(cloud: Cloud, tmp_path: Path) -> None:
     """An unchecked destroy, as eschedule sent in 2019, is carried out and does not count."""
-    with toy(cloud, tmp_path, Full()) as one:
+    with make_toy_compute(cloud, tmp_path, FullHypervisor()) as one:
         instance = one.place()
-        with limited(cloud, 'a-project', 5, {'instances': 2, 'VCPU': 2}) as read_used:
+        with set_quota(cloud, 'a-project', 5, {'instances': 2, 'VCPU': 2}) as read_used:
             one.step()
-            assert one.record(instance).state == ERROR
+            assert one.read_record(instance).state == ERROR
             assert read_used() == 1
             one.destroy(instance)
             assert one.step() == [f'destroy {instance}']
             one.instances.records.forget(instance)
-            assert one.record(instance).state == GONE
+            assert one.read_record(instance).state == GONE
             assert read_used() == 1
 
 
 @pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
-def test_where_the_record_was_lost_no_address_is_left(one: Toy, cloud: Cloud, how: str) -> None:
+def test_no_address_is_left_after_a_record_was_lost(toy_compute: ToyCompute, cloud: Cloud, how: str) -> None:
     """An instance that ends before its address is written again leaves no address either."""
-    instance = one.build()
-    request, booted = keys.request(one.compute, instance), keys.booted(instance)
+    instance = toy_compute.build()
+    request, booted = keys.request(toy_compute.compute, instance), keys.address(instance)
     assert cloud.store.get(booted) is not None
-    cloud.store.commit([], [Delete(keys.record(one.compute, instance))])
-    one.instances.records.forget(instance)
+    cloud.store.commit([], [Delete(keys.record(toy_compute.compute, instance))])
+    toy_compute.instances.records.forget(instance)
     if how in ('built again', 'refused'):
-        one.hypervisor.destroy(instance, one.compute)
-        one.hypervisor.delete_disk(instance)
+        toy_compute.hypervisor.destroy(instance, toy_compute.compute)
+        toy_compute.hypervisor.delete_disk(instance)
     if how == 'refused':
         cloud.store.commit([], [Put(request, '{"version": 99}')])
     if how != 'at once':
-        one.step()
+        toy_compute.step()
     if how != 'refused':
-        one.destroy(instance)
-    one.settle()
+        toy_compute.destroy(instance)
+    toy_compute.settle()
     assert cloud.store.get(request) is None
     assert cloud.store.get(booted) is None
-    assert cloud.server.allocations(instance) == {}
+    assert cloud.server.read_allocations(instance) == {}
 
 
-def test_where_the_record_was_lost_the_address_of_another_compute_stays(one: Toy, cloud: Cloud) -> None:
+def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: ToyCompute, cloud: Cloud) -> None:
     """Two computes have requests for one instance, and one record is lost.
 
     The address may be the other's.
     """
-    instance, other = one.build(), cloud.compute(VCPU=1)
-    request = read_entry(cloud.store, keys.request(one.compute, instance))
-    operations = [Put(keys.request(other, instance), request.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
-    cloud.store.commit([], [Delete(keys.record(one.compute, instance)), *operations])
-    one.instances.records.forget(instance)
-    one.hypervisor.destroy(instance, one.compute)
-    one.hypervisor.delete_disk(instance)
-    one.planner.works_again()
-    assert [line.partition(' ')[0] for line in one.step()] == ['build']
-    assert read_entry(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
+    instance, other = toy_compute.build(), cloud.make_compute(VCPU=1)
+    request = read_entry(cloud.store, keys.request(toy_compute.compute, instance))
+    operations = [Put(keys.request(other, instance), request.value.decode()), Put(keys.address(instance), '10.9.9.9')]
+    cloud.store.commit([], [Delete(keys.record(toy_compute.compute, instance)), *operations])
+    toy_compute.instances.records.forget(instance)
+    toy_compute.hypervisor.destroy(instance, toy_compute.compute)
+    toy_compute.hypervisor.delete_disk(instance)
+    toy_compute.planner.retry_now()
+    assert [line.partition(' ')[0] for line in toy_compute.step()] == ['build']
+    assert read_entry(cloud.store, keys.address(instance)).value == b'10.9.9.9'
 
 
-def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(one: Toy, cloud: Cloud) -> None:
+def test_instance_remembered_as_ended_is_kept_if_its_guest_runs(toy_compute: ToyCompute, cloud: Cloud) -> None:
     """The remembered end is outdated: a restored etcd has the request, and the guest runs."""
-    instance = one.build()
-    one.memory.ended(instance)
-    before = cloud.etcd.get(keys.request(one.compute, instance))
-    one.republish({instance})
-    assert cloud.etcd.get(keys.request(one.compute, instance)) == before
-    one.republish(())
-    assert cloud.etcd.get(keys.request(one.compute, instance)) is None
+    instance = toy_compute.build()
+    toy_compute.memory.record_end(instance)
+    before = cloud.etcd.get(keys.request(toy_compute.compute, instance))
+    toy_compute.republish({instance})
+    assert cloud.etcd.get(keys.request(toy_compute.compute, instance)) == before
+    toy_compute.republish(())
+    assert cloud.etcd.get(keys.request(toy_compute.compute, instance)) is None
 
 
-def test_what_had_ended_and_waits_again_ends_on_one_lease(one: Toy, cloud: Cloud) -> None:
-    instance = one.place()
-    one.step()
-    request = cloud.delivered(one.compute, instance)
-    one.destroy(instance)
-    one.instances.records.forget(instance)
-    one.step()
-    before = read_entry(cloud.store, keys.record(one.compute, instance))
-    entry = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
+def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:
+    instance = toy_compute.place()
+    toy_compute.step()
+    request = cloud.read_request(toy_compute.compute, instance)
+    toy_compute.destroy(instance)
+    toy_compute.instances.records.forget(instance)
+    toy_compute.step()
+    before = read_entry(cloud.store, keys.record(toy_compute.compute, instance))
+    entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
     cloud.store.commit([], [Put(entry.key, waiting_to_json(entry))])
-    one.republish(())
+    toy_compute.republish(())
     assert cloud.store.get(entry.key) is None
     assert cloud.store.keep_alive(before.lease) == 0
-    assert cloud.store.keep_alive(read_entry(cloud.store, keys.record(one.compute, instance)).lease) > 0
+    assert cloud.store.keep_alive(read_entry(cloud.store, keys.record(toy_compute.compute, instance)).lease) > 0
 
 
 @pytest.mark.parametrize('state', [ACTIVE, BUILDING, DESTROYING])
-def test_republish_writes_nothing_of_what_another_compute_claims(
-    one: Toy, cloud: Cloud, caplog: pytest.LogCaptureFixture, state: str
+def test_republish_skips_instance_claimed_by_another_compute(
+    toy_compute: ToyCompute, cloud: Cloud, caplog: pytest.LogCaptureFixture, state: str
 ) -> None:
     """The host was off and forgotten, and another compute has the instance.
 
     A begun build has no guest here.
     """
-    instance = one.place()
-    one.step()
-    request, record = cloud.delivered(one.compute, instance), one.record(instance)
+    instance = toy_compute.place()
+    toy_compute.step()
+    request, record = cloud.read_request(toy_compute.compute, instance), toy_compute.read_record(instance)
     stages = {} if state == BUILDING else record.stages
-    one.memory.remember(request, replace(record, state=state, stages=stages))
-    places = one.list_keys(instance)
+    toy_compute.memory.remember(request, replace(record, state=state, stages=stages))
+    places = toy_compute.list_keys(instance)
     cloud.store.commit([], [*map(Delete, places)])
-    other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
-    consumer = allocations.consumer(cloud.placement, instance)
-    moved = {other: request.allocations[one.compute]}
+    other = cloud.make_compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
+    consumer = allocations.read_consumer(cloud.placement, instance)
+    moved = {other: request.allocations[toy_compute.compute]}
     allocations.claim_once(cloud.placement, instance, moved, 'a-user', 'a-project', consumer.generation)
     guests = () if state == BUILDING else (instance,)
-    one.republish(guests)
+    toy_compute.republish(guests)
     assert cloud.store.read(places) == {}
     assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(guests)

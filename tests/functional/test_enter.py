@@ -20,21 +20,21 @@ from typing import Any
 import pytest
 
 from ecomp.cli.command import Context, Invocation
-from ecomp.cli.enter import why_not_entered
+from ecomp.cli.enter import check_login
 from ecomp.cli.options import Options
-from ecomp.cli.terminal import now
+from ecomp.cli.terminal import make_timestamp
 from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.guest import GuestFailure
-from ecomp.model.host import to_json as hostname_to_json
+from ecomp.model.host import hostname_to_json as hostname_to_json
 from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record, to_json
-from ecomp.schedule import terminal
-from tests.functional.cloud import IMAGE, new
+from ecomp.schedule import make_terminal
+from tests.functional.cloud import IMAGE, make_uuid
 from tests.kit.commands import Command, Result, write_config
-from tests.kit.servers import TOP, Etcd, environment, until
+from tests.kit.servers import TOP, Etcd, make_environment, wait_until
 
 SSHD = shutil.which('sshd', path='/usr/sbin:/usr/local/sbin:/usr/bin')
 ADDRESS = '10.66.0.2'
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason='sshd 
 
 
 @dataclass
-class Guest:
+class SshGuest:
     """A record, the sshd that it leads to, and eschedule."""
 
     etcd: Etcd
@@ -55,13 +55,13 @@ class Guest:
     private: Path
     sshd: subprocess.Popen[bytes] | None = None
 
-    def key(self, name: str) -> str:
+    def make_key(self, name: str) -> str:
         """Make a host key; return its public part."""
         path = self.home / name
         subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', path], check=True, timeout=60)
         return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
 
-    def answer_with(self, name: str) -> None:
+    def start_sshd(self, name: str) -> None:
         """Start sshd with this host key, in place of a running one."""
         self.close()
         log = self.home / f'sshd-{name}.log'
@@ -76,21 +76,21 @@ class Guest:
         command = ['ip', 'netns', 'exec', self.space, str(SSHD), '-D', '-e', '-f', str(conf)]
         with log.open('wb') as stderr:
             self.sshd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr)
-        until(lambda: 'Server listening' in log.read_text(), 30, 'sshd listens')
+        wait_until(lambda: 'Server listening' in log.read_text(), 30, 'sshd listens')
 
-    def write(self, record: Record) -> None:
+    def write_record(self, record: Record) -> None:
         """Write the record, as its compute does."""
         self.etcd.put_record(to_json(record))
 
-    def eschedule(self, *words: str) -> Result:
+    def run_eschedule(self, *words: str) -> Result:
         """Run eschedule in its own process, because it becomes another program."""
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(self.config), *words]
         with Command(command, TOP, {'HOME': str(self.home)}) as process:
-            return process.end(60)
+            return process.wait(60)
 
-    def ssh(self, *words: str) -> Result:
+    def run_ssh(self, *words: str) -> Result:
         """Run `eschedule ssh` with the key that opens the guest."""
-        return self.eschedule('ssh', self.record.instance, '-i', str(self.private), *words)
+        return self.run_eschedule('ssh', self.record.instance, '-i', str(self.private), *words)
 
     def close(self) -> None:
         """Stop sshd."""
@@ -100,8 +100,8 @@ class Guest:
 
 
 @pytest.fixture
-def guest(etcd: Etcd, tmp_path: Path) -> Iterator[Guest]:
-    namespace, instance, compute = f'tenter{os.getpid()}', new(), new()
+def guest(etcd: Etcd, tmp_path: Path) -> Iterator[SshGuest]:
+    namespace, instance, compute = f'tenter{os.getpid()}', make_uuid(), make_uuid()
     for command in (['netns', 'add', namespace], ['-n', namespace, 'link', 'set', 'lo', 'up'],
                     ['-n', namespace, 'address', 'add', f'{ADDRESS}/32', 'dev', 'lo']):  # fmt: skip
         subprocess.run(['ip', *command], check=True, timeout=60)
@@ -116,73 +116,75 @@ def guest(etcd: Etcd, tmp_path: Path) -> Iterator[Guest]:
         stages={'requested': 't', 'started': 't', 'addressed': 't'},
     )  # fmt: skip
     etcd.put(keys.request(compute, instance), requests.to_json(Request(instance, {}, image=IMAGE)))
-    ssh_guest = Guest(etcd, tmp_path, config, namespace, record, tmp_path / 'id')
+    ssh_guest = SshGuest(etcd, tmp_path, config, namespace, record, tmp_path / 'id')
     try:
-        ssh_guest.key('id')
-        ssh_guest.write(record)
+        ssh_guest.make_key('id')
+        ssh_guest.write_record(record)
         yield ssh_guest
     finally:
         ssh_guest.close()
         subprocess.run(['ip', 'netns', 'del', namespace], check=True, timeout=60)
 
 
-def test_the_key_it_said_is_believed_and_another_is_refused(guest: Guest) -> None:
-    pinned = guest.key('host')
-    guest.write(replace(guest.record, host_keys=(pinned,)))
-    guest.answer_with('host')
-    result = guest.ssh('--', 'echo $SSH_CONNECTION; exit 7')
+def test_reported_host_key_is_trusted_and_another_is_refused(guest: SshGuest) -> None:
+    pinned = guest.make_key('host')
+    guest.write_record(replace(guest.record, host_keys=(pinned,)))
+    guest.start_sshd('host')
+    result = guest.run_ssh('--', 'echo $SSH_CONNECTION; exit 7')
     assert (result.code, result.stdout.split()[2:], result.stderr) == (7, [ADDRESS, '22'], '')
-    assert guest.ssh('--', 'printf', '%s|', 'a  b', '$HOME', "it's").stdout == "a  b|$HOME|it's|"
+    assert guest.run_ssh('--', 'printf', '%s|', 'a  b', '$HOME', "it's").stdout == "a  b|$HOME|it's|"
     # With a user's name, and with plain ssh and the output of ssh-config.
-    other_user = guest.eschedule('ssh', f'nobody-here@{guest.record.instance}', '-i', str(guest.private), '--', 'true')
+    other_user = guest.run_eschedule(
+        'ssh', f'nobody-here@{guest.record.instance}', '-i', str(guest.private), '--', 'true'
+    )
     assert (other_user.code, 'nobody-here@' in other_user.stderr) == (255, True)
-    lines = guest.eschedule('ssh-config').stdout
+    lines = guest.run_eschedule('ssh-config').stdout
     assert f'Host {guest.record.instance}\n    HostName {ADDRESS}\n    User root\n' in lines
     (guest.home / 'ssh_config').write_text(lines)
     ssh = ['ssh', '-F', guest.home / 'ssh_config', '-i', guest.private, guest.record.instance, 'echo in']
-    manual = subprocess.run(ssh, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    manual = subprocess.run(ssh, env=make_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert (manual.returncode, manual.stdout) == (0, b'in\n'), manual
     # Another machine answers at its address.
-    guest.key('another')
-    guest.answer_with('another')
+    guest.make_key('another')
+    guest.start_sshd('another')
     for words in ((), ('--accept-new',)):
-        failed_login = guest.ssh(*words, '--', 'echo in')
+        failed_login = guest.run_ssh(*words, '--', 'echo in')
         assert (failed_login.code, failed_login.stdout) == (255, '')
         assert 'Host key verification failed' in failed_login.stderr
     assert subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 255
 
 
-def test_several_at_once_enter_it_by_the_keys_it_said(guest: Guest) -> None:
+def test_concurrent_commands_write_known_hosts_atomically(guest: SshGuest) -> None:
     """Each process writes the same known_hosts file, which ssh may be reading."""
-    guest.write(replace(guest.record, host_keys=(guest.key('host'),)))
+    guest.write_record(replace(guest.record, host_keys=(guest.make_key('host'),)))
     known_hosts = guest.home / '.cache/ecomp/known_hosts' / guest.record.instance
     for _ in range(4):
         known_hosts.unlink(missing_ok=True)
         with ThreadPoolExecutor(4) as threads:
-            results = list(threads.map(lambda _: guest.eschedule('ssh-config'), range(4)))
+            results = list(threads.map(lambda _: guest.run_eschedule('ssh-config'), range(4)))
         # stderr may say that instances of other tests are left out.
         assert [item for item in results if item.code != 0 or 'failed' in item.stderr] == []
         assert known_hosts.read_text().count('\n') == 1
         before = known_hosts.stat().st_ino
-        assert guest.eschedule('ssh-config').code == 0
+        assert guest.run_eschedule('ssh-config').code == 0
         assert known_hosts.stat().st_ino == before, 'it is there already'
     assert [item.name for item in known_hosts.parent.iterdir() if not keys.is_uuid(item.name)] == []
 
 
-def test_a_canary_is_entered_by_the_key_it_said_alone_and_nothing_of_that_is_kept(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch
+def test_canary_is_entered_with_its_reported_key_and_leaves_no_files(
+    guest: SshGuest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('HOME', str(guest.home))
-    guest.write(replace(guest.record, host_keys=(guest.key('host'),)))
+    guest.write_record(replace(guest.record, host_keys=(guest.make_key('host'),)))
     options = Options(identity=str(guest.private))
-    context = Context(terminal(), load_schedule(guest.config), Invocation('doctor', (), options))
+    context = Context(make_terminal(), load_schedule(guest.config), Invocation('doctor', (), options))
     ticks: list[int] = []
-    guest.answer_with('host')
-    assert why_not_entered(context, guest.record.instance, lambda: ticks.append(1)) == ''
+    guest.start_sshd('host')
+    assert check_login(context, guest.record.instance, lambda: ticks.append(1)) == ''
     assert ticks
-    guest.key('another')
-    guest.answer_with('another')
-    reason = why_not_entered(context, guest.record.instance, lambda: None)
+    guest.make_key('another')
+    guest.start_sshd('another')
+    reason = check_login(context, guest.record.instance, lambda: None)
     assert reason == 'ssh ended with 255: Host key verification failed.'
     assert list((guest.home / '.cache/ecomp/known_hosts').iterdir()) == []
 
@@ -190,28 +192,28 @@ def test_a_canary_is_entered_by_the_key_it_said_alone_and_nothing_of_that_is_kep
         raise StillGoing('enough')
 
     with pytest.raises(StillGoing):
-        why_not_entered(context, guest.record.instance, end)
+        check_login(context, guest.record.instance, end)
     context.close()
 
 
-def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -> None:
-    guest.key('host')
-    guest.answer_with('host')
-    guest.write(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
-    result = guest.ssh('--', 'true')
+def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
+    guest.make_key('host')
+    guest.start_sshd('host')
+    guest.write_record(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
+    result = guest.run_ssh('--', 'true')
     reason = 'its guest has not reported its host keys, so it is unverified'
     fix = 'Fix: --accept-new accepts the key that it shows first'
     assert result == (1, '', f'eschedule: {guest.record.instance}: {reason}. {fix}\n')
-    assert guest.eschedule('ssh-config', guest.record.instance).code == 1
-    all_guests = guest.eschedule('ssh-config')
+    assert guest.run_eschedule('ssh-config', guest.record.instance).code == 1
+    all_guests = guest.run_eschedule('ssh-config')
     assert (all_guests.code, guest.record.instance in all_guests.stdout) == (0, False)
     assert 'left out, for what host keys they have is not known: ' in all_guests.stderr
-    assert guest.ssh('--accept-new', '--', 'true').code == 0
-    assert guest.ssh('--', 'true').code == 0, 'from then on it is known'
-    guest.key('another')
-    guest.answer_with('another')
-    assert guest.ssh('--', 'true').code == 255
-    assert guest.ssh('--accept-new', '--', 'true').code == 255
+    assert guest.run_ssh('--accept-new', '--', 'true').code == 0
+    assert guest.run_ssh('--', 'true').code == 0, 'from then on it is known'
+    guest.make_key('another')
+    guest.start_sshd('another')
+    assert guest.run_ssh('--', 'true').code == 255
+    assert guest.run_ssh('--accept-new', '--', 'true').code == 255
 
 
 @pytest.mark.parametrize('words', [['ssh'], ['ssh-config']])
@@ -225,12 +227,14 @@ def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -
          'building, waiting for: its image'),
     ],
 )  # fmt: skip
-def test_a_guest_that_boots_is_waited_for_and_no_unknown_key_is_advised(
-    guest: Guest, words: list[str], changed: dict[str, Any], lacks: str
+def test_booting_guest_is_refused_with_advice_to_wait(
+    guest: SshGuest, words: list[str], changed: dict[str, Any], lacks: str
 ) -> None:
     instance = guest.record.instance
-    guest.write(replace(guest.record, **{'stages': {**dict.fromkeys(STAGES[:-1], 't'), 'started': now()}, **changed}))
-    result = guest.eschedule(*words, instance)
+    guest.write_record(
+        replace(guest.record, **{'stages': {**dict.fromkeys(STAGES[:-1], 't'), 'started': make_timestamp()}, **changed})
+    )
+    result = guest.run_eschedule(*words, instance)
     hint = f'Try: eschedule wait {instance} --for ready'
     assert result == (6, '', f'eschedule: {instance}: {lacks}. {hint}\n')
 
@@ -242,64 +246,66 @@ def test_a_guest_that_boots_is_waited_for_and_no_unknown_key_is_advised(
         {'stages': {'requested': 't', 'started': '2026-01-31T12:00:00.000Z', 'addressed': 't'}},
     ],
 )
-def test_a_guest_that_will_report_no_key_is_entered_by_the_first_it_shows(
-    guest: Guest, changed: dict[str, Any]
-) -> None:
-    guest.write(replace(guest.record, **{'stages': {**guest.record.stages, 'started': now()}, **changed}))
-    result = guest.ssh('--', 'true')
+def test_guest_that_cannot_report_a_key_is_advised_accept_new(guest: SshGuest, changed: dict[str, Any]) -> None:
+    guest.write_record(
+        replace(guest.record, **{'stages': {**guest.record.stages, 'started': make_timestamp()}, **changed})
+    )
+    result = guest.run_ssh('--', 'true')
     assert result.code == 1
     assert 'Fix: --accept-new' in result.stderr
 
 
-def test_ssh_reads_a_name_of_the_instance_alone_that_has_it(guest: Guest) -> None:
+def test_ssh_config_uses_a_name_only_for_its_owner(guest: SshGuest) -> None:
     """A compromised compute can write any name into the records of its own instances."""
-    instance, other, name = guest.record.instance, new(), f'web-{new()[:8]}'
-    forged = replace(guest.record, instance=other, compute=new(), name=name, host_keys=(guest.key('other'),))
-    for record in (replace(guest.record, name=name, host_keys=(guest.key('host'),)), forged):
+    instance, other, name = guest.record.instance, make_uuid(), f'web-{make_uuid()[:8]}'
+    forged = replace(guest.record, instance=other, compute=make_uuid(), name=name, host_keys=(guest.make_key('other'),))
+    for record in (replace(guest.record, name=name, host_keys=(guest.make_key('host'),)), forged):
         request = requests.to_json(Request(record.instance, {}, image=IMAGE))
         guest.etcd.put(keys.request(record.compute, record.instance), request)
-        guest.write(record)
+        guest.write_record(record)
     guest.etcd.put(keys.name(name), requests.name_to_json(instance))
-    hosts = {line for line in guest.eschedule('ssh-config').stdout.splitlines() if line.startswith('Host ')}
+    hosts = {line for line in guest.run_eschedule('ssh-config').stdout.splitlines() if line.startswith('Host ')}
     assert {f'Host {name}', f'Host {other}'} <= hosts
     assert f'Host {instance}' not in hosts
-    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {name}\n')
-    assert guest.eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {name}\n')
+    assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
     # The uuid of another instance is not accepted as a name.
-    guest.write(replace(forged, name=instance))
+    guest.write_record(replace(forged, name=instance))
     guest.etcd.put(keys.name(instance), requests.name_to_json(other))
-    assert guest.eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+    assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
 
 
-def test_a_guest_of_a_host_s_name_does_not_take_it_from_the_host(guest: Guest) -> None:
+def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGuest) -> None:
     """Otherwise ssh to that host would loop through itself, for each guest there."""
-    instance, name = guest.record.instance, f'hv-{new()[:8]}'
-    guest.write(replace(guest.record, name=name, host_keys=(guest.key('host'),)))
+    instance, name = guest.record.instance, f'hv-{make_uuid()[:8]}'
+    guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
     guest.etcd.put(keys.name(name), requests.name_to_json(instance))
-    assert guest.eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
-    other = new()
+    assert guest.run_eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
+    other = make_uuid()
     guest.etcd.put(keys.hostname(other), hostname_to_json(name))
     try:
-        assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+        assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
     finally:
         guest.etcd.delete(keys.hostname(other))
     # The guest's own host, whose name is not in etcd.
-    guest.write(replace(guest.record, name=name, console=f'{name}:/x', host_keys=(guest.key('another'),)))
-    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+    guest.write_record(replace(guest.record, name=name, console=f'{name}:/x', host_keys=(guest.make_key('another'),)))
+    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
 
 
 @pytest.mark.parametrize('name', ['localhost', 'ip6-localhost', socket.gethostname().partition('.')[0].lower()])
-def test_a_guest_does_not_take_a_name_of_the_machine_one_sits_at(guest: Guest, name: str) -> None:
+def test_ssh_config_does_not_use_names_of_the_local_machine(guest: SshGuest, name: str) -> None:
     instance = guest.record.instance
-    guest.write(replace(guest.record, name=name, host_keys=(guest.key('host'),)))
+    guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
     guest.etcd.put(keys.name(name), requests.name_to_json(instance))
-    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
 
 
-def test_on_a_bridge_it_is_reached_directly(guest: Guest) -> None:
+def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
     bridged = replace(guest.record.addresses[0], source='arp', address='127.0.0.1')
-    guest.write(replace(guest.record, host_keys=(guest.key('host'),), addresses=(*guest.record.addresses, bridged)))
-    lines = guest.eschedule('ssh-config', guest.record.instance).stdout
+    guest.write_record(
+        replace(guest.record, host_keys=(guest.make_key('host'),), addresses=(*guest.record.addresses, bridged))
+    )
+    lines = guest.run_eschedule('ssh-config', guest.record.instance).stdout
     assert 'HostName 127.0.0.1\n' in lines
     assert 'ProxyCommand none\n' in lines
 
@@ -313,57 +319,61 @@ def test_on_a_bridge_it_is_reached_directly(guest: Guest) -> None:
         ({'console': '-oProxyCommand=id:/x'}, 1, 'the name of its host is not known'),
     ],
 )
-def test_what_a_record_says_is_looked_at(guest: Guest, changes: dict[str, object], code: int, said: str) -> None:
-    guest.write(replace(guest.record, host_keys=(guest.key('host'),), **changes))  # type: ignore[arg-type]
-    result = guest.ssh('--', 'true')
+def test_unusable_record_is_refused(guest: SshGuest, changes: dict[str, object], code: int, said: str) -> None:
+    guest.write_record(replace(guest.record, host_keys=(guest.make_key('host'),), **changes))  # type: ignore[arg-type]
+    result = guest.run_ssh('--', 'true')
     assert (result.code, result.stdout, result.stderr.count('\n')) == (code, '', 1)
     assert said in result.stderr
 
 
-def test_the_console_is_read_where_it_is(guest: Guest) -> None:
+def test_log_prints_and_follows_the_console_file(guest: SshGuest) -> None:
     file = Path((guest.record.console or '').partition(':')[2])
     instance = guest.record.instance
-    assert guest.eschedule('log', instance) == (4, '', f'eschedule: {instance}: its console on hv1 has nothing yet\n')
+    assert guest.run_eschedule('log', instance) == (
+        4,
+        '',
+        f'eschedule: {instance}: its console on hv1 has nothing yet\n',
+    )
     Path(f'{file}.0').write_text('first\n')
     file.write_bytes(b'\x1b[0;32m  OK  \x1b[0m sshd\r\nlogin: \x9b\x07\xe2\x80\xae')
-    result = guest.eschedule('log', instance)
+    result = guest.run_eschedule('log', instance)
     assert (result.code, result.stdout) == (0, 'first\n  OK   sshd\nlogin: \ufffd\\x07\\u202e\n')
-    assert guest.eschedule('log', instance, '-n', '2').stdout == '  OK   sshd\nlogin: \ufffd\\x07\\u202e\n'
+    assert guest.run_eschedule('log', instance, '-n', '2').stdout == '  OK   sshd\nlogin: \ufffd\\x07\\u202e\n'
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guest.config), 'log', instance, '-f', '-n', '1']
     with Command(command, TOP) as process:
         with file.open('ab', buffering=0) as console:
             console.write(b'\n')
-            until(lambda: 'login: ' in process.stdout, 30, 'the last line')
+            wait_until(lambda: 'login: ' in process.stdout, 30, 'the last line')
             console.write(b'Welcome\n')
-            until(lambda: process.stdout.endswith('Welcome\n'), 30, 'what comes')
-        process.send(signal.SIGINT)
-        end_result = process.end(30)
+            wait_until(lambda: process.stdout.endswith('Welcome\n'), 30, 'what comes')
+        process.send_signal(signal.SIGINT)
+        end_result = process.wait(30)
     assert (end_result.code, end_result.stderr) == (0, '')
-    guest.write(replace(guest.record, console='hv1:/etc/shadow'))
-    assert guest.eschedule('log', instance).stderr.endswith('its record names another file than its console\n')
-    guest.write(replace(guest.record, console=None))
-    assert guest.eschedule('log', instance).code == guest.eschedule('console', instance).code == 4
+    guest.write_record(replace(guest.record, console='hv1:/etc/shadow'))
+    assert guest.run_eschedule('log', instance).stderr.endswith('its record names another file than its console\n')
+    guest.write_record(replace(guest.record, console=None))
+    assert guest.run_eschedule('log', instance).code == guest.run_eschedule('console', instance).code == 4
 
 
-def test_a_console_is_virshs_on_its_host(guest: Guest) -> None:
+def test_console_runs_virsh_on_the_guests_host(guest: SshGuest) -> None:
     bin = guest.home / 'bin'
     bin.mkdir()
     (bin / 'virsh').write_text('#!/bin/sh\necho "$REACHED: $*"\n')
     (bin / 'virsh').chmod(0o755)
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guest.config), 'console', guest.record.instance]
     with Command(command, TOP, {'PATH': f'{bin}:{os.environ["PATH"]}'}) as process:
-        result = process.end(60)
+        result = process.wait(60)
     assert (result.code, result.stdout) == (0, f'hv1: -c qemu:///system console {guest.record.instance}\n')
 
 
-def test_a_wait_whose_time_is_up_says_the_consoles_last_lines_and_never_hangs(guest: Guest) -> None:
+def test_wait_that_times_out_prints_the_last_console_lines(guest: SshGuest) -> None:
     file, instance = Path((guest.record.console or '').partition(':')[2]), guest.record.instance
     file.write_text(''.join(f'line {number}\r\n' for number in range(9)))
-    result = guest.eschedule('wait', instance, '--for', 'ready', '--timeout', '0')
+    result = guest.run_eschedule('wait', instance, '--for', 'ready', '--timeout', '0')
     assert result.code == 6
     lines = [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
     assert lines[:-1] == [f"{instance}'s console: line {number}" for number in range(4, 9)]
     for reach in ('sh -c "sleep 600 & sleep 600" {host}', 'no-such-program {host}', 'false {host}'):
         write_config(guest.config, guest.etcd.endpoint, 'http://127.0.0.1:1', reach=reach)
-        result = guest.eschedule('wait', instance, '--for', 'ready', '--timeout', '0')
+        result = guest.run_eschedule('wait', instance, '--for', 'ready', '--timeout', '0')
         assert (result.code, result.stderr.count('\n')) == (6, 1)

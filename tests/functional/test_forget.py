@@ -15,14 +15,14 @@ from ecomp.store.client import Put
 from tests.functional.cloud import Cloud
 
 
-def etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
+def run_etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
     command = ['etcdctl', f'--endpoints={cloud.etcd.endpoint}', *words]
     environment = {**os.environ, 'ETCDCTL_API': '3'}
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
 
 
-def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
-    compute = cloud.compute(alive=False)
+def test_forget_advises_etcdctl_for_a_key_that_is_not_utf_8(cloud: Cloud) -> None:
+    compute = cloud.make_compute(alive=False)
     prefix, messages = keys.request_prefix(compute), list[str]()
     # One key ends in three bytes that are not UTF-8, the other in the replacement character, which is valid UTF-8.
     cloud.store.commit([], [Put(f'{prefix}\udcff', 'x'), Put(f'{prefix}\ufffd', 'x')])
@@ -32,8 +32,8 @@ def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
 
     with pytest.raises(Conflict, match=f'compute hv1 is not forgotten: a key below {prefix} is no text, so etcdctl'):
         forget_compute()
-    key = etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
-    etcdctl(cloud, 'del', key.strip())
+    key = run_etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
+    run_etcdctl(cloud, 'del', key.strip())
     forget_compute()
     assert messages == [
         f'{prefix}\ufffd: removed: no compute would have carried it out',
@@ -43,7 +43,7 @@ def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
 
 def test_forget_needs_fenced_while_a_request_waits_in_a_queue(cloud: Cloud) -> None:
     """After a restore of etcd and placement, the compute may run a queued guest unclaimed."""
-    compute, unknown = cloud.compute(alive=False), str(uuid.uuid4())
+    compute, unknown = cloud.make_compute(alive=False), str(uuid.uuid4())
     cloud.etcd.put(keys.queue('small', str(uuid.uuid4())), '{}')
 
     def forget_compute(which: str, fenced: bool) -> None:

@@ -16,13 +16,13 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import Guest, GuestSpec, ReservedAddress, mac_address
+from ecomp.model.guest import Guest, GuestSpec, ReservedAddress, make_mac_address
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.guest import COMPUTE, SAME_MAC, MakeSpec, build
+from tests.functional.guest import COMPUTE, SAME_MAC_INSTANCES, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
-from tests.kit.boot_sectors import POWER_BUTTON, boot_disk
-from tests.kit.servers import until
+from tests.kit.boot_sectors import POWER_BUTTON, make_boot_disk
+from tests.kit.servers import wait_until
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 
@@ -30,7 +30,7 @@ pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip inst
 @pytest.fixture(params=['fake', 'libvirt'])
 def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
     if request.param == 'libvirt':
-        return request.getfixturevalue('real')
+        return request.getfixturevalue('real_libvirt')
     fake = FakeHypervisor(tmp_path)
     fake.prepare()
     return fake
@@ -49,33 +49,33 @@ def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: 
 
         return off
     host: LibvirtHost = request.getfixturevalue('host')
-    return lambda instance: host.inside(['virsh', '-q', 'destroy', instance])
+    return lambda instance: host.run_inside(['virsh', '-q', 'destroy', instance])
 
 
-def test_life_of_a_guest(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_guest_is_created_started_and_destroyed(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
-    assert hypervisor.guests() == {}
+    assert hypervisor.list_guests() == {}
     for _ in range(2):
         hypervisor.create_disk(spec)
-        assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
-        assert not hypervisor.runs(instance)
+        assert hypervisor.list_guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
+        assert not hypervisor.is_running(instance)
     for _ in range(2):
         hypervisor.start(spec)
-        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=True, disk=True)}
-        assert hypervisor.runs(instance)
+        assert hypervisor.list_guests() == {instance: Guest(instance, COMPUTE, defined=True, running=True, disk=True)}
+        assert hypervisor.is_running(instance)
     for _ in range(2):
         hypervisor.destroy(instance, COMPUTE)
-        assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
+        assert hypervisor.list_guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
     for _ in range(2):
         hypervisor.delete_disk(instance)
-        assert hypervisor.guests() == {}
+        assert hypervisor.list_guests() == {}
 
 
-def test_a_seed_goes_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_seed_is_removed_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
     seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
     assert seeded.seed is not None
-    assert hypervisor.seeds() == set()
+    assert hypervisor.list_seeds() == set()
     hypervisor.create_disk(seeded)
     with pytest.raises(BuildFailed) as caught:
         hypervisor.start(seeded)
@@ -84,209 +84,213 @@ def test_a_seed_goes_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> N
     hypervisor.destroy(instance, COMPUTE)
     for _ in range(2):
         hypervisor.create_seed(instance, seeded.seed)
-        assert hypervisor.seeds() == {instance}
+        assert hypervisor.list_seeds() == {instance}
     hypervisor.start(seeded)
     running_guest = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
-    assert hypervisor.guests() == {instance: running_guest}
-    assert hypervisor.users(instance) == {instance}
-    assert hypervisor.without_base() == {}
+    assert hypervisor.list_guests() == {instance: running_guest}
+    assert hypervisor.list_disk_users(instance) == {instance}
+    assert hypervisor.list_missing_bases() == {}
     with pytest.raises(BuildFailed, match='disk: .*not made again'):
         hypervisor.create_seed(instance, seeded.seed)
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_seed(instance)
     hypervisor.switch_off(instance, COMPUTE)
     hypervisor.resume(instance, COMPUTE)
-    assert hypervisor.guests() == {instance: running_guest}
+    assert hypervisor.list_guests() == {instance: running_guest}
     hypervisor.destroy(instance, COMPUTE)
-    assert hypervisor.seeds() == {instance}
+    assert hypervisor.list_seeds() == {instance}
     for _ in range(2):
         hypervisor.delete_disk(instance)
-        assert hypervisor.seeds() == set()
-        assert hypervisor.guests() == {}
+        assert hypervisor.list_seeds() == set()
+        assert hypervisor.list_guests() == {}
 
 
-def test_a_seed_without_its_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_seed_without_a_disk_is_removed(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     for remove in (hypervisor.delete_seed, hypervisor.delete_disk):
         hypervisor.create_seed(spec.instance, {'meta-data': b'{}', 'user-data': b''})
-        assert hypervisor.guests() == {}
-        assert hypervisor.seeds() == {spec.instance}
+        assert hypervisor.list_guests() == {}
+        assert hypervisor.list_seeds() == {spec.instance}
         for _ in range(2):
             remove(spec.instance)
-            assert hypervisor.seeds() == set()
+            assert hypervisor.list_seeds() == set()
 
 
-def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+def test_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     spec, other = make_spec(), make_spec()
     (mac,), (other_mac,) = spec.macs, other.macs
-    hypervisor.release(spec.instance)
-    address = hypervisor.reserve(spec.instance, mac, 'default')
+    hypervisor.release_addresses(spec.instance)
+    address = hypervisor.reserve_address(spec.instance, mac, 'default')
     assert address is not None
-    other_address = hypervisor.reserve(other.instance, other_mac, 'default')
+    other_address = hypervisor.reserve_address(other.instance, other_mac, 'default')
     assert other_address not in (None, address)
     for _ in range(2):
-        assert hypervisor.reserve(spec.instance, mac, 'default') == address
+        assert hypervisor.reserve_address(spec.instance, mac, 'default') == address
         both = {mac: ReservedAddress(spec.instance, address), other_mac: ReservedAddress(other.instance, other_address)}
-        assert hypervisor.reservations() == both
+        assert hypervisor.list_reservations() == both
     for _ in range(2):
-        hypervisor.release(spec.instance)
-        assert hypervisor.reservations() == {other_mac: ReservedAddress(other.instance, other_address)}
-    assert hypervisor.reserve(spec.instance, mac, 'default') == address, 'the same one again, while it is free'
+        hypervisor.release_addresses(spec.instance)
+        assert hypervisor.list_reservations() == {other_mac: ReservedAddress(other.instance, other_address)}
+    assert hypervisor.reserve_address(spec.instance, mac, 'default') == address, 'the same one again, while it is free'
     for released in (spec, other):
-        hypervisor.release(released.instance)
-    assert hypervisor.reservations() == {}
+        hypervisor.release_addresses(released.instance)
+    assert hypervisor.list_reservations() == {}
 
 
-def test_a_mac_is_that_of_the_instance_that_had_it_first(hypervisor: Hypervisor) -> None:
+def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hypervisor) -> None:
     """A MAC contains 24 bits of the uuid's hash: some pair of 5,000 instances has the same."""
-    first, second = SAME_MAC
-    mac = mac_address(first, 0)
-    assert mac_address(second, 0) == mac
-    address = hypervisor.reserve(first, mac, 'default')
+    first, second = SAME_MAC_INSTANCES
+    mac = make_mac_address(first, 0)
+    assert make_mac_address(second, 0) == mac
+    address = hypervisor.reserve_address(first, mac, 'default')
     assert address is not None
     try:
         with pytest.raises(BuildFailed, match=f'scheduled: its MAC {mac} is that of instance {first} here: ask again'):
-            hypervisor.reserve(second, mac, 'default')
-        hypervisor.release(second)
-        assert hypervisor.reserve(first, mac, 'default') == address
-        assert hypervisor.reservations() == {mac: ReservedAddress(first, address)}
-        hypervisor.release(first)
-        assert hypervisor.reserve(second, mac, 'default') is not None
+            hypervisor.reserve_address(second, mac, 'default')
+        hypervisor.release_addresses(second)
+        assert hypervisor.reserve_address(first, mac, 'default') == address
+        assert hypervisor.list_reservations() == {mac: ReservedAddress(first, address)}
+        hypervisor.release_addresses(first)
+        assert hypervisor.reserve_address(second, mac, 'default') is not None
     finally:
-        for instance in SAME_MAC:
-            hypervisor.release(instance)
+        for instance in SAME_MAC_INSTANCES:
+            hypervisor.release_addresses(instance)
 
 
-def test_who_has_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+def test_users_of_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     running, disk_only = make_spec(), make_spec()
     build(hypervisor, running)
     hypervisor.create_disk(disk_only)
-    assert hypervisor.users(running.instance) == {running.instance}
-    assert hypervisor.users(disk_only.instance) == set()
-    assert hypervisor.users(str(uuid4())) == set()
-    assert hypervisor.without_base() == {}
+    assert hypervisor.list_disk_users(running.instance) == {running.instance}
+    assert hypervisor.list_disk_users(disk_only.instance) == set()
+    assert hypervisor.list_disk_users(str(uuid4())) == set()
+    assert hypervisor.list_missing_bases() == {}
 
 
-def test_a_running_guests_disk_is_safe(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_disk_of_a_running_guest_is_not_replaced_or_removed(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     build(hypervisor, spec)
     with pytest.raises(BuildFailed) as caught:
         hypervisor.create_disk(spec)
     assert caught.value.stage == 'disk'
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_disk(spec.instance)
-    assert hypervisor.guests()[spec.instance].running
+    assert hypervisor.list_guests()[spec.instance].running
 
 
-def test_another_computes_guest_is_left_alone(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_guest_of_another_compute_is_left_alone(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     build(hypervisor, spec)
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.start(replace(spec, compute=str(uuid4())))
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.destroy(spec.instance, str(uuid4()))
-    assert hypervisor.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True)
+    assert hypervisor.list_guests()[spec.instance] == Guest(
+        spec.instance, COMPUTE, defined=True, running=True, disk=True
+    )
 
 
-def test_resume(hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[str], object]) -> None:
+def test_resume_starts_a_guest_that_is_off(
+    hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[str], object]
+) -> None:
     """A guest that is off, as after a reboot of its host, runs again as it was defined."""
     instance = spec.instance
     build(hypervisor, spec)
     running_guest = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
     hypervisor.resume(instance, COMPUTE)
-    assert hypervisor.guests() == {instance: running_guest}
+    assert hypervisor.list_guests() == {instance: running_guest}
     power_off(instance)
-    assert not hypervisor.guests()[instance].running
+    assert not hypervisor.list_guests()[instance].running
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.resume(instance, str(uuid4()))
-    assert not hypervisor.guests()[instance].running
+    assert not hypervisor.list_guests()[instance].running
     for _ in range(2):
         hypervisor.resume(instance, COMPUTE)
-        assert hypervisor.guests() == {instance: running_guest}
+        assert hypervisor.list_guests() == {instance: running_guest}
 
 
-def test_switched_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_switch_off_keeps_the_domain(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
     build(hypervisor, spec)
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.switch_off(instance, str(uuid4()))
-    assert hypervisor.guests()[instance].running
+    assert hypervisor.list_guests()[instance].running
     for _ in range(2):
         hypervisor.switch_off(instance, COMPUTE)
-        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
-        assert not hypervisor.runs(instance)
+        assert hypervisor.list_guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
+        assert not hypervisor.is_running(instance)
     hypervisor.resume(instance, COMPUTE)
-    assert hypervisor.guests()[instance].running
+    assert hypervisor.list_guests()[instance].running
 
 
-def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_shutdown_presses_the_power_button(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     """A guest that reacts to its power button goes off, and starts again as defined."""
     instance = spec.instance
     image = Path(spec.base.path).with_name('power-button.raw')
-    image.write_bytes(boot_disk(POWER_BUTTON))
+    image.write_bytes(make_boot_disk(POWER_BUTTON))
     build(hypervisor, replace(spec, base=replace(spec.base, path=str(image))))
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.shutdown(instance, str(uuid4()))
 
     def shut_down() -> bool:
         hypervisor.shutdown(instance, COMPUTE)  # repeat it: a guest ignores the button while its firmware starts
-        return not hypervisor.guests()[instance].running
+        return not hypervisor.list_guests()[instance].running
 
     for _ in range(2):
-        until(shut_down, 60, 'the guest has turned itself off')
-        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
+        wait_until(shut_down, 60, 'the guest has turned itself off')
+        assert hypervisor.list_guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
         hypervisor.shutdown(instance, COMPUTE)
         hypervisor.resume(instance, COMPUTE)
 
 
-def test_nothing_to_turn_off_or_to_remove(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_operations_without_a_guest_are_no_ops(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     hypervisor.destroy(spec.instance, COMPUTE)
     hypervisor.delete_disk(spec.instance)
-    assert hypervisor.addresses(spec.instance) == {}
+    assert hypervisor.find_addresses(spec.instance) == {}
     hypervisor.shutdown(spec.instance, COMPUTE)
     hypervisor.switch_off(spec.instance, COMPUTE)
-    assert hypervisor.guests() == {}
+    assert hypervisor.list_guests() == {}
     hypervisor.create_disk(spec)
-    before = hypervisor.guests()
+    before = hypervisor.list_guests()
     hypervisor.shutdown(spec.instance, COMPUTE)
     hypervisor.switch_off(spec.instance, COMPUTE)
-    assert hypervisor.guests() == before
+    assert hypervisor.list_guests() == before
 
 
-def test_resume_of_nothing(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_resume_without_a_domain_fails(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed, match='started: its domain is gone'):
         hypervisor.resume(spec.instance, COMPUTE)
     hypervisor.create_disk(spec)
     with pytest.raises(BuildFailed, match='started: its domain is gone'):
         hypervisor.resume(spec.instance, COMPUTE)
-    assert not hypervisor.guests()[spec.instance].defined
+    assert not hypervisor.list_guests()[spec.instance].defined
 
 
-def test_an_image_larger_than_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_image_larger_than_the_disk_is_refused(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed, match=r'disk: the image is 3.0 GiB, DISK_GB is 1'):
         hypervisor.create_disk(replace(spec, base=replace(spec.base, virtual_size=3 * 2**30)))
-    assert hypervisor.guests() == {}
+    assert hypervisor.list_guests() == {}
 
 
-def test_a_start_without_a_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_start_without_a_disk_fails(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed) as caught:
         hypervisor.start(spec)
     assert caught.value.stage == 'started'
     assert '\n' not in caught.value.reason
 
 
-def test_changes_are_told(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_changes_are_reported(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     changes: queue.Queue[str] = queue.Queue()
-    hypervisor.on_change(changes.put)
+    hypervisor.watch_changes(changes.put)
     hypervisor.create_disk(spec)
     hypervisor.start(spec)
-    until(lambda: spec.instance in changes.get(timeout=60), 60, 'the start is told')
+    wait_until(lambda: spec.instance in changes.get(timeout=60), 60, 'the start is told')
 
 
-def test_several_at_once(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+def test_concurrent_builds_and_destroys(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     specs = [make_spec() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda spec: build(hypervisor, spec), specs))
-        assert {instance for instance, guest in hypervisor.guests().items() if guest.running} == {
+        assert {instance for instance, guest in hypervisor.list_guests().items() if guest.running} == {
             spec.instance for spec in specs
         }
         list(pool.map(lambda spec: hypervisor.destroy(spec.instance, COMPUTE), specs))
         list(pool.map(lambda spec: hypervisor.delete_disk(spec.instance), specs))
-    assert hypervisor.guests() == {}
+    assert hypervisor.list_guests() == {}

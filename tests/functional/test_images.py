@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from ecomp.agent.images import download
-from ecomp.agent.images.cache import Bases, ImageCache
-from ecomp.agent.images.connections import Reach
-from ecomp.agent.images.download import Away
+from ecomp.agent.images.cache import BaseVolumes, ImageCache
+from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.download import ServerUnavailable
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
-from tests.functional.image_content import base, entries, raw
-from tests.kit.image_server import Handler, Web
-from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, kept, refused
-from tests.kit.servers import PATIENCE, free_port, until
+from tests.functional.image_content import get_base_name, list_url_entries, make_raw_image
+from tests.kit.image_server import Handler, ImageServer
+from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, assert_refused, get_base, list_cached, make_cache
+from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
 
 # The image cache against a web server that does everything wrong, and files that are not images.
 
@@ -36,36 +36,38 @@ from tests.kit.servers import PATIENCE, free_port, until
 
 
 @pytest.mark.parametrize('path', ['good', 'without_length', 'moved', 'moved_twice'])
-def test_an_image_is_kept_whole_under_a_name_of_its_content(web: Web, directory: Path, image: bytes, path: str) -> None:
-    volume = get(cache(directory), web.url + path)
+def test_image_is_stored_under_the_name_of_its_content(
+    web: ImageServer, directory: Path, image: bytes, path: str
+) -> None:
+    volume = get_base(make_cache(directory), web.url + path)
     assert (volume.format, volume.virtual_size) == ('qcow2', 16 * MIB)
     assert Path(volume.path).read_bytes() == image
-    assert kept(directory) == [Path(volume.path).name]
+    assert list_cached(directory) == [Path(volume.path).name]
     assert volume.path == str(directory / f'base-{hashlib.sha256(image).hexdigest()}.qcow2')
     assert Path(volume.path).stat().st_mode & 0o777 == 0o644
 
 
-def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
+def test_concurrent_requests_are_one_download(web: ImageServer, directory: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
-        until(lambda: web.asked, 10, 'somebody downloads')
+        futures = [pool.submit(get_base, make_cache(directory), web.url + 'slowly') for _ in range(4)]
+        wait_until(lambda: web.requests, 10, 'somebody downloads')
         web.may_go_on.set()
-        volumes = {future.result(PATIENCE * 30) for future in futures}
+        volumes = {future.result(SLOWDOWN_FACTOR * 30) for future in futures}
     assert len(volumes) == 1
     # The waiting builds use the result, and do not check the server for a newer image.
-    assert web.asked == ['slowly', 'SHA256SUMS']
+    assert web.requests == ['slowly', 'SHA256SUMS']
 
 
-def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) -> None:
+def test_partial_file_of_a_killed_worker_is_removed(web: ImageServer, directory: Path) -> None:
     url = web.url + 'good'
-    part_path = Bases(directory, LIMITS.cache).part(url)
+    part_path = BaseVolumes(directory, LIMITS.cache_bytes).get_part_path(url)
     directory.mkdir()
     part_path.write_bytes(b'half of it')
-    volume = get(cache(directory), url)
-    assert kept(directory) == [Path(volume.path).name]
+    volume = get_base(make_cache(directory), url)
+    assert list_cached(directory) == [Path(volume.path).name]
     part_path.write_bytes(b'half of it')
-    cache(directory).sweep()
-    assert kept(directory) == [Path(volume.path).name]
+    make_cache(directory).sweep()
+    assert list_cached(directory) == [Path(volume.path).name]
 
 
 # Downloads that fail
@@ -83,60 +85,64 @@ def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) ->
         ('to_nowhere', 'redirected to what is no URL of an image'),
     ],
 )
-def test_a_bad_answer_is_no_image(web: Web, directory: Path, path: str, reason: str) -> None:
-    refused(directory, web.url + path, reason)
+def test_bad_answer_is_refused(web: ImageServer, directory: Path, path: str, reason: str) -> None:
+    assert_refused(directory, web.url + path, reason)
     # The next download is not affected.
-    assert get(cache(directory), web.url + 'good').format == 'qcow2'
+    assert get_base(make_cache(directory), web.url + 'good').format == 'qcow2'
 
 
-def test_a_length_that_is_no_number_is_passed_over_or_refused(web: Web, directory: Path, image: bytes) -> None:
+def test_malformed_content_length_is_ignored_or_refused(web: ImageServer, directory: Path, image: bytes) -> None:
     try:
-        volume = get(cache(directory), web.url + 'no_number')
+        volume = get_base(make_cache(directory), web.url + 'no_number')
     except BuildFailed:
-        assert kept(directory) == []
+        assert list_cached(directory) == []
     else:
         assert Path(volume.path).read_bytes() == image
 
 
-def test_nothing_is_written_that_was_not_announced(web: Web, directory: Path, image: bytes) -> None:
+def test_chunked_answer_is_limited_by_the_cache_not_by_content_length(
+    web: ImageServer, directory: Path, image: bytes
+) -> None:
     """A chunked answer ignores Content-Length, so room is reserved for each chunk."""
-    assert get(cache(directory), web.url + 'more_in_chunks').format == 'qcow2'
+    assert get_base(make_cache(directory), web.url + 'more_in_chunks').format == 'qcow2'
     shutil.rmtree(directory)
     with pytest.raises(BuildFailed, match='and `image_cache:` here is'):
-        get(cache(directory, limit=len(image) // 2), web.url + 'more_in_chunks')
-    assert kept(directory) == []
+        get_base(make_cache(directory, limit=len(image) // 2), web.url + 'more_in_chunks')
+    assert list_cached(directory) == []
 
 
-def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
+def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
     reads: list[Path] = []
-    real_open = download.Local.open
+    real_open = download.LocalSource.open
 
     def read() -> bytes:
         reads.append(path)
         return image[: len(image) // 2]
 
-    def grows(local: download.Local, known: download.Version | None) -> download.Stream | None:
-        stream = real_open(local, known)
+    def open_growing(local: download.LocalSource, cached_version: download.Version | None) -> download.Stream | None:
+        stream = real_open(local, cached_version)
         assert stream is not None
         return replace(stream, read=read)
 
     path = shelf / 'growing'
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(download.Local, 'open', grows)
-        refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
+        patch.setattr(download.LocalSource, 'open', open_growing)
+        assert_refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
     assert len(reads) == 3
 
 
-def test_nobody_there(directory: Path) -> None:
-    refused(directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached: it refuses the connection')
-    refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached: ', ' name')
+def test_unreachable_server_is_reported(directory: Path) -> None:
+    assert_refused(
+        directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached: it refuses the connection'
+    )
+    assert_refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached: ', ' name')
 
 
 @pytest.mark.parametrize(
     ('status', 'says'), [(407, '407 Proxy Authentication Required'), (403, '403 Forbidden'), (599, '599')]
 )
-def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, status: int, says: str) -> None:
+def test_refusal_of_a_proxy_is_reported(web: ImageServer, status: int, says: str) -> None:
     """The message uses the standard phrase of the status, not the proxy's own text."""
 
     def do_CONNECT(handler: Handler) -> None:
@@ -145,57 +151,59 @@ def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, stat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, 'do_CONNECT', do_CONNECT, raising=False)
-        remote = download.Remote('https://cloud.example/x', Reach(proxy=web.url))
-        with pytest.raises(Away) as caught:
+        remote = download.RemoteSource('https://cloud.example/x', EgressPolicy(proxy_url=web.url))
+        with pytest.raises(ServerUnavailable) as caught:
             remote.open(None)
         remote.close()
     assert caught.value.reason == f'https://cloud.example/x: the proxy answers HTTP {says}'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])
-def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
-    refused(directory, url, 'the image ')
+def test_invalid_url_is_refused_without_a_request(directory: Path, url: str) -> None:
+    assert_refused(directory, url, 'the image ')
     assert not directory.exists()
 
 
-def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, 'TIMEOUT', (1.0, 0.3))
-    refused(directory, web.url + 'silence', 'no answer in time|connection broke')
+def test_silent_server_times_out(web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, 'TIMEOUT_SECONDS', (1.0, 0.3))
+    assert_refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 
 @pytest.mark.parametrize('path', ['drip', 'dripping/good'])
-def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_endless_slow_download_times_out(
+    web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     """The second path drips the list of checksums."""
-    monkeypatch.setattr(download, 'DEADLINE', 0.5)
+    monkeypatch.setattr(download, 'MAX_DOWNLOAD_SECONDS', 0.5)
     started_at = time.monotonic()
-    refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
-    assert time.monotonic() - started_at < PATIENCE * 5
+    assert_refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
+    assert time.monotonic() - started_at < SLOWDOWN_FACTOR * 5
 
 
 # A destroy during the download
 
 
-def cancel() -> None:
+def raise_cancelled() -> None:
     raise Cancelled
 
 
-def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> None:
+def test_wait_for_the_download_of_another_build_can_be_cancelled(web: ImageServer, directory: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        other_download = pool.submit(get, cache(directory), web.url + 'slowly')
-        until(lambda: web.asked, 10, 'somebody downloads')
+        other_download = pool.submit(get_base, make_cache(directory), web.url + 'slowly')
+        wait_until(lambda: web.requests, 10, 'somebody downloads')
         with pytest.raises(Cancelled):
-            get(cache(directory), web.url + 'slowly', cancel)
+            get_base(make_cache(directory), web.url + 'slowly', raise_cancelled)
         web.may_go_on.set()
-        assert Path(other_download.result(PATIENCE * 30).path).exists()
+        assert Path(other_download.result(SLOWDOWN_FACTOR * 30).path).exists()
 
 
 # The disk
 
 
-def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     with pytest.raises(BuildFailed, match='file: '):
-        get(cache(tmp_path / 'file'), 'http://h/x')
+        get_base(make_cache(tmp_path / 'file'), 'http://h/x')
 
 
 # Local images
@@ -222,8 +230,8 @@ def shelf(tmp_path: Path, image: bytes) -> Path:
 @pytest.mark.parametrize(
     'name', ['a.qcow2', 'with%20space.qcow2', 'sub/b.qcow2', 'sub/../a.qcow2', 'inside', 'a%2Eqcow2']
 )
-def test_an_image_on_the_shelf_is_taken(directory: Path, shelf: Path, image: bytes, name: str) -> None:
-    volume = get(cache(directory, shelf), f'file://{shelf}/{name}')
+def test_local_image_in_the_directory_is_copied(directory: Path, shelf: Path, image: bytes, name: str) -> None:
+    volume = get_base(make_cache(directory, shelf), f'file://{shelf}/{name}')
     assert Path(volume.path).read_bytes() == image
     assert not Path(volume.path).is_symlink()
 
@@ -246,29 +254,31 @@ def test_an_image_on_the_shelf_is_taken(directory: Path, shelf: Path, image: byt
         ('loop', 'loop|no such file'),
     ],
 )
-def test_what_is_not_on_the_shelf_is_not(directory: Path, shelf: Path, name: str, reason: str) -> None:
-    refused(directory, f'file://{shelf}/{name}', reason, local=shelf)
+def test_local_path_outside_the_directory_or_not_an_image_is_refused(
+    directory: Path, shelf: Path, name: str, reason: str
+) -> None:
+    assert_refused(directory, f'file://{shelf}/{name}', reason, local=shelf)
 
 
-def test_a_neighbour_that_begins_with_the_same_letters_is_not_on_it(directory: Path, shelf: Path, image: bytes) -> None:
+def test_sibling_directory_with_the_same_prefix_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
     sibling = shelf.with_name('shelf2')
     sibling.mkdir()
     (sibling / 'a.qcow2').write_bytes(image)
-    refused(directory, f'file://{sibling}/a.qcow2', 'only images under', local=shelf)
+    assert_refused(directory, f'file://{sibling}/a.qcow2', 'only images under', local=shelf)
 
 
-def test_without_a_shelf_no_local_image_is_taken(directory: Path, shelf: Path) -> None:
-    refused(directory, f'file://{shelf}/a.qcow2', 'this compute takes no local images')
+def test_local_image_is_refused_without_a_directory(directory: Path, shelf: Path) -> None:
+    assert_refused(directory, f'file://{shelf}/a.qcow2', 'this compute takes no local images')
 
 
-def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
+def test_image_refused_by_inspect_is_removed(web: ImageServer, directory: Path) -> None:
     def refuse(path: Path, _: Callable[[], None]) -> BaseImage:
         assert path.suffix == '.part'
         raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
 
     with pytest.raises(BuildFailed, match='bytes are too many'):
-        get(ImageCache(directory, refuse, None, LIMITS, LOOPBACK), web.url + 'good')
-    assert kept(directory) == []
+        get_base(ImageCache(directory, refuse, None, LIMITS, LOOPBACK_REACH), web.url + 'good')
+    assert list_cached(directory) == []
 
 
 # Checks for newer versions, and repeated downloads, against a web server that counts requests.
@@ -276,60 +286,58 @@ def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
 
 @pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}])
 @pytest.mark.parametrize('compares', [True, False])
-def test_an_image_is_fetched_again_only_when_it_changed(
-    web: Web, directory: Path, says: dict[str, str], compares: bool
+def test_image_is_fetched_again_only_after_a_change(
+    web: ImageServer, directory: Path, says: dict[str, str], compares: bool
 ) -> None:
     """A server without `compares` sends validators, but ignores conditional requests."""
-    web.says, web.compares = says, compares
-    first = get(cache(directory), web.url + 'good')
-    sums = web.asked.count('SHA256SUMS')
+    web.headers, web.compares = says, compares
+    first = get_base(make_cache(directory), web.url + 'good')
+    sums = web.requests.count('SHA256SUMS')
     for _ in range(3):
-        assert get(cache(directory), web.url + 'good') == first
-    assert web.asked.count('SHA256SUMS') == sums == 1
-    before = len(web.sent)
-    web.image = raw(MIB)
-    web.says = {name: value.replace('1', '2') for name, value in says.items()}
-    second = get(cache(directory), web.url + 'good')
+        assert get_base(make_cache(directory), web.url + 'good') == first
+    assert web.requests.count('SHA256SUMS') == sums == 1
+    before = len(web.sent_bodies)
+    web.image = make_raw_image(MIB)
+    web.headers = {name: value.replace('1', '2') for name, value in says.items()}
+    second = get_base(make_cache(directory), web.url + 'good')
     # Without conditional requests, a second GET checks for changes; its body is not read.
-    assert len(web.sent) == before + (1 if compares and 'etag' in says else 2)
-    assert Path(second.path).name == base(web.image)
+    assert len(web.sent_bodies) == before + (1 if compares and 'etag' in says else 2)
+    assert Path(second.path).name == get_base_name(web.image)
     # Disks lie on the first one, so it stays.
     assert Path(first.path).exists()
-    assert get(cache(directory), web.url + 'good') == second
+    assert get_base(make_cache(directory), web.url + 'good') == second
 
 
 @pytest.mark.parametrize('path', ['good', 'moved', 'mirrored'])
-def test_a_server_without_etags_is_asked_for_its_date_and_sends_nothing_for_that(
-    web: Web, directory: Path, path: str
-) -> None:
+def test_server_without_etags_is_checked_by_head(web: ImageServer, directory: Path, path: str) -> None:
     """The cache uses HEAD, if the server answers it."""
     web.refuses_head = None
-    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
-        web.says, before = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}, len(web.sent)
+    for web.image, day in ((make_raw_image(MIB), 'Sat, 21'), (make_raw_image(MIB, 1), 'Fri, 20')):
+        web.headers, before = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}, len(web.sent_bodies)
         for _ in range(3):
-            assert Path(get(cache(directory), web.url + path).path).name == base(web.image)
-        assert len(web.sent) == before + 1
-    assert web.heads.count(path) >= 5
+            assert Path(get_base(make_cache(directory), web.url + path).path).name == get_base_name(web.image)
+        assert len(web.sent_bodies) == before + 1
+    assert web.head_requests.count(path) >= 5
 
 
 @pytest.mark.parametrize('how', ['missing', 'error', 'nothing', 'no_http', 'reset', 'silence'])
-def test_whatever_a_server_makes_of_a_head_it_is_asked_by_get(
-    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+def test_server_that_fails_on_head_is_checked_by_get(
+    web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(download, 'HEAD_TIMEOUT', (1.0, 0.3), raising=False)
+    monkeypatch.setattr(download, 'HEAD_TIMEOUT_SECONDS', (1.0, 0.3), raising=False)
     web.refuses_head = getattr(Handler, f'answer_{how}')
-    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
-        web.says = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}
+    for web.image, day in ((make_raw_image(MIB), 'Sat, 21'), (make_raw_image(MIB, 1), 'Fri, 20')):
+        web.headers = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}
         for _ in range(2):
-            assert Path(get(cache(directory), web.url + 'good').path).name == base(web.image)
-    assert web.asked.count('SHA256SUMS') == 2, 'fetched when it changed, and not else'
+            assert Path(get_base(make_cache(directory), web.url + 'good').path).name == get_base_name(web.image)
+    assert web.requests.count('SHA256SUMS') == 2, 'fetched when it changed, and not else'
 
 
-def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, directory: Path) -> None:
+def test_image_replaced_by_an_older_one_is_fetched(tmp_path: Path, directory: Path) -> None:
     """Python's own server answers 304 if the file is older than the date of the request."""
     shelf = tmp_path / 'shelf'
     shelf.mkdir()
-    older, newer = raw(MIB, 1), raw(2 * MIB, 2)
+    older, newer = make_raw_image(MIB, 1), make_raw_image(2 * MIB, 2)
     handler = partial(SimpleHTTPRequestHandler, directory=str(shelf))
     with ThreadingHTTPServer(('127.0.0.1', 0), handler) as server, ThreadPoolExecutor(1) as threads:
         threads.submit(server.serve_forever, 0.02)
@@ -338,34 +346,34 @@ def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, dir
                 (shelf / 'a.raw').write_bytes(content)
                 os.utime(shelf / 'a.raw', (changed, changed))
                 url = f'http://127.0.0.1:{server.server_port}/a.raw'
-                assert Path(get(cache(directory), url).path).name == base(content)
+                assert Path(get_base(make_cache(directory), url).path).name == get_base_name(content)
         finally:
             server.shutdown()
 
 
-def test_without_a_word_on_versions_the_length_is_one(web: Web, directory: Path) -> None:
-    web.image = raw(MIB)
-    first = get(cache(directory), web.url + 'good')
-    assert (first.format, first.virtual_size, Path(first.path).name) == ('raw', MIB, base(web.image))
-    web.image = raw(MIB, 1)
-    assert get(cache(directory), web.url + 'good') == first
-    web.image = raw(2 * MIB, 1)
-    assert get(cache(directory), web.url + 'good').virtual_size == 2 * MIB
+def test_length_is_the_version_if_the_server_sends_no_other(web: ImageServer, directory: Path) -> None:
+    web.image = make_raw_image(MIB)
+    first = get_base(make_cache(directory), web.url + 'good')
+    assert (first.format, first.virtual_size, Path(first.path).name) == ('raw', MIB, get_base_name(web.image))
+    web.image = make_raw_image(MIB, 1)
+    assert get_base(make_cache(directory), web.url + 'good') == first
+    web.image = make_raw_image(2 * MIB, 1)
+    assert get_base(make_cache(directory), web.url + 'good').virtual_size == 2 * MIB
 
 
-def test_what_says_nothing_at_all_is_fetched_each_time_and_kept_once(web: Web, directory: Path) -> None:
-    first = get(cache(directory), web.url + 'without_length')
-    assert get(cache(directory), web.url + 'without_length') == first
-    assert web.asked.count('without_length') == 2
-    assert kept(directory) == [Path(first.path).name]
+def test_image_without_any_version_is_fetched_each_time_and_stored_once(web: ImageServer, directory: Path) -> None:
+    first = get_base(make_cache(directory), web.url + 'without_length')
+    assert get_base(make_cache(directory), web.url + 'without_length') == first
+    assert web.requests.count('without_length') == 2
+    assert list_cached(directory) == [Path(first.path).name]
 
 
-def test_one_content_from_two_urls_is_one_base_volume(web: Web, directory: Path) -> None:
-    first = get(cache(directory), web.url + 'good?1')
-    second = get(cache(directory), web.url + 'good?2')
+def test_same_content_from_two_urls_is_one_base_volume(web: ImageServer, directory: Path) -> None:
+    first = get_base(make_cache(directory), web.url + 'good?1')
+    second = get_base(make_cache(directory), web.url + 'good?2')
     assert first == second
-    assert kept(directory) == [Path(first.path).name]
-    assert len(entries(directory)) == 2
+    assert list_cached(directory) == [Path(first.path).name]
+    assert len(list_url_entries(directory)) == 2
 
 
 # Malformed notes about URLs and base volumes.
@@ -375,46 +383,44 @@ def test_one_content_from_two_urls_is_one_base_volume(web: Web, directory: Path)
     'content',
     ['', 'nonsense', '[]', '{}', '{"version": 2}', '{"version": 1, "url": 7}', b'\xff\0', 'null', '{"version": 1'],
 )
-def test_what_is_known_and_cannot_be_read_is_learnt_again(web: Web, directory: Path, content: str | bytes) -> None:
-    web.says = {'etag': '"1"'}
-    first = get(cache(directory), web.url + 'good')
-    (path,) = entries(directory)
+def test_malformed_url_entry_is_written_again(web: ImageServer, directory: Path, content: str | bytes) -> None:
+    web.headers = {'etag': '"1"'}
+    first = get_base(make_cache(directory), web.url + 'good')
+    (path,) = list_url_entries(directory)
     good = json.loads(path.read_text())
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert get(cache(directory), web.url + 'good') == first
+    assert get_base(make_cache(directory), web.url + 'good') == first
     assert json.loads(path.read_text()) == good
-    assert len(web.sent) == 2
-    assert kept(directory) == [Path(first.path).name]
+    assert len(web.sent_bodies) == 2
+    assert list_cached(directory) == [Path(first.path).name]
 
 
-def test_every_spoilt_field_of_it_is_survived(web: Web, directory: Path) -> None:
-    web.says = {'etag': '"1"'}
-    first = get(cache(directory), web.url + 'good')
-    (path,) = entries(directory)
+def test_malformed_fields_of_a_url_entry_are_tolerated(web: ImageServer, directory: Path) -> None:
+    web.headers = {'etag': '"1"'}
+    first = get_base(make_cache(directory), web.url + 'good')
+    (path,) = list_url_entries(directory)
     good = json.loads(path.read_text())
     for name in good['found']:
         for value in (None, [], {}, 'x', '../x', {'etag': 7}, {'x': ''}):
             path.write_text(json.dumps({**good, 'found': {**good['found'], name: value}}))
-            assert get(cache(directory), web.url + 'good') == first, (name, value)
+            assert get_base(make_cache(directory), web.url + 'good') == first, (name, value)
         path.write_text(json.dumps({**good, 'found': {k: v for k, v in good['found'].items() if k != name}}))
-        assert get(cache(directory), web.url + 'good') == first, name
+        assert get_base(make_cache(directory), web.url + 'good') == first, name
     assert json.loads(path.read_text()) == good
 
 
-def test_a_base_volume_is_fetched_once_and_again_where_it_is_gone_or_cut_off(
-    web: Web, directory: Path, image: bytes
-) -> None:
-    web.says = {'etag': '"1"'}
-    first = get(cache(directory), web.url + 'good')
+def test_missing_or_truncated_base_volume_is_fetched_again(web: ImageServer, directory: Path, image: bytes) -> None:
+    web.headers = {'etag': '"1"'}
+    first = get_base(make_cache(directory), web.url + 'good')
     for _ in range(2):
-        assert get(cache(directory), web.url + 'good') == first
-    assert web.sent == ['good']
+        assert get_base(make_cache(directory), web.url + 'good') == first
+    assert web.sent_bodies == ['good']
     Path(first.path).unlink()
-    assert get(cache(directory), web.url + 'good') == first
+    assert get_base(make_cache(directory), web.url + 'good') == first
     os.truncate(first.path, 1000)
-    assert get(cache(directory), web.url + 'good') == first
+    assert get_base(make_cache(directory), web.url + 'good') == first
     assert Path(first.path).read_bytes() == image
-    assert len(web.sent) == 3
+    assert len(web.sent_bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -424,40 +430,44 @@ def test_a_base_volume_is_fetched_once_and_again_where_it_is_gone_or_cut_off(
         ({}, 9),  # nothing shows it: each build fetches it twice, and checks in between
     ],
 )
-def test_servers_behind_one_name_may_have_etags_of_their_own(
-    web: Web, directory: Path, caplog: pytest.LogCaptureFixture, says: dict[str, str], times: int
+def test_servers_behind_one_name_may_send_different_etags(
+    web: ImageServer, directory: Path, caplog: pytest.LogCaptureFixture, says: dict[str, str], times: int
 ) -> None:
-    web.says, web.refuses_head = says, None
+    web.headers, web.refuses_head = says, None
     url = web.url + 'farm'
-    first = get(cache(directory), url)
+    first = get_base(make_cache(directory), url)
     for _ in range(2):
-        assert get(cache(directory), url) == first
-    assert len(web.sent) == times
+        assert get_base(make_cache(directory), url) == first
+    assert len(web.sent_bodies) == times
     warnings = [record.message for record in caplog.records if record.levelname == 'WARNING']
     assert len(warnings) == times // 3
     assert all('another version each time. Fix: put #sha256=' in warning for warning in warnings)
     # A changed image is still noticed.
-    web.image, web.says = raw(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
-    assert Path(get(cache(directory), url).path).name == base(web.image)
+    web.image, web.headers = make_raw_image(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
+    assert Path(get_base(make_cache(directory), url).path).name == get_base_name(web.image)
 
 
-def test_a_date_that_is_the_time_of_the_answer_makes_no_loop(web: Web, directory: Path) -> None:
-    first = get(cache(directory), web.url + 'now')
-    assert get(cache(directory), web.url + 'now') == first
+def test_date_that_changes_with_each_answer_causes_no_loop(web: ImageServer, directory: Path) -> None:
+    first = get_base(make_cache(directory), web.url + 'now')
+    assert get_base(make_cache(directory), web.url + 'now') == first
 
 
-def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) -> None:
+def test_sparse_image_stays_sparse(web: ImageServer, directory: Path, tmp_path: Path) -> None:
     """Holes are kept from a local file and over HTTP, with the same content."""
     path = tmp_path / 'sparse.raw'
     with path.open('wb') as file:
         file.truncate(64 * MIB)
-        file.write(raw(MIB))
+        file.write(make_raw_image(MIB))
         file.seek(40 * MIB + 1234)
         file.write(os.urandom(MIB))
     web.image = path.read_bytes()
     for url, local in ((path.as_uri(), tmp_path), (web.url + 'good', None)):
-        volume = Path(get(cache(directory, local), url).path)
-        assert (volume.name, volume.stat().st_size, volume.read_bytes()) == (base(web.image), 64 * MIB, web.image)
+        volume = Path(get_base(make_cache(directory, local), url).path)
+        assert (volume.name, volume.stat().st_size, volume.read_bytes()) == (
+            get_base_name(web.image),
+            64 * MIB,
+            web.image,
+        )
         assert volume.stat().st_blocks * 512 < 4 * MIB
         volume.unlink()
 
@@ -465,9 +475,9 @@ def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) 
 # During a download: progress is reported, it can be cancelled, and a local image may change.
 
 
-def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, 'TICK', 0.02)
-    monkeypatch.setattr(download, 'TOLD_EVERY', 0.1)
+def test_progress_is_reported_at_intervals(web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, 'CHECKPOINT_SECONDS', 0.02)
+    monkeypatch.setattr(download, 'REPORT_SECONDS', 0.1)
     reports: list[tuple[int, int | None]] = []
 
     def report_progress(done: int, total: int | None) -> None:
@@ -475,21 +485,21 @@ def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypat
         if done == MIB // 2:
             web.may_go_on.set()
 
-    web.image = raw(MIB)
-    get(cache(directory), web.url + 'half', tell=report_progress)
+    web.image = make_raw_image(MIB)
+    get_base(make_cache(directory), web.url + 'half', report_progress=report_progress)
     assert (MIB // 2, MIB) in reports
     assert reports == sorted(set(reports)), 'only what is new is told'
     reports.clear()
-    monkeypatch.setattr(download, 'TOLD_EVERY', 30.0)
-    get(cache(directory), web.url + 'half', tell=report_progress)
+    monkeypatch.setattr(download, 'REPORT_SECONDS', 30.0)
+    get_base(make_cache(directory), web.url + 'half', report_progress=report_progress)
     assert reports == [], 'what is here soon is not told'
 
 
-def test_a_drip_of_unknown_length_is_told_and_can_be_left(
-    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_slow_download_of_unknown_length_reports_progress(
+    web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, 'TICK', 0.02)
-    monkeypatch.setattr(download, 'TOLD_EVERY', 0.2)
+    monkeypatch.setattr(download, 'CHECKPOINT_SECONDS', 0.02)
+    monkeypatch.setattr(download, 'REPORT_SECONDS', 0.2)
     reports: list[int] = []
 
     def report_progress(done: int, total: int | None) -> None:
@@ -500,72 +510,74 @@ def test_a_drip_of_unknown_length_is_told_and_can_be_left(
 
     started_at = time.monotonic()
     with pytest.raises(Cancelled):
-        get(cache(directory), web.url + 'drip', tell=report_progress)
+        get_base(make_cache(directory), web.url + 'drip', report_progress=report_progress)
     assert time.monotonic() - started_at >= 0.5
     assert reports == sorted(set(reports))
-    assert kept(directory) == []
+    assert list_cached(directory) == []
 
 
 @pytest.mark.parametrize('path', ['silence', 'half'])
-def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: Path, path: str) -> None:
-    web.image = raw(MIB)
+def test_download_from_a_silent_server_can_be_cancelled(web: ImageServer, directory: Path, path: str) -> None:
+    web.image = make_raw_image(MIB)
     checkpoints: list[float] = []
 
     def checkpoint() -> None:
         checkpoints.append(time.monotonic())
-        if web.asked and len(checkpoints) > 4:
+        if web.requests and len(checkpoints) > 4:
             raise Cancelled
 
     started_at = time.monotonic()
     with pytest.raises(Cancelled):
-        get(cache(directory), web.url + path, checkpoint)
-    assert time.monotonic() - started_at < PATIENCE * 10
+        get_base(make_cache(directory), web.url + path, checkpoint)
+    assert time.monotonic() - started_at < SLOWDOWN_FACTOR * 10
     gaps = [after - before for before, after in zip(checkpoints, checkpoints[1:], strict=False)]
     assert max(gaps) < 1.0
-    assert kept(directory) == []
+    assert list_cached(directory) == []
     # The bytes that the abandoned thread still reads are discarded.
     web.may_go_on.set()
-    assert get(cache(directory), web.url + 'good').virtual_size == MIB
-    assert kept(directory) == [base(web.image)]
+    assert get_base(make_cache(directory), web.url + 'good').virtual_size == MIB
+    assert list_cached(directory) == [get_base_name(web.image)]
 
 
 # Local images
 
 
-def test_what_takes_the_place_of_a_local_image_while_it_is_opened_is_another_one(
+def test_local_image_replaced_while_it_is_opened_is_refused(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old content was recorded with the new file's version, and used until the next change."""
     path, newer = tmp_path / 'a.raw', tmp_path / 'newer'
-    path.write_bytes(raw(MIB))
-    newer.write_bytes(raw(MIB, 1))
+    path.write_bytes(make_raw_image(MIB))
+    newer.write_bytes(make_raw_image(MIB, 1))
     real_open = Path.open
 
-    def replaced_since(which: Path, *given: Any, **named: Any) -> Any:
-        file = real_open(which, *given, **named)
-        if which == path and newer.exists():
+    def open_and_replace(opened_path: Path, *args: Any, **kwargs: Any) -> Any:
+        file = real_open(opened_path, *args, **kwargs)
+        if opened_path == path and newer.exists():
             newer.rename(path)
         return file
 
-    monkeypatch.setattr(Path, 'open', replaced_since)
-    refused(directory, path.as_uri(), 'changed while it was downloaded: ask again', local=tmp_path)
-    assert Path(get(cache(directory, tmp_path), path.as_uri()).path).name == base(raw(MIB, 1))
+    monkeypatch.setattr(Path, 'open', open_and_replace)
+    assert_refused(directory, path.as_uri(), 'changed while it was downloaded: ask again', local=tmp_path)
+    assert Path(get_base(make_cache(directory, tmp_path), path.as_uri()).path).name == get_base_name(
+        make_raw_image(MIB, 1)
+    )
 
 
-def test_a_local_image_is_copied_again_when_it_changed(tmp_path: Path, directory: Path) -> None:
+def test_local_image_is_copied_again_after_a_change(tmp_path: Path, directory: Path) -> None:
     shelf = tmp_path / 'shelf'
     shelf.mkdir()
     path, url = shelf / 'a.raw', f'file://{shelf}/a.raw'
-    path.write_bytes(raw(MIB))
-    first = get(cache(directory, shelf), url)
-    assert get(cache(directory, shelf), url) == first
-    path.write_bytes(raw(MIB, 1))
-    second = get(cache(directory, shelf), url)
-    assert Path(second.path).name == base(raw(MIB, 1))
+    path.write_bytes(make_raw_image(MIB))
+    first = get_base(make_cache(directory, shelf), url)
+    assert get_base(make_cache(directory, shelf), url) == first
+    path.write_bytes(make_raw_image(MIB, 1))
+    second = get_base(make_cache(directory, shelf), url)
+    assert Path(second.path).name == get_base_name(make_raw_image(MIB, 1))
     (shelf / 'SHA256SUMS').write_text(f'{"0" * 64}  a.raw\n')
-    assert get(cache(directory, shelf), url) == second
-    path.write_bytes(raw(MIB, 2))
-    refused(directory, url, 'and the SHA256SUMS beside it says 0000', local=shelf)
+    assert get_base(make_cache(directory, shelf), url) == second
+    path.write_bytes(make_raw_image(MIB, 2))
+    assert_refused(directory, url, 'and the SHA256SUMS beside it says 0000', local=shelf)
     path.unlink()
-    refused(directory, url, 'no such file', local=shelf)
-    assert Bases(directory, LIMITS.cache).entry(url) is not None
+    assert_refused(directory, url, 'no such file', local=shelf)
+    assert BaseVolumes(directory, LIMITS.cache_bytes).read_url_entry(url) is not None

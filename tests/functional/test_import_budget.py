@@ -21,11 +21,11 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.functional.cloud import RESOURCES, Cloud
 from tests.kit.commands import write_config
-from tests.kit.servers import Etcd, PlacementServer, environment
+from tests.kit.servers import Etcd, PlacementServer, make_environment
 
 pytestmark = pytest.mark.fast
 
-COUNTED = """
+COUNT_SCRIPT = """
 import json, os, sys
 
 def leave(code):
@@ -37,19 +37,19 @@ leave.really, os._exit = os._exit, leave
 from ecomp.schedule import run
 run()
 """
-NEVER = {
+FORBIDDEN_MODULES = {
     *('requests', 'urllib3', 'charset_normalizer', 'idna', 'certifi', 'etcd3', 'grpc', 'google', 'asyncio', 'tenacity'),
     *('yaml', 'argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
     *('multiprocessing', 'tempfile', 'concurrent.futures.thread', 'signal', 'encodings.ascii'),
     *('ecomp.store.roles', 'ecomp.store.watch', 'ecomp.compute_conf'),
 }
 # Third-party libraries that a command loads.
-THEIRS = {'h2', 'hpack', 'hyperframe'}
+THIRD_PARTY_MODULES = {'h2', 'hpack', 'hyperframe'}
 # Modules that no command loads if it queries etcd alone.
-OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
+PLACEMENT_MODULES = {'http.client', 'email.parser', 'concurrent.futures'}
 # Modules of Python's standard library, which differ between versions of Python.
-MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
-PYTHON = {each.lstrip('_') for each in sys.stdlib_module_names}
+MAX_STANDARD_MODULES = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
+STANDARD_MODULES = {each.lstrip('_') for each in sys.stdlib_module_names}
 
 
 @pytest.fixture
@@ -67,43 +67,45 @@ def config(cloud: Cloud, tmp_path: Path) -> Path:
     return write_config(tmp_path / 'schedule.yaml', cloud.etcd.endpoint, cloud.placement.endpoint)
 
 
-def loaded(config: Path, *words: str) -> tuple[str, set[str]]:
+def run_command(config: Path, *words: str) -> tuple[str, set[str]]:
     """Run a command; return its output and the modules that are loaded at its end."""
-    command = [sys.executable, '-c', COUNTED, '--config', str(config), *words]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, '-c', COUNT_SCRIPT, '--config', str(config), *words]
+    result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout, set(json.loads(result.stderr.splitlines()[-1])[1])
 
 
-def check(what: str, modules: set[str]) -> None:
+def assert_within_budget(command: str, modules: set[str]) -> None:
     tops = {module.partition('.')[0] for module in modules}
-    assert (modules | tops) & NEVER == set()
+    assert (modules | tops) & FORBIDDEN_MODULES == set()
     ours = {module for module in modules if module.partition('.')[0] == 'ecomp'}
-    python = {module for module in modules - ours if module.partition('.')[0].lstrip('_') in PYTHON}
+    python = {module for module in modules - ours if module.partition('.')[0].lstrip('_') in STANDARD_MODULES}
     # Modules of this machine: those that Debian loads at each start, and the finder of the editable installation.
     installed = {'_distutils_hack', '__main__', '__mp_main__', 'sitecustomize'}
     installed |= {module for module in tops if re.fullmatch('__editable___ecomp_[0-9a-z_]+_finder', module)}
-    assert {module for module in tops - {'ecomp'} if module.lstrip('_') not in PYTHON} - installed == THEIRS
-    assert len(python) <= MOST[what], sorted(python)
+    assert {
+        module for module in tops - {'ecomp'} if module.lstrip('_') not in STANDARD_MODULES
+    } - installed == THIRD_PARTY_MODULES
+    assert len(python) <= MAX_STANDARD_MODULES[command], sorted(python)
 
 
-def test_no_command_loads_more_than_its_budget(cloud: Cloud, config: Path) -> None:
-    compute = cloud.compute()
-    output, modules = loaded(config, f'{RESOURCES}&in_tree={compute}')
-    check('create', modules)
+def test_commands_load_no_more_modules_than_their_budget(cloud: Cloud, config: Path) -> None:
+    compute = cloud.make_compute()
+    output, modules = run_command(config, f'{RESOURCES}&in_tree={compute}')
+    assert_within_budget('create', modules)
     instance = output.split()[-1]
     request = cloud.store.get(keys.request(compute, instance))
     assert request is not None
-    output, modules = loaded(config, 'list')
+    output, modules = run_command(config, 'list')
     assert instance in output
-    check('list', modules)
-    assert modules & OF_PLACEMENT == set()
+    assert_within_budget('list', modules)
+    assert modules & PLACEMENT_MODULES == set()
     for command, arguments, expected in (
         ('show', ('show', instance), instance),
         ('query', (instance,), ''),
         ('names', ('list', '-f', 'value', '-c', 'NAME'), ''),
     ):
-        output, modules = loaded(config, *arguments)
+        output, modules = run_command(config, *arguments)
         assert expected in output
-        check(command, modules)
-        assert modules & OF_PLACEMENT == set()
+        assert_within_budget(command, modules)
+        assert modules & PLACEMENT_MODULES == set()

@@ -25,8 +25,8 @@ import pytest
 
 from ecomp.lab import certs, elab, machine
 from ecomp.lab.control import LOCALHOST
-from ecomp.lab.control import etcd_server as etcd_server
-from tests.kit.servers import PLACEMENT_HEADERS, environment, free_port, until
+from ecomp.lab.control import make_etcd_server as make_etcd_server
+from tests.kit.servers import PLACEMENT_HEADERS, free_port, make_environment, wait_until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which('etcd') is None, reason='etcd is not installed: apt-get install etcd-server'),
@@ -35,11 +35,11 @@ pytestmark = [
 
 
 @contextmanager
-def control(data: Path, etcd: int, placement: int, *more: str) -> Iterator[subprocess.Popen[str]]:
-    words = ['--etcd-port', str(etcd), '--placement-port', str(placement), '--data', str(data), *more]
+def run_control(data: Path, etcd: int, placement: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    words = ['--etcd-port', str(etcd), '--placement-port', str(placement), '--data', str(data), *options]
     process = subprocess.Popen(
         [sys.executable, '-m', 'ecomp.lab.elab', 'control', *words],
-        env=environment(),
+        env=make_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,7 +51,7 @@ def control(data: Path, etcd: int, placement: int, *more: str) -> Iterator[subpr
         process.communicate()
 
 
-def ready(process: subprocess.Popen[str]) -> list[str]:
+def read_ready_lines(process: subprocess.Popen[str]) -> list[str]:
     """Read the two lines on stdout that report that both servers are ready."""
     assert process.stdout is not None
     return [process.stdout.readline().strip(), process.stdout.readline().strip()]
@@ -64,12 +64,14 @@ def call(url: str, body: object = None, method: str = 'GET') -> dict[str, object
         return dict(json.loads(answer.read() or b'{}'))
 
 
-def etcdctl(port: int, *words: str) -> str:
+def run_etcdctl(port: int, *words: str) -> str:
     command = ['etcdctl', f'--endpoints=localhost:{port}', *words]
-    return subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(
+        command, check=True, env=make_environment(), capture_output=True, text=True, timeout=30
+    ).stdout
 
 
-def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str]]:
+def request_as_page(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str]]:
     """Return the status and the headers of the answer to a web page's request."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
@@ -78,12 +80,12 @@ def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, di
         return error.code, {name.lower(): value for name, value in error.headers.items()}
 
 
-def open_to_others(directory: Path) -> list[str]:
+def list_readable_by_others(directory: Path) -> list[str]:
     """List the files in the directory, and itself, that other users may read."""
     return [path.name for path in (directory, *directory.iterdir()) if path.stat().st_mode & 0o077]
 
 
-def children(process: subprocess.Popen[str]) -> list[int]:
+def list_children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()]
 
 
@@ -98,11 +100,11 @@ def is_free(port: int) -> bool:
 
 
 @pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> None:
+def test_servers_answer_stop_with_elab_and_keep_their_data(tmp_path: Path, number: int) -> None:
     etcd, placement = free_port(), free_port()
-    with control(tmp_path / 'data', etcd, placement) as process:
-        assert ready(process) == [f'etcd localhost:{etcd}', f'placement http://localhost:{placement}']
-        etcdctl(etcd, 'put', 'key', 'value')
+    with run_control(tmp_path / 'data', etcd, placement) as process:
+        assert read_ready_lines(process) == [f'etcd localhost:{etcd}', f'placement http://localhost:{placement}']
+        run_etcdctl(etcd, 'put', 'key', 'value')
         call(f'http://localhost:{placement}/resource_providers', {'name': 'one'}, 'POST')
         process.send_signal(number)
         _, errors = process.communicate(timeout=20)
@@ -110,19 +112,19 @@ def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> No
     assert 'every user of this machine can write to both. Fix: elab control --certs certs' in errors
     names = {path.name for path in (tmp_path / 'data').iterdir()}
     assert {'placement.sqlite', 'placement.log', 'etcd.log', 'etcd'} <= names
-    assert open_to_others(tmp_path / 'data') == []
+    assert list_readable_by_others(tmp_path / 'data') == []
     assert is_free(etcd)
     assert is_free(placement)
 
-    with control(tmp_path / 'data', etcd, placement) as process:
-        ready(process)
-        assert etcdctl(etcd, 'get', 'key') == 'key\nvalue\n'
+    with run_control(tmp_path / 'data', etcd, placement) as process:
+        read_ready_lines(process)
+        assert run_etcdctl(etcd, 'get', 'key') == 'key\nvalue\n'
         providers = call(f'http://localhost:{placement}/resource_providers')['resource_providers']
         assert isinstance(providers, list)
         assert [provider['name'] for provider in providers] == ['one']
 
 
-def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) -> None:
+def test_etcd_killed_before_it_was_a_member_starts_again(tmp_path: Path) -> None:
     """Its log shows only that it has started: on its own it would wait for a leader for ever."""
     data, port = Path(), free_port()
 
@@ -130,13 +132,13 @@ def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) ->
         nonlocal data
         data = tmp_path / str(number)
         data.mkdir()
-        process = etcd_server(data, [LOCALHOST], port).start([])
+        process = make_etcd_server(data, [LOCALHOST], port).start([])
         wal = data / 'etcd/member/wal'
         # An etcd that ended before it wrote its log has not started.
-        until(lambda: [*wal.glob('*.wal')] or not machine.alive(process), 10, 'it has begun')
+        wait_until(lambda: [*wal.glob('*.wal')] or not machine.is_alive(process), 10, 'it has begun')
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)  # immediately: it writes more within a millisecond
-        machine.end([process])
+        machine.terminate([process])
         log_files = [*wal.glob('*.wal')]
         if not log_files:
             return False
@@ -145,56 +147,59 @@ def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) ->
 
     assert any(kill_before_membership(number) for number in range(200))
     for options in (['--force-new-cluster'], []):
-        with control(data, port, free_port()) as process:
-            ready(process)
-            (pid,) = (item for item in children(process) if Path(f'/proc/{item}/comm').read_text() == 'etcd\n')
+        with run_control(data, port, free_port()) as process:
+            read_ready_lines(process)
+            (pid,) = (item for item in list_children(process) if Path(f'/proc/{item}/comm').read_text() == 'etcd\n')
             command = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
             # After it was healthy, the option must not be repeated: that would lose its last writes.
             assert [item for item in command if item == '--force-new-cluster'] == options
-            assert etcdctl(port, 'get', 'key') == ('' if options else 'key\nvalue\n')
-            etcdctl(port, 'put', 'key', 'value')
+            assert run_etcdctl(port, 'get', 'key') == ('' if options else 'key\nvalue\n')
+            run_etcdctl(port, 'put', 'key', 'value')
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
 
 
-def test_a_page_in_a_browser_reads_and_writes_nothing(tmp_path: Path) -> None:
+def test_malicious_web_page_reads_and_writes_nothing(tmp_path: Path) -> None:
     """By default, any web page can use etcd on localhost: its JSON gateway allows all origins."""
     ports = free_port(), free_port()
     foreign = {'Origin': 'http://evil.example', 'Content-Type': 'text/plain'}  # needs no CORS preflight request
-    with control(tmp_path / 'data', *ports) as process:
-        ready(process)
+    with run_control(tmp_path / 'data', *ports) as process:
+        read_ready_lines(process)
         etcd, placement = (f'http://localhost:{port}' for port in ports)
         body = json.dumps({'key': 'a2V5', 'value': 'dmFsdWU='}).encode()
         for path in ('/v3/kv/put', '/v3/kv/range', '/v3/watch', '/v3beta/kv/put', '/v2/keys/key'):
-            assert status(etcd + path, body, **foreign)[0] == 404, path
-        assert etcdctl(ports[0], 'get', 'key') == ''
+            assert request_as_page(etcd + path, body, **foreign)[0] == 404, path
+        assert run_etcdctl(ports[0], 'get', 'key') == ''
         provider = json.dumps({'name': 'one'}).encode()
         # A page cannot send the token or a JSON body without a preflight request, which is never granted.
-        assert status(f'{placement}/resource_providers', provider, **foreign)[0] == 401
-        assert status(f'{placement}/resource_providers', provider, **foreign, **{'X-Auth-Token': 'admin'})[0] == 415
+        assert request_as_page(f'{placement}/resource_providers', provider, **foreign)[0] == 401
+        assert (
+            request_as_page(f'{placement}/resource_providers', provider, **foreign, **{'X-Auth-Token': 'admin'})[0]
+            == 415
+        )
         for url in (f'{etcd}/version', f'{etcd}/health', f'{placement}/', f'{placement}/resource_providers'):
-            code, headers = status(url, Origin='http://evil.example', **{'X-Auth-Token': 'admin'})
+            code, headers = request_as_page(url, Origin='http://evil.example', **{'X-Auth-Token': 'admin'})
             assert (code, [name for name in headers if name.startswith('access-control')]) == (200, []), url
             # DNS rebinding: a host name that resolves to this server would make it the page's own origin.
             for host in ('evil.example', 'evil.example:80', 'localhost.evil.example', '[', '127.0.0.1.evil.example'):
-                assert status(url, Host=host, **{'X-Auth-Token': 'admin'})[0] in (421, 400), (url, host)
+                assert request_as_page(url, Host=host, **{'X-Auth-Token': 'admin'})[0] in (421, 400), (url, host)
             for host in ('localhost', 'localhost:8080', '127.0.0.1', '127.0.0.1:2379'):
-                assert status(url, Host=host, **{'X-Auth-Token': 'admin'})[0] == 200, (url, host)
+                assert request_as_page(url, Host=host, **{'X-Auth-Token': 'admin'})[0] == 200, (url, host)
 
 
-def test_when_it_is_killed_both_end_too(tmp_path: Path) -> None:
+def test_killed_elab_ends_both_servers(tmp_path: Path) -> None:
     etcd, placement = free_port(), free_port()
-    with control(tmp_path / 'data', etcd, placement) as process:
-        ready(process)
+    with run_control(tmp_path / 'data', etcd, placement) as process:
+        read_ready_lines(process)
         process.kill()
-    until(lambda: is_free(etcd) and is_free(placement), 20, 'both ports are free')
+    wait_until(lambda: is_free(etcd) and is_free(placement), 20, 'both ports are free')
 
 
-def test_when_one_ends_the_other_is_ended_and_it_says_which(tmp_path: Path) -> None:
+def test_death_of_one_server_is_reported_and_ends_the_other(tmp_path: Path) -> None:
     etcd, placement = free_port(), free_port()
-    with control(tmp_path / 'data', etcd, placement) as process:
-        ready(process)
-        pids = children(process)
+    with run_control(tmp_path / 'data', etcd, placement) as process:
+        read_ready_lines(process)
+        pids = list_children(process)
         victim = next(pid for pid in pids if 'placement_server' in Path(f'/proc/{pid}/cmdline').read_text())
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
@@ -203,9 +208,9 @@ def test_when_one_ends_the_other_is_ended_and_it_says_which(tmp_path: Path) -> N
     assert is_free(etcd)
 
 
-def test_when_nobody_reads_what_it_says_both_are_ended(tmp_path: Path) -> None:
+def test_closed_stdout_ends_both_servers(tmp_path: Path) -> None:
     etcd, placement = free_port(), free_port()
-    with control(tmp_path / 'data', etcd, placement) as process:
+    with run_control(tmp_path / 'data', etcd, placement) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(60) == 1
@@ -217,13 +222,13 @@ def test_when_nobody_reads_what_it_says_both_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('which', ['etcd', 'placement'])
-def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
+def test_used_port_is_reported_on_one_line(tmp_path: Path, which: str) -> None:
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         listener.listen()
         used_port = listener.getsockname()[1]
         ports = (used_port, free_port()) if which == 'etcd' else (free_port(), used_port)
-        with control(tmp_path / 'data', *ports) as process:
+        with run_control(tmp_path / 'data', *ports) as process:
             out, errors = process.communicate(timeout=20)
     assert process.returncode == 2
     assert out == ''
@@ -235,20 +240,20 @@ def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
 # Behind certificates
 
 
-class Secured(NamedTuple):
+class SecuredControl(NamedTuple):
     """A control plane that requires certificates: its ports, and the directory of elab certs."""
 
     etcd: int
     placement: int
     certs: Path
 
-    def asked(self, who: str, token: str | None = None, **headers: str) -> tuple[int, str]:
+    def query_placement(self, user: str, token: str | None = None, **headers: str) -> tuple[int, str]:
         """Query placement with the certificate and token of `user`.
 
         Returns:
             The status, and the serial number of placement's certificate.
         """
-        own = self.certs / who
+        own = self.certs / user
         context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
         if (own / 'client.crt').exists():
             context.load_cert_chain(own / 'client.crt', own / 'client.key')
@@ -265,14 +270,17 @@ class Secured(NamedTuple):
 
 
 @pytest.fixture(scope='module')
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredControl]:
     if shutil.which('stunnel4') is None:
         pytest.skip('stunnel4 is not installed: apt-get install stunnel4')
     top = tmp_path_factory.mktemp('secured')
-    plane = Secured(free_port(), free_port(), top / 'certs')
-    issue(plane)
-    with control(top / 'data', plane.etcd, plane.placement, '--certs', str(plane.certs)) as process:
-        assert ready(process) == [f'etcd localhost:{plane.etcd}', f'placement https://localhost:{plane.placement}']
+    plane = SecuredControl(free_port(), free_port(), top / 'certs')
+    issue_certs(plane)
+    with run_control(top / 'data', plane.etcd, plane.placement, '--certs', str(plane.certs)) as process:
+        assert read_ready_lines(process) == [
+            f'etcd localhost:{plane.etcd}',
+            f'placement https://localhost:{plane.placement}',
+        ]
         yield plane
         process.terminate()
         _, errors = process.communicate(timeout=20)
@@ -282,25 +290,25 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     assert is_free(plane.placement)
 
 
-def issue(made: Secured) -> None:
+def issue_certs(control_plane: SecuredControl) -> None:
     """Make certificates as elab certs does."""
     names = {'servers': ('localhost', '127.0.0.1'), 'computes': ('hv1',), 'schedulers': (), 'operators': ('ann',)}
-    cluster = certs.Cluster(**names, etcd_port=made.etcd, placement_port=made.placement)
-    certs.make(made.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+    cluster = certs.Cluster(**names, etcd_port=control_plane.etcd, placement_port=control_plane.placement)
+    certs.make_certificates(control_plane.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
 
 
-def test_a_compute_and_an_operator_with_certificates_are_a_cluster(secured: Secured, tmp_path: Path) -> None:
+def test_compute_and_operator_with_certificates_work_together(secured: SecuredControl, tmp_path: Path) -> None:
     words = ['--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024']
     with (tmp_path / 'log').open('w') as log:
         compute = subprocess.Popen(
             [sys.executable, '-m', 'ecomp.compute', *words],
-            cwd=secured.certs / 'compute-hv1', env=environment(), stdout=log, stderr=log,
+            cwd=secured.certs / 'compute-hv1', env=make_environment(), stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 30, 'the compute is ready')
+        wait_until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 30, 'the compute is ready')
         result = subprocess.run(
             [sys.executable, '-m', 'ecomp.schedule', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--wait'],
-            cwd=secured.certs / 'operator-ann', env=environment(), capture_output=True, text=True, timeout=120,
+            cwd=secured.certs / 'operator-ann', env=make_environment(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert (result.returncode, result.stderr) == (0, '')
         assert result.stdout.startswith('NOTIFIED TARGET, ')
@@ -309,52 +317,58 @@ def test_a_compute_and_an_operator_with_certificates_are_a_cluster(secured: Secu
         compute.wait(60)
 
 
-def test_who_has_no_certificate_or_not_the_word_is_told_nothing(secured: Secured) -> None:
-    assert secured.asked('operator-ann')[0] == 200
+def test_client_without_certificate_or_token_is_refused(secured: SecuredControl) -> None:
+    assert secured.query_placement('operator-ann')[0] == 200
     for token in ('admin', '', 'x', 'é'):
-        assert secured.asked('operator-ann', token, **{'X-Roles': 'admin', 'X-User-Id': 'admin'})[0] == 401
+        assert secured.query_placement('operator-ann', token, **{'X-Roles': 'admin', 'X-User-Id': 'admin'})[0] == 401
     (secured.certs / 'nobody').mkdir()
     for name in ('ca.crt', 'token'):
         shutil.copy(secured.certs / 'operator-ann' / name, secured.certs / 'nobody')
     with pytest.raises(OSError, match='(?i)certificate required|closed|reset|EOF'):
-        secured.asked('nobody')
+        secured.query_placement('nobody')
     result = subprocess.run(
         ['etcdctl', f'--endpoints=https://localhost:{secured.etcd}', f'--cacert={secured.certs}/ca.crt', 'get', 'x'],
-        env=environment(), capture_output=True, timeout=60, check=False,
+        env=make_environment(), capture_output=True, timeout=60, check=False,
     )  # fmt: skip
     assert result.returncode != 0
 
 
-def test_a_certificate_that_is_exchanged_counts_without_a_restart(secured: Secured) -> None:
-    before = secured.asked('operator-ann')[1]
+def test_replaced_certificate_is_used_without_a_restart(secured: SecuredControl) -> None:
+    before = secured.query_placement('operator-ann')[1]
     (secured.certs / 'placement/server.crt').unlink()
-    issue(secured)
+    issue_certs(secured)
 
     def is_new_certificate_shown() -> bool:
         # While stunnel reloads, it drops connections that it has not accepted yet: try again.
         with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
-            return secured.asked('operator-ann')[1] != before
+            return secured.query_placement('operator-ann')[1] != before
         return False
 
-    until(is_new_certificate_shown, 20, 'the new certificate is shown')
+    wait_until(is_new_certificate_shown, 20, 'the new certificate is shown')
 
 
-def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -> None:
+def test_control_on_a_reachable_address_makes_certificates(tmp_path: Path) -> None:
     """It runs in a new network namespace that has one such address."""
     start = 'ip link set lo up; ip address add 10.77.0.1/32 dev lo; exec "$@"'
     command = [sys.executable, '-m', 'ecomp.lab.elab', 'control', '--bind', '10.77.0.1']
     process = subprocess.Popen(
         ['unshare', '--net', 'sh', '-c', start, 'sh', *command],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        assert ready(process) == ['etcd 10.77.0.1:2379', 'placement https://10.77.0.1:8080']
+        assert read_ready_lines(process) == ['etcd 10.77.0.1:2379', 'placement https://10.77.0.1:8080']
         certs_directory = tmp_path / 'certs'
         assert elab.main(['certs', str(certs_directory), '--operator', 'ann']) == 0
         eschedule = ['nsenter', '--net', f'--target={process.pid}', sys.executable, '-m', 'ecomp.schedule', 'hosts']
         for directory, code in ((certs_directory / 'operator-ann', 0), (tmp_path, 7)):
             result = subprocess.run(
-                eschedule, cwd=directory, env=environment(), capture_output=True, text=True, timeout=60, check=False
+                eschedule,
+                cwd=directory,
+                env=make_environment(),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
             assert result.returncode == code, result
     finally:
@@ -364,8 +378,8 @@ def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -
     assert 'elab certs certs --compute HOST...' in errors
 
 
-def test_certificates_that_are_not_whole_are_named(
-    secured: Secured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_incomplete_certificates_are_reported(
+    secured: SecuredControl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(secured.certs, tmp_path / 'certs')
     (tmp_path / 'certs/etcd/server.key').unlink()
@@ -385,7 +399,7 @@ def test_certificates_that_are_not_whole_are_named(
         (['--bind', '192.0.2.1'], '--bind 192.0.2.1: must be an address of this machine: ip address lists them'),
     ],
 )
-def test_what_it_refuses_is_one_line(
+def test_refusal_is_reported_on_one_line(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,18 +19,19 @@ import pytest
 
 from ecomp.compute_conf import load_compute
 from ecomp.lab import machine, state
-from ecomp.model.cluster import holes
-from tests.functional.elab_run import NAME, ROOT, command, elab, facts, missing, traces
+from ecomp.model.cluster import describe_vulnerabilities
+from tests.functional.elab_run import NAME, ROOT, describe_missing, list_traces, make_command, read_lab_json, run_elab
 from tests.kit.lab import get_json
-from tests.kit.servers import environment, until
+from tests.kit.servers import make_environment, wait_until
 
 # `elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
 
 
-BOOT = 90.0
+BOOT_TIMEOUT_SECONDS = 90.0
 MAC = '52:54:00:00:aa:01'
 
-def pings(address: str) -> bool:
+
+def is_reachable(address: str) -> bool:
     return subprocess.run(['busybox', 'ping', '-c1', '-W2', address], capture_output=True).returncode == 0
 
 
@@ -46,31 +47,31 @@ def fetch(url: str) -> str:
 def lab() -> Iterator[dict[str, Any]]:
     """A lab of one host, as its lab.json."""
     try:
-        elab('up', '--name', NAME, '--hosts', '1')
-        yield facts(NAME)
+        run_elab('up', '--name', NAME, '--hosts', '1')
+        yield read_lab_json(NAME)
     finally:
-        elab('down', '--name', NAME)
+        run_elab('down', '--name', NAME)
 
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The image of `elab guest`."""
     path = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
-    elab('guest', str(path))
+    run_elab('guest', str(path))
     return path
 
 
-def inside(*words: str, code: int = 0) -> str:
+def run_in_host(*words: str, code: int = 0) -> str:
     """Run a command in the lab's host; return its stdout."""
-    return elab('exec', '--name', NAME, 'hv1', *words, code=code).stdout
+    return run_elab('exec', '--name', NAME, 'hv1', *words, code=code).stdout
 
 
-def virtual_size(path: Path) -> int:
+def read_virtual_size(path: Path) -> int:
     """Read a qcow2's virtual size from its header, see docs/interop/qcow2.txt of QEMU."""
     return int.from_bytes(path.read_bytes()[24:32], 'big')
 
 
-def domain_xml(name: str, disk: str, console: str) -> str:
+def make_domain_xml(name: str, disk: str, console: str) -> str:
     """Describe an emulated guest with interfaces on the host's network and on the LAN's bridge."""
     root = ET.Element('domain', type='qemu')
     ET.SubElement(root, 'name').text = name
@@ -93,13 +94,13 @@ def domain_xml(name: str, disk: str, console: str) -> str:
     return ET.tostring(root, encoding='unicode')
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> None:
-    assert inside('hostname').strip() == 'hv1'
-    assert inside('virsh', '-c', 'qemu:///system', 'list', '--name').strip() == ''
-    assert 'Active:         yes' in inside('virsh', '-c', 'qemu:///system', 'net-info', 'default')
-    assert '169.254.169.254/32' in inside('ip', '-o', 'address', 'show', 'virbr0')
-    rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> None:
+    assert run_in_host('hostname').strip() == 'hv1'
+    assert run_in_host('virsh', '-c', 'qemu:///system', 'list', '--name').strip() == ''
+    assert 'Active:         yes' in run_in_host('virsh', '-c', 'qemu:///system', 'net-info', 'default')
+    assert '169.254.169.254/32' in run_in_host('ip', '-o', 'address', 'show', 'virbr0')
+    rows = [line.split() for line in run_elab('status', '--name', NAME).stdout.splitlines()]
     assert [row[0] for row in rows] == ['PLACE', 'etcd', 'placement', 'stunnel', 'images', 'dhcp', 'hv1']
     assert all(row[2].startswith('ready') for row in rows[1:])
     # The machine reaches the control plane, for eschedule.
@@ -107,152 +108,156 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     assert get_json(f'{lab["placement"]}/', certs)['versions'][0]['max_version'] == '1.39'
     assert get_json(f'https://{lab["etcd"]}/health', certs)['health'] == 'true'
     hosts = [sys.executable, '-m', 'ecomp.schedule', 'hosts']
-    assert subprocess.run(hosts, cwd=ROOT / NAME, env=environment(), capture_output=True).returncode == 0
+    assert subprocess.run(hosts, cwd=ROOT / NAME, env=make_environment(), capture_output=True).returncode == 0
     # Clients without a certificate get no answer.
     for where in (lab['placement'], f'http://{lab["etcd"]}', f'https://{lab["etcd"]}'):
         assert fetch(f'{where}/version') == ''
     # Known vulnerabilities of this etcd are logged once, at the start.
     log = (ROOT / NAME / 'hv1/ecompute.log').read_text()
-    warning = holes(get_json(f'https://{lab["etcd"]}/version', certs)['etcdserver'])
+    warning = describe_vulnerabilities(get_json(f'https://{lab["etcd"]}/version', certs)['etcdserver'])
     assert log.count(' WARNING ') == log.count(f' {warning}\n') == (warning is not None)
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_qemu_can_open_the_kvm_of_a_host() -> None:
     """Otherwise libvirt probes QEMU again for each guest, for up to a minute."""
     qemu = 'setpriv --reuid=libvirt-qemu --regid=libvirt-qemu --init-groups'
-    inside('sh', '-c', f'[ ! -e /dev/kvm ] || {qemu} test -w /dev/kvm')
+    run_in_host('sh', '-c', f'[ ! -e /dev/kvm ] || {qemu} test -w /dev/kvm')
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_nothing_gets_out_of_a_host() -> None:
-    assert 'default' not in inside('ip', 'route', 'show', 'table', 'all').split()
-    result = elab('exec', '--name', NAME, 'hv1', 'busybox', 'ping', '-c1', '-W1', '192.0.2.1', code=1)
+def test_host_has_no_route_out() -> None:
+    assert 'default' not in run_in_host('ip', 'route', 'show', 'table', 'all').split()
+    result = run_elab('exec', '--name', NAME, 'hv1', 'busybox', 'ping', '-c1', '-W1', '192.0.2.1', code=1)
     assert 'Network is unreachable' in result.stderr
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.slow
-def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, Any], image: Path) -> None:
+def test_guest_boots_reports_answers_and_shuts_down(lab: dict[str, Any], image: Path) -> None:
     shutil.copyfile(image, ROOT / NAME / 'hv1/lib/images/plain.qcow2')
     console = ROOT / NAME / 'hv1/log/plain.console'
     definition = ROOT / NAME / 'hv1/plain.xml'
-    definition.write_text(domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console'))
-    inside('virsh', 'define', str(definition))
+    definition.write_text(
+        make_domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console')
+    )
+    run_in_host('virsh', 'define', str(definition))
     # DHCP answers only guests with a reservation.
     address = str(next(IPv4Network(lab['guests']['hv1']).hosts()) + 76)
     reservation = f"<host mac='{MAC}' ip='{address}'/>"
-    inside('virsh', 'net-update', 'default', 'add', 'ip-dhcp-host', reservation, '--live', '--config')
-    inside('virsh', 'start', 'plain')
+    run_in_host('virsh', 'net-update', 'default', 'add', 'ip-dhcp-host', reservation, '--live', '--config')
+    run_in_host('virsh', 'start', 'plain')
 
     def read_reports() -> list[str]:
         text = console.read_text(errors='replace') if console.exists() else ''
         return [line[len('ecomp-guest: ') :].strip() for line in text.splitlines() if line.startswith('ecomp-guest: ')]
 
-    until(lambda: 'ready' in read_reports(), BOOT, 'the guest is ready')
+    wait_until(lambda: 'ready' in read_reports(), BOOT_TIMEOUT_SECONDS, 'the guest is ready')
     reports = read_reports()
     addresses = dict(line.split()[1:] for line in reports if line.startswith('address '))
     assert set(addresses) == {'eth0', 'eth1'}
     assert addresses['eth0'] == address
     assert addresses['eth1'].rpartition('.')[0] == lab['addresses']['control'].rpartition('.')[0]
-    assert f'disk {virtual_size(image)}' in reports
+    assert f'disk {read_virtual_size(image)}' in reports
     assert 'no metadata' in reports  # the metadata server does not know this guest: it is not an instance
-    until(lambda: all(map(pings, addresses.values())), 20, f'{addresses} answer')
+    wait_until(lambda: all(map(is_reachable, addresses.values())), 20, f'{addresses} answer')
     assert fetch(f'http://{addresses["eth0"]}/').startswith('ecomp-guest')
 
-    inside('virsh', 'shutdown', 'plain')
-    until(lambda: not inside('virsh', '-q', 'list', '--name').strip(), 30, 'the guest has switched off')
-    inside('virsh', 'undefine', 'plain')
-    inside('virsh', 'net-update', 'default', 'delete', 'ip-dhcp-host', reservation, '--live', '--config')
+    run_in_host('virsh', 'shutdown', 'plain')
+    wait_until(lambda: not run_in_host('virsh', '-q', 'list', '--name').strip(), 30, 'the guest has switched off')
+    run_in_host('virsh', 'undefine', 'plain')
+    run_in_host('virsh', 'net-update', 'default', 'delete', 'ip-dhcp-host', reservation, '--live', '--config')
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_up_again_starts_only_what_has_ended() -> None:
-    before = facts(NAME)['processes']
+def test_second_up_starts_only_ended_processes() -> None:
+    before = read_lab_json(NAME)['processes']
     victim = before['hv1 ecompute']['pid']
     os.kill(victim, signal.SIGKILL)
-    until(lambda: machine.started_at(victim) is None, 10, 'ecompute is gone')
-    assert 'hv1' in elab('status', '--name', NAME, code=1).stderr
+    wait_until(lambda: machine.read_start_time(victim) is None, 10, 'ecompute is gone')
+    assert 'hv1' in run_elab('status', '--name', NAME, code=1).stderr
 
-    elab('up', '--name', NAME)
+    run_elab('up', '--name', NAME)
 
-    after = facts(NAME)['processes']
+    after = read_lab_json(NAME)['processes']
     assert [name for name in after if after[name] != before[name]] == ['hv1 ecompute']
-    elab('status', '--name', NAME)
+    run_elab('status', '--name', NAME)
 
 
-def etcdctl(lab: dict[str, Any], user: str, *words: str) -> tuple[int, str]:
+def run_etcdctl(lab: dict[str, Any], user: str, *words: str) -> tuple[int, str]:
     """Run etcdctl with the certificate of a user of the lab; return its exit code and output."""
     certs = ROOT / NAME / 'certs' / user
     argv = ['etcdctl', f'--endpoints=https://{lab["etcd"]}', f'--cacert={certs}/ca.crt', f'--cert={certs}/client.crt']
     argv += [f'--key={certs}/client.key', *words]
-    environ = {**environment(), 'ETCDCTL_API': '3'}
+    environ = {**make_environment(), 'ETCDCTL_API': '3'}
     result = subprocess.run(argv, capture_output=True, text=True, env=environ, timeout=30)
     return result.returncode, result.stdout + result.stderr
 
 
-def held(lab: dict[str, Any], *hosts: str) -> list[str]:
+def list_hosts_with_role(lab: dict[str, Any], *hosts: str) -> list[str]:
     """Return the hosts whose ecompute may write its own key, but no other key and no flavor."""
     hosts_with_role = []
     for host in hosts:
         user, compute = f'compute-{host}', (ROOT / NAME / host / 'state/uuid').read_text().strip()
         keys = f'/hosts/{compute}/x', f'/hosts/{compute}0/x', '/flavors/x'
-        if ['permission denied' in etcdctl(lab, user, 'del', key)[1] for key in keys] == [False, True, True]:
+        if ['permission denied' in run_etcdctl(lab, user, 'del', key)[1] for key in keys] == [False, True, True]:
             hosts_with_role.append(host)
     return hosts_with_role
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_exec_hands_on_output_and_exit_code() -> None:
-    assert elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
-    assert 'but control, hv1' in elab('exec', '--name', NAME, 'hv9', 'true', code=4).stderr
-    assert 'which command' in elab('exec', '--name', NAME, 'hv1', code=2).stderr
+def test_exec_returns_output_and_exit_code() -> None:
+    assert run_elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
+    assert 'but control, hv1' in run_elab('exec', '--name', NAME, 'hv9', 'true', code=4).stderr
+    assert 'which command' in run_elab('exec', '--name', NAME, 'hv1', code=2).stderr
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 @pytest.mark.slow
-def test_two_labs_at_once_and_one_goes() -> None:
+def test_removing_one_of_two_labs_keeps_the_other() -> None:
     names = [f'{NAME}a', f'{NAME}b']
     try:
-        processes = [subprocess.Popen(command('up', '--name', n, '--hosts', '1'), env=environment()) for n in names]
+        processes = [
+            subprocess.Popen(make_command('up', '--name', n, '--hosts', '1'), env=make_environment()) for n in names
+        ]
         assert [process.wait(180) for process in processes] == [0, 0]
-        assert len({facts(name)['network'] for name in (*names, NAME)}) == 3
+        assert len({read_lab_json(name)['network'] for name in (*names, NAME)}) == 3
         for name in names:
-            elab('status', '--name', name)
-        link = facts(names[0])['link']
-        elab('down', '--name', names[0])
-        assert traces(names[0], link) == []
-        elab('status', '--name', names[1])
-        elab('status', '--name', NAME)
+            run_elab('status', '--name', name)
+        link = read_lab_json(names[0])['link']
+        run_elab('down', '--name', names[0])
+        assert list_traces(names[0], link) == []
+        run_elab('status', '--name', names[1])
+        run_elab('status', '--name', NAME)
     finally:
         for name in names:
-            elab('down', '--name', name)
+            run_elab('down', '--name', name)
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
-    assert held(lab, 'hv1') == ['hv1']
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_ecompute_is_limited_to_its_role(lab: dict[str, Any]) -> None:
+    assert list_hosts_with_role(lab, 'hv1') == ['hv1']
     config, original = (ROOT / NAME / path / 'compute.yaml' for path in ('hv1', 'certs/compute-hv1'))
     assert load_compute(config).uuid == load_compute(original).uuid
     # The user of the lab's schedule.yaml may write everything.
-    assert etcdctl(lab, 'operator-lab', 'put', '/flavors/x', 'x')[0] == 0
-    assert etcdctl(lab, 'operator-lab', 'del', '/flavors/x')[0] == 0
+    assert run_etcdctl(lab, 'operator-lab', 'put', '/flavors/x', 'x')[0] == 0
+    assert run_etcdctl(lab, 'operator-lab', 'del', '/flavors/x')[0] == 0
     log = (ROOT / NAME / 'hv1/ecompute.log').read_text()
     assert 'does not let' not in log
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
-    pid = facts(NAME)['processes']['etcd']['pid']
+def test_status_blames_a_frozen_etcd_and_not_the_computes() -> None:
+    pid = read_lab_json(NAME)['processes']['etcd']['pid']
     os.kill(pid, signal.SIGSTOP)
     try:
-        result = elab('status', '--name', NAME, code=1)
+        result = run_elab('status', '--name', NAME, code=1)
     finally:
         os.kill(pid, signal.SIGCONT)
     states = {row[0]: row[2] for row in (line.split(maxsplit=2) for line in result.stdout.splitlines()[1:])}
@@ -261,24 +266,24 @@ def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
     assert result.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_a_frozen_libvirtd_is_said_and_nobody_waits_for_it() -> None:
-    pid = facts(NAME)['processes']['hv1 libvirtd']['pid']
+def test_status_reports_a_frozen_libvirtd_without_waiting_for_it() -> None:
+    pid = read_lab_json(NAME)['processes']['hv1 libvirtd']['pid']
     os.kill(pid, signal.SIGSTOP)
     try:
-        result = elab('status', '--name', NAME, code=1)
+        result = run_elab('status', '--name', NAME, code=1)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert f'no answer: libvirtd (pid {pid}, see {ROOT / NAME}/hv1/libvirtd.log)' in result.stdout
     assert result.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_another_certificate_is_shown_after_an_up() -> None:
+def test_up_makes_placement_use_a_new_certificate() -> None:
     certs = ROOT / NAME / 'certs'
-    before, address = facts(NAME)['processes'], facts(NAME)['placement'].removeprefix('https://')
+    before, address = read_lab_json(NAME)['processes'], read_lab_json(NAME)['placement'].removeprefix('https://')
 
     def read_certificate() -> str:
         client = f'{certs}/operator-lab/client'
@@ -288,63 +293,63 @@ def test_another_certificate_is_shown_after_an_up() -> None:
 
     assert read_certificate() in (certs / 'placement/server.crt').read_text()
     (certs / 'placement/server.crt').unlink()
-    elab('up', '--name', NAME)
+    run_elab('up', '--name', NAME)
     new = (certs / 'placement/server.crt').read_text()
-    until(lambda: (now := read_certificate()) and now in new, 20, 'the new certificate is shown')
-    assert facts(NAME)['processes'] == before
+    wait_until(lambda: (now := read_certificate()) and now in new, 20, 'the new certificate is shown')
+    assert read_lab_json(NAME)['processes'] == before
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
-def test_one_host_takes_from_queues() -> None:
+def test_first_host_takes_from_queues() -> None:
     assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
-    assert NAME in [line.split()[0] for line in elab('list').stdout.splitlines()]
+    assert NAME in [line.split()[0] for line in run_elab('list').stdout.splitlines()]
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     """The roles follow a changed compute.yaml and a lab that grows."""
     config, new_uuid = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
     old_uuid = load_compute(config).uuid or ''
     config.write_text(config.read_text().replace(old_uuid, new_uuid))
-    pid = facts(NAME)['processes']['hv1 ecompute']['pid']
+    pid = read_lab_json(NAME)['processes']['hv1 ecompute']['pid']
     os.kill(pid, signal.SIGTERM)
-    until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
+    wait_until(lambda: machine.read_start_time(pid) is None, 30, 'ecompute is gone')
     full_inventory = load_compute(config).inventory or {}
-    assert 'hv1: less now' in elab('up', '--name', NAME, '--hosts', '2').stderr
+    assert 'hv1: less now' in run_elab('up', '--name', NAME, '--hosts', '2').stderr
     configs = [load_compute(ROOT / NAME / host / 'compute.yaml') for host in ('hv1', 'hv2')]
     assert [host_config.queues for host_config in configs] == [True, False]
     assert sum((host_config.inventory or {})['MEMORY_MB'] for host_config in configs) <= full_inventory['MEMORY_MB']
     assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == new_uuid
-    assert held(lab, 'hv1', 'hv2') == ['hv1', 'hv2']
-    assert 'permission denied' in etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old_uuid}/x')[1]
-    rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
+    assert list_hosts_with_role(lab, 'hv1', 'hv2') == ['hv1', 'hv2']
+    assert 'permission denied' in run_etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old_uuid}/x')[1]
+    rows = [line.split() for line in run_elab('status', '--name', NAME).stdout.splitlines()]
     assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
     """Its compute.yaml has no uuid, and an older ecompute may still write records elsewhere."""
     config = ROOT / NAME / 'hv1/compute.yaml'
     own = load_compute(config).uuid
     config.write_text(config.read_text().replace(f'uuid: {own}\n', ''))
-    elab('certs', str(ROOT / NAME / 'certs'), '--disable')
-    assert held(lab, 'hv1', 'hv2') == []
-    pid = facts(NAME)['processes']['hv1 ecompute']['pid']
+    run_elab('certs', str(ROOT / NAME / 'certs'), '--disable')
+    assert list_hosts_with_role(lab, 'hv1', 'hv2') == []
+    pid = read_lab_json(NAME)['processes']['hv1 ecompute']['pid']
     os.kill(pid, signal.SIGTERM)
-    until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
-    elab('up', '--name', NAME)
-    assert held(lab, 'hv1', 'hv2') == []
+    wait_until(lambda: machine.read_start_time(pid) is None, 30, 'ecompute is gone')
+    run_elab('up', '--name', NAME)
+    assert list_hosts_with_role(lab, 'hv1', 'hv2') == []
     assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == own
-    elab('status', '--name', NAME)
+    run_elab('status', '--name', NAME)
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_down_removes_the_lab_and_keeps_other_processes(lab: dict[str, Any]) -> None:
     bystander = subprocess.Popen(['sleep', '600'], cwd=ROOT / NAME)
     try:
-        elab('down', '--name', NAME)
-        assert traces(NAME, lab['link']) == []
+        run_elab('down', '--name', NAME)
+        assert list_traces(NAME, lab['link']) == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -354,42 +359,42 @@ def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
 # Leftovers of a killed `elab up`, of an earlier elab, and of manual mounts are reported and removed.
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_lab_that_another_elab_made_can_be_removed() -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_lab_of_another_elab_version_can_be_removed() -> None:
     name = f'{NAME}old'
     (ROOT / name).mkdir(parents=True)
     (ROOT / name / 'lab.json').write_text('{"version": 1}')
     try:
-        errors = elab('up', '--name', name, code=1).stderr
+        errors = run_elab('up', '--name', name, code=1).stderr
         assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in errors
     finally:
-        elab('down', '--name', name)
+        run_elab('down', '--name', name)
     assert not (ROOT / name).exists()
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_one_that_was_killed_as_it_began_has_a_status() -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_lab_killed_at_its_start_has_a_status() -> None:
     """Only lab.json exists: status reports all processes as down, and creates nothing."""
     name = f'{NAME}new'
     try:
-        with state.locked(ROOT / name):
+        with state.hold_lock(ROOT / name):
             state.load_or_create(name, 1)
-        rows = elab('status', '--name', name, code=1).stdout.splitlines()
+        rows = run_elab('status', '--name', name, code=1).stdout.splitlines()
         assert [row.split()[2] for row in rows[1:]] == ['down'] * 5 + ['down:']
         assert [path.name for path in (ROOT / name).iterdir()] == ['lab.json']
     finally:
-        elab('down', '--name', name)
+        run_elab('down', '--name', name)
 
 
 DAEMONS = 'libvirtd', 'ecompute'
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.parametrize(
     'moment',
     ['nothing', 'control', 'etcd', *(pytest.param(f'hv1 {each}', marks=pytest.mark.slow) for each in DAEMONS)],
 )
-def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
+def test_down_removes_what_a_killed_up_has_made(moment: str) -> None:
     name = f'{NAME}k'
 
     def is_reached() -> bool:
@@ -397,52 +402,54 @@ def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
             return (ROOT / name).exists()
         if moment == 'control':
             return Path(f'/run/netns/elab-{name}-control').exists()
-        return moment in facts(name).get('processes', {})
+        return moment in read_lab_json(name).get('processes', {})
 
-    process = subprocess.Popen(command('up', '--name', name, '--hosts', '1'), env=environment(), stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        make_command('up', '--name', name, '--hosts', '1'), env=make_environment(), stderr=subprocess.PIPE
+    )
     try:
-        until(is_reached, 60, f'{moment} is there')
+        wait_until(is_reached, 60, f'{moment} is there')
         process.kill()
         process.wait()
-        link = facts(name).get('link', 'none')
+        link = read_lab_json(name).get('link', 'none')
     finally:
         process.kill()
         process.communicate()
-        elab('down', '--name', name)
+        run_elab('down', '--name', name)
 
-    assert traces(name, link) == []
-    elab('down', '--name', name)  # no lab is not an error
+    assert list_traces(name, link) == []
+    run_elab('down', '--name', name)  # no lab is not an error
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_what_is_mounted_in_a_lab_is_named_by_a_down_and_stays_as_it_is() -> None:
+@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
+def test_down_reports_a_mount_in_the_lab_and_keeps_it() -> None:
     name = f'{NAME}m'
     mounted = ROOT / name / 'hv1/images'
     mounted.mkdir(parents=True)
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
     (mounted / 'mine').touch()
     try:
-        message = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
+        message = run_elab('down', '--name', name, code=1).stderr.splitlines()[-1]
         reason = f'{ROOT / name} cannot be removed whole ({mounted} is a mount)'
         assert message == f'elab: {reason}: unmount what is mounted there, and say elab down again'
         assert (mounted / 'mine').exists()
     finally:
         subprocess.run(['umount', mounted], check=True)
-        elab('down', '--name', name)
+        run_elab('down', '--name', name)
     assert not (ROOT / name).exists()
 
 
 # The route to a lab, in a new network namespace: an existing route is not replaced.
 
 
-ROUTES = """\
+ROUTE_SCRIPT = """\
 set -e
 ip link add tun0 type bridge
 ip link set tun0 up
 ip route add {route}
 exec "$@"
 """
-ENSURE = """\
+ENSURE_SCRIPT = """\
 from ipaddress import IPv4Network
 from ecomp.errors import Conflict
 from ecomp.lab import machine
@@ -457,8 +464,10 @@ try:
 except Conflict as error:
     print(error)
 """
-SAID = '10.200.0.0/16 is routed by {by}, and was free for the lab: take that route away, or elab down --name one, ' \
+CONFLICT_MESSAGE = (
+    '10.200.0.0/16 is routed by {by}, and was free for the lab: take that route away, or elab down --name one, '
     'and elab up anew\n'
+)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root makes a network namespace')
@@ -469,8 +478,18 @@ SAID = '10.200.0.0/16 is routed by {by}, and was free for the lab: take that rou
         ('blackhole 10.200.0.0/16', 'blackhole'), ('10.0.0.0/8 dev tun0', None), ('10.201.0.0/16 dev tun0', None),
     ],
 )  # fmt: skip
-def test_a_route_that_came_since_is_said_and_stays(route: str, by: str | None, tmp_path: Path) -> None:
-    command = ['unshare', '--net', 'sh', '-c', ROUTES.format(route=route), 'sh', sys.executable, '-c', ENSURE]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    expected = ('', 'nothing is in the way\n') if by is None else (SAID.format(by=by), '')
+def test_conflicting_route_is_reported_and_kept(route: str, by: str | None, tmp_path: Path) -> None:
+    command = [
+        'unshare',
+        '--net',
+        'sh',
+        '-c',
+        ROUTE_SCRIPT.format(route=route),
+        'sh',
+        sys.executable,
+        '-c',
+        ENSURE_SCRIPT,
+    ]
+    result = subprocess.run(command, cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=False)
+    expected = ('', 'nothing is in the way\n') if by is None else (CONFLICT_MESSAGE.format(by=by), '')
     assert (result.stdout, result.stderr) == expected

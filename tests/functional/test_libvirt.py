@@ -22,34 +22,36 @@ import pytest
 
 from ecomp.errors import Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
-from tests.functional.guest import COMPUTE, FOREIGN, build
+from tests.functional.guest import COMPUTE, FOREIGN_DOMAIN_XML, build
 from tests.functional.libvirt_host import LibvirtHost
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 
-BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
+BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
 
-def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
-    host.inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+def test_disk_and_domain_have_the_specified_properties(
+    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
+) -> None:
+    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
     try:
-        build(real, replace(spec, networks=BRIDGED, vcpus=2))
+        build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS, vcpus=2))
         domain = connection.lookupByUUIDString(spec.instance)
         description = ET.fromstring(domain.XMLDesc())
         macs = [element.get('address') for element in description.findall('devices/interface/mac')]
-        assert macs == list(replace(spec, networks=BRIDGED).macs)
+        assert macs == list(replace(spec, networks=BRIDGED_NETWORKS).macs)
         assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
         assert domain.blockInfo('vda')[0] == 2**30
         # A guest that breaks out of QEMU must not be able to write to a base volume that other guests use.
-        overlay = real.image_directory() / f'{spec.instance}.qcow2'
+        overlay = real_libvirt.get_image_directory() / f'{spec.instance}.qcow2'
         assert (Path(spec.base.path).stat().st_uid, overlay.stat().st_uid) == (0, getpwnam('libvirt-qemu').pw_uid)
         # The domain's XML is valid by libvirt's schema.
         connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
     finally:
-        host.inside(['ip', 'link', 'del', 'br0'])
-    disk = real.image_directory() / f'{spec.instance}.qcow2'
+        host.run_inside(['ip', 'link', 'del', 'br0'])
+    disk = real_libvirt.get_image_directory() / f'{spec.instance}.qcow2'
     console = host.root / 'state' / 'console' / f'{spec.instance}.log'
     assert (disk.stat().st_mode & 0o777, console.stat().st_mode & 0o777) == (0o600, 0o600)
     volume = ET.fromstring(connection.storageVolLookupByPath(str(disk)).XMLDesc())
@@ -57,21 +59,21 @@ def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtH
         spec.base.path,
         'raw',
     )
-    real.destroy(spec.instance, COMPUTE)
-    real.delete_disk(spec.instance)
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    real_libvirt.delete_disk(spec.instance)
     assert not disk.exists()
     assert not console.exists()
 
 
-def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
-    real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
+def test_seed_is_a_second_disk_that_only_qemu_reads(
+    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
 ) -> None:
     seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b'secret'})
-    real.create_disk(seeded)
-    real.create_seed(spec.instance, seeded.seed)
+    real_libvirt.create_disk(seeded)
+    real_libvirt.create_seed(spec.instance, seeded.seed)
     seed = host.root / 'state' / 'seeds' / f'{spec.instance}.iso'
     assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, 0)
-    real.start(seeded)
+    real_libvirt.start(seeded)
     assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, getpwnam('libvirt-qemu').pw_uid)
     domain = connection.lookupByUUIDString(spec.instance)
     connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
@@ -79,29 +81,31 @@ def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
     assert domain.blockInfo('vda')[0] == 2**30
     with pytest.raises(libvirt.libvirtError, match='read-only|readonly'):
         domain.blockResize('vdb', 2**20, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
-    real.destroy(spec.instance, COMPUTE)
-    real.delete_disk(spec.instance)
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    real_libvirt.delete_disk(spec.instance)
     assert not seed.exists()
 
 
-def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    other_name = connection.defineXML(FOREIGN.format(name='other', uuid=spec.instance))
-    other_uuid = connection.defineXML(FOREIGN.format(name=str(uuid4()), uuid=uuid4()))
+def test_foreign_domains_are_ignored_and_not_changed(
+    real_libvirt: Libvirt, spec: GuestSpec, connection: object
+) -> None:
+    other_name = connection.defineXML(FOREIGN_DOMAIN_XML.format(name='other', uuid=spec.instance))
+    other_uuid = connection.defineXML(FOREIGN_DOMAIN_XML.format(name=str(uuid4()), uuid=uuid4()))
     try:
         other_uuid.create()
-        assert real.guests() == {}
+        assert real_libvirt.list_guests() == {}
         for instance in (spec.instance, other_uuid.name()):
             foreign_spec = replace(spec, instance=instance)
-            assert not any(map(real.runs, (instance, other_uuid.UUIDString())))
+            assert not any(map(real_libvirt.is_running, (instance, other_uuid.UUIDString())))
             with pytest.raises(Conflict, match='not made by ecompute'):
-                real.start(foreign_spec)
+                real_libvirt.start(foreign_spec)
             with pytest.raises(Conflict, match='not made by ecompute'):
-                real.switch_off(instance, COMPUTE)
+                real_libvirt.switch_off(instance, COMPUTE)
             # A destroy, which also ends a failed build, succeeds: no part of the domain is ecompute's.
-            real.destroy(instance, COMPUTE)
-            real.create_disk(replace(foreign_spec, base=spec.base))
-            real.delete_disk(instance)
-            assert real.guests() == {}
+            real_libvirt.destroy(instance, COMPUTE)
+            real_libvirt.create_disk(replace(foreign_spec, base=spec.base))
+            real_libvirt.delete_disk(instance)
+            assert real_libvirt.list_guests() == {}
         assert other_uuid.isActive()
         assert other_name.isPersistent()
     finally:
@@ -110,20 +114,24 @@ def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, 
         other_name.undefine()
 
 
-def test_undefined_while_it_runs(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    build(real, spec)
+def test_running_guest_that_was_undefined_can_be_destroyed(
+    real_libvirt: Libvirt, spec: GuestSpec, connection: object
+) -> None:
+    build(real_libvirt, spec)
     connection.lookupByUUIDString(spec.instance).undefine()
-    assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=False, running=True, disk=True)
-    real.destroy(spec.instance, COMPUTE)
-    assert not real.guests()[spec.instance].running
+    assert real_libvirt.list_guests()[spec.instance] == Guest(
+        spec.instance, COMPUTE, defined=False, running=True, disk=True
+    )
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    assert not real_libvirt.list_guests()[spec.instance].running
 
 
-def test_what_virsh_did_to_a_guest_is_seen(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    build(real, spec)
+def test_changes_by_virsh_are_reported(real_libvirt: Libvirt, spec: GuestSpec, connection: object) -> None:
+    build(real_libvirt, spec)
     domain = connection.lookupByUUIDString(spec.instance)
 
     def read_guest() -> tuple[str, dict[str, int]]:
-        guest = real.guests()[spec.instance]
+        guest = real_libvirt.list_guests()[spec.instance]
         assert guest.running is bool(domain.isActive())
         return guest.trouble, dict(guest.size)
 
@@ -146,38 +154,44 @@ def test_what_virsh_did_to_a_guest_is_seen(real: Libvirt, spec: GuestSpec, conne
     assert read_guest() == ('', {**larger, 'MEMORY_MB now': 128})  # without a system, the guest's balloon stays empty
 
 
-def test_managed_save_and_snapshot_do_not_keep_a_domain(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    build(real, spec)
+def test_managed_save_and_snapshot_do_not_prevent_a_destroy(
+    real_libvirt: Libvirt, spec: GuestSpec, connection: object
+) -> None:
+    build(real_libvirt, spec)
     domain = connection.lookupByUUIDString(spec.instance)
     domain.snapshotCreateXML('<domainsnapshot><name>s</name></domainsnapshot>')
     domain.managedSave()
-    assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=False, disk=True)
-    real.destroy(spec.instance, COMPUTE)
-    assert not real.guests()[spec.instance].defined
+    assert real_libvirt.list_guests()[spec.instance] == Guest(
+        spec.instance, COMPUTE, defined=True, running=False, disk=True
+    )
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    assert not real_libvirt.list_guests()[spec.instance].defined
 
 
-def test_libvirtd_killed_and_back(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
+def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
     events: queue.Queue[str] = queue.Queue()
-    real.on_change(events.put)
-    build(real, spec)
-    sockets = len(unix_sockets())
+    real_libvirt.watch_changes(events.put)
+    build(real_libvirt, spec)
+    sockets = len(list_unix_sockets())
     for _ in range(3):
         host.kill_libvirtd()
-        until(lambda: 'lost' in events.get(timeout=60), 60, 'the loss is told')
+        wait_until(lambda: 'lost' in events.get(timeout=60), 60, 'the loss is told')
         with pytest.raises(Unreachable, match='libvirt'):
-            real.guests()
+            real_libvirt.list_guests()
         host.start_libvirtd()
-        until(lambda: 'back' in events.get(timeout=60), 60, 'the return is told')
-        assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True)
+        wait_until(lambda: 'back' in events.get(timeout=60), 60, 'the return is told')
+        assert real_libvirt.list_guests()[spec.instance] == Guest(
+            spec.instance, COMPUTE, defined=True, running=True, disk=True
+        )
     # The last error may hold one more socket; one for each connection would be a leak.
-    assert len(unix_sockets()) < sockets + 3
+    assert len(list_unix_sockets()) < sockets + 3
     while not events.empty():
         events.get()
-    real.destroy(spec.instance, COMPUTE)
-    until(lambda: spec.instance in events.get(timeout=60), 60, 'events come over the new connection')
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    wait_until(lambda: spec.instance in events.get(timeout=60), 60, 'events come over the new connection')
 
 
-def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_a_frozen_libvirtd_time_out(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call blocks for ever, not even one that opens a connection.
 
     All work after libvirtd resumes.
@@ -187,29 +201,29 @@ def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in (('KEEPALIVE_INTERVAL', 1), ('KEEPALIVE_COUNT', 1), ('OPEN_TIMEOUT', 1.0)):
         monkeypatch.setattr(connection, name, value)
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as frozen:
-        frozen.guests()
-        os.kill(host.pid(), signal.SIGSTOP)
+        frozen.list_guests()
+        os.kill(host.read_pid(), signal.SIGSTOP)
         try:
             for words in ('while listing domains', 'does not answer', 'does not answer'):
                 with pytest.raises(Unreachable, match=words):
-                    frozen.guests()
+                    frozen.list_guests()
         finally:
-            os.kill(host.pid(), signal.SIGCONT)
+            os.kill(host.read_pid(), signal.SIGCONT)
 
         def answers() -> bool:
             try:
-                return frozen.guests() == {}
+                return frozen.list_guests() == {}
             except Unreachable:
                 return False
 
-        until(answers, 60, 'libvirtd answers again')
+        wait_until(answers, 60, 'libvirtd answers again')
     with pytest.raises(EcompError, match='closed'):
-        frozen.guests()
+        frozen.list_guests()
 
 
-@pytest.mark.usefixtures('real')
+@pytest.mark.usefixtures('real_libvirt')
 @pytest.mark.parametrize('step', ['registerCloseCallback', 'domainEventRegisterAny', 'networkEventRegisterAny'])
-def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
+def test_connection_that_fails_while_it_is_opened_leaves_no_socket(
     host: LibvirtHost, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A connection stays open as long as one of our callbacks is registered on it."""
@@ -220,29 +234,27 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
         raise error
 
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as broken:
-        broken.on_change(lambda _: None)
+        broken.watch_changes(lambda _: None)
         manager = broken._connection
-        first = manager._get()
+        first = manager._get_connection()
         real_step = getattr(libvirt.virConnect, step)
         monkeypatch.setattr(libvirt.virConnect, step, fail)
         # Drop it only now: after that, a thread opens the next connection by itself.
-        manager._drop(first)
+        manager._discard(first)
         for _ in range(3):
             with pytest.raises(Unreachable):
-                broken.guests()
-        sockets = len(unix_sockets())
+                broken.list_guests()
+        sockets = len(list_unix_sockets())
         for _ in range(20):
             with pytest.raises(Unreachable):
-                broken.guests()
-        until(lambda: len(unix_sockets()) <= sockets, 5, 'what was opened is closed')
+                broken.list_guests()
+        wait_until(lambda: len(list_unix_sockets()) <= sockets, 5, 'what was opened is closed')
         monkeypatch.setattr(libvirt.virConnect, step, real_step)
-        assert broken.guests() == {}
+        assert broken.list_guests() == {}
 
 
-@pytest.mark.usefixtures('real')
-def test_a_connection_without_a_thread_to_open_it_is_opened_later(
-    host: LibvirtHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures('real_libvirt')
+def test_connection_is_opened_later_if_no_thread_can_start(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on processes may be reached for a moment.
 
     A listener is notified when the connection is back.
@@ -256,21 +268,21 @@ def test_a_connection_without_a_thread_to_open_it_is_opened_later(
         real_start(thread)
 
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as driver:
-        driver.on_change(events.put)
-        first = driver._connection._get()
+        driver.watch_changes(events.put)
+        first = driver._connection._get_connection()
         monkeypatch.setattr(threading.Thread, 'start', start)
-        driver._connection._drop(first)
-        until(lambda: 'connection is back' in events.get(timeout=60), 60, 'it is opened without anybody asking')
+        driver._connection._discard(first)
+        wait_until(lambda: 'connection is back' in events.get(timeout=60), 60, 'it is opened without anybody asking')
         assert not failures
-        assert driver.guests() == {}
+        assert driver.list_guests() == {}
     failures.append(RuntimeError("can't start new thread"))
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as other_driver:
         with pytest.raises(Unreachable, match='no thread can be started to open it'):
-            other_driver.guests()
-        assert other_driver.guests() == {}
+            other_driver.list_guests()
+        assert other_driver.list_guests() == {}
 
 
-def unix_sockets() -> list[str]:
+def list_unix_sockets() -> list[str]:
     """List the Unix sockets of this process. Its other sockets are not libvirt's."""
     inodes = {line.split()[6] for line in Path('/proc/self/net/unix').read_text().splitlines()[1:]}
     links: list[str] = []
@@ -280,22 +292,24 @@ def unix_sockets() -> list[str]:
     return [link_ for link_ in links if link_.startswith('socket:[') and link_[8:-1] in inodes]
 
 
-def in_a_worker(state: Path, uri: str, spec: GuestSpec) -> None:
+def build_in_worker(state: Path, uri: str, spec: GuestSpec) -> None:
     with closing(Libvirt(state, uri=uri)) as hypervisor:
         build(hypervisor, spec)
-        assert hypervisor.guests()[spec.instance].running
+        assert hypervisor.list_guests()[spec.instance].running
 
 
-def test_a_spawned_worker(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
+def test_guest_of_a_spawned_worker_is_visible(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
     context = multiprocessing.get_context('spawn')
-    worker = context.Process(target=in_a_worker, args=(host.root / 'state', host.uri, spec))
+    worker = context.Process(target=build_in_worker, args=(host.root / 'state', host.uri, spec))
     worker.start()
     worker.join(60)
     assert worker.exitcode == 0
-    assert real.guests()[spec.instance].running
+    assert real_libvirt.list_guests()[spec.instance].running
 
 
-def test_prepare(host: LibvirtHost, real: Libvirt, connection: object) -> None:
+def test_prepare_checks_the_host_and_starts_network_and_pool(
+    host: LibvirtHost, real_libvirt: Libvirt, connection: object
+) -> None:
     with (
         closing(Libvirt(host.root / 'elsewhere', uri=host.uri)) as elsewhere,
         pytest.raises(Conflict, match=f'{host.root}/state/images, not {host.root}/elsewhere/images'),
@@ -314,17 +328,17 @@ def test_prepare(host: LibvirtHost, real: Libvirt, connection: object) -> None:
     network, pool = connection.networkLookupByName('default'), connection.storagePoolLookupByName('ecompute')
     network.destroy()
     pool.destroy()
-    real.prepare()
+    real_libvirt.prepare()
     assert network.isActive()
     assert (pool.isActive(), pool.autostart()) == (1, 1)
 
 
-def test_what_the_processor_of_a_guest_can_do(real: Libvirt, caplog: pytest.LogCaptureFixture) -> None:
-    emulated = real.cpu_features('qemu')
+def test_cpu_features_of_a_guest(real_libvirt: Libvirt, caplog: pytest.LogCaptureFixture) -> None:
+    emulated = real_libvirt.read_cpu_features('qemu')
     # x86-64-v2, which EL 9 is built for.
     assert {'cx16', 'lahf_lm', 'popcnt', 'pni', 'ssse3', 'sse4.1', 'sse4.2'} <= emulated
     assert 'avx512f' not in emulated, 'the host may have it, and an emulated guest has not'
     assert caplog.text == ''
     # This host has no kvm, so no features are reported for it.
-    assert real.cpu_features('kvm') == frozenset()
+    assert real_libvirt.read_cpu_features('kvm') == frozenset()
     assert 'no traits of the processor: libvirt:' in caplog.text

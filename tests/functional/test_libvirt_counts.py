@@ -21,52 +21,52 @@ libvirtmod = pytest.importorskip('libvirtmod', reason="libvirt-python is not ins
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 
 # Calls that libvirt's client answers without libvirtd.
-LOCAL = ('Free', 'IsAlive', 'GetUUIDString', 'GetName', 'GetLastError', 'GetConnect')
+LOCAL_CALLS = ('Free', 'IsAlive', 'GetUUIDString', 'GetName', 'GetLastError', 'GetConnect')
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The number of calls to libvirtd by this thread. `process` counts started processes."""
     counts: Counter[str] = Counter()
     here = threading.get_ident()  # the event loop has a thread of its own
 
-    def counted(of: Any, name: str, said: str) -> None:
-        real = getattr(of, name)
+    def count_calls(owner: Any, name: str, label: str) -> None:
+        real = getattr(owner, name)
 
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == here:
-                counts[said] += 1
-            return real(*given, **named)
+                counts[label] += 1
+            return real(*args, **kwargs)
 
-        monkeypatch.setattr(of, name, call)
+        monkeypatch.setattr(owner, name, call)
 
     for name in dir(libvirtmod):
-        if name.startswith('vir') and callable(getattr(libvirtmod, name)) and not name.endswith(LOCAL):
-            counted(libvirtmod, name, name.removeprefix('vir'))
+        if name.startswith('vir') and callable(getattr(libvirtmod, name)) and not name.endswith(LOCAL_CALLS):
+            count_calls(libvirtmod, name, name.removeprefix('vir'))
     for owner, name in ((os, 'fork'), (os, 'posix_spawn'), (subprocess.Popen, '__init__')):
-        counted(owner, name, 'process')
+        count_calls(owner, name, 'process')
     return counts
 
 
-def test_a_disk_a_start_and_an_end_ask_this_much(real: Libvirt, spec: GuestSpec, asked: Counter[str]) -> None:
-    def taken(do: Callable[[], object]) -> Counter[str]:
-        asked.clear()
-        do()
-        return Counter(asked)
+def test_calls_for_a_disk_a_start_and_an_end(real_libvirt: Libvirt, spec: GuestSpec, call_counts: Counter[str]) -> None:
+    def count(action: Callable[[], object]) -> Counter[str]:
+        call_counts.clear()
+        action()
+        return Counter(call_counts)
 
     lookups = {'DomainLookupByName': 1, 'DomainLookupByUUIDString': 1}
     pool = {'StoragePoolLookupByName': 1}
-    assert taken(lambda: real.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
-    assert taken(lambda: real.start(spec)) == {
+    assert count(lambda: real_libvirt.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
+    assert count(lambda: real_libvirt.start(spec)) == {
         **lookups,
         **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
         **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # find out if its network has IPv6 to filter
     }
-    assert taken(lambda: real.destroy(spec.instance, COMPUTE)) == {
+    assert count(lambda: real_libvirt.destroy(spec.instance, COMPUTE)) == {
         **{'DomainLookupByName': 2, 'DomainLookupByUUIDString': 2, 'DomainGetMetadata': 1, 'DomainIsActive': 1},
         **{'DomainDestroy': 1, 'DomainIsPersistent': 1, 'DomainUndefineFlags': 1},
     }
-    assert taken(lambda: real.delete_disk(spec.instance)) == {
+    assert count(lambda: real_libvirt.delete_disk(spec.instance)) == {
         **lookups,
         **pool,
         **{'StorageVolLookupByName': 1, 'StorageVolDelete': 1},

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.model.guest import USER_DATA_LIMIT, network_config
+from ecomp.model.guest import MAX_USER_DATA_BYTES, make_network_config
 from tests.functional.mdservers import (
     AS_MODULE,
     KEY,
@@ -30,12 +30,12 @@ from tests.functional.mdservers import (
     UUID_A,
     UUID_B,
     Server,
-    asked,
-    describe,
-    fails,
-    serving,
+    make_request,
+    run_refused,
+    start_server,
+    write_host_files,
 )
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 # The metadata server itself, started as users start it.
 
@@ -43,13 +43,13 @@ from tests.kit.servers import until
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """A metadata server that takes 127.0.0.1 for guest A."""
-    conf = str(describe(tmp_path, {'127.0.0.1': MAC_A}))
-    with serving(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as started:
+    conf = str(write_host_files(tmp_path, {'127.0.0.1': MAC_A}))
+    with start_server(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as started:
         yield started
 
 
-def test_the_root_tells_anybody_that_a_metadata_server_answers(tmp_path: Path) -> None:
-    with serving(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as started:
+def test_root_identifies_a_metadata_server_to_all_clients(tmp_path: Path) -> None:
+    with start_server(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as started:
         answer = started.get('/')
         assert (answer.status, answer.read()) == (200, b'2009-04-04\nlatest')
         assert re.fullmatch(r'mdserver/[\d.]+', answer.getheader('Server') or '')
@@ -57,7 +57,7 @@ def test_the_root_tells_anybody_that_a_metadata_server_answers(tmp_path: Path) -
         assert (answer.status, answer.read()) == (404, b'404 Not Found: no current DHCP lease for 127.0.0.1\n')
 
 
-def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
+def test_guest_gets_its_own_metadata_and_the_defaults(server: Server) -> None:
     def body(path: str) -> bytes:
         answer = server.get(path)
         assert answer.status == 200, path
@@ -70,16 +70,16 @@ def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
     assert body(f'/seed/{UUID_A}/vendor-data').startswith(b'#!/bin/sh\n')
 
 
-def test_a_guest_with_several_interfaces_is_told_of_them(server: Server, tmp_path: Path) -> None:
+def test_guest_with_several_interfaces_gets_a_network_config(server: Server, tmp_path: Path) -> None:
     path, data = f'/seed/{UUID_A}/network-config', GuestData(tmp_path / 'metadata')
     assert server.get(path).read() == b'', 'an older ecompute says nothing of it'
-    data.write(asked(UUID_A), [MAC_A, MAC_B])
-    assert json.loads(server.get(path).read()) == network_config([MAC_A, MAC_B])
-    data.write(asked(UUID_A), [MAC_A])
+    data.write(make_request(UUID_A), [MAC_A, MAC_B])
+    assert json.loads(server.get(path).read()) == make_network_config([MAC_A, MAC_B])
+    data.write(make_request(UUID_A), [MAC_A])
     assert server.get(path).read() == b''
 
 
-def test_edits_count_from_the_next_request(server: Server, tmp_path: Path) -> None:
+def test_changed_files_count_from_the_next_request(server: Server, tmp_path: Path) -> None:
     (tmp_path / 'default-user-data').write_bytes(b'new')
     assert server.get('/latest/user-data').read() == b'new'
     (tmp_path / 'default-user-data').unlink()
@@ -98,7 +98,7 @@ def test_other_methods_and_proxies_are_refused(server: Server) -> None:
         assert (answer.status, answer.read()) == (403, b'403 Forbidden: not through a proxy\n')
 
 
-def test_page_in_a_guest_s_browser_is_told_nothing_by_a_name_that_leads_here(server: Server) -> None:
+def test_dns_rebinding_by_a_malicious_web_page_is_refused(server: Server) -> None:
     own = f'{server.address}:{server.port}'
     for host in ('evil.example', 'evil.example:80', '169.254.169.254.evil.example', f'{own}.evil.example',
                  f'{own}, evil.example', f'evil.example@{own}', '[evil]', 'localhost', ''):  # fmt: skip
@@ -114,13 +114,13 @@ def test_page_in_a_guest_s_browser_is_told_nothing_by_a_name_that_leads_here(ser
         assert client.recv(100).startswith(b'HTTP/1.0 200')
 
 
-def test_sizes_are_bounded(server: Server) -> None:
+def test_sizes_of_requests_are_limited(server: Server) -> None:
     assert server.get('/', headers={'X-Long': 'x' * 10_000}).status == 431
     assert server.get('/', 'PUT', headers={'Content-Length': '100000'}).status == 413
     assert server.get('/').status == 200
 
 
-def test_the_log_names_who_and_what_and_no_secret(server: Server, tmp_path: Path) -> None:
+def test_log_contains_clients_and_paths_but_no_secrets(server: Server, tmp_path: Path) -> None:
     (tmp_path / 'default-user-data').write_text(SECRET)
     assert SECRET in server.get('/latest/user-data').read().decode()
     server.get('/latest/a%0Ab%e9%20c')
@@ -135,7 +135,7 @@ def test_the_log_names_who_and_what_and_no_secret(server: Server, tmp_path: Path
     assert KEY not in log
 
 
-def test_clients_that_say_nothing_hold_up_nobody(server: Server) -> None:
+def test_silent_clients_do_not_block_others(server: Server) -> None:
     with contextlib.ExitStack() as silent:
         for number in range(200):
             sock = silent.enter_context(socket.create_connection((server.address, server.port)))
@@ -145,13 +145,13 @@ def test_clients_that_say_nothing_hold_up_nobody(server: Server) -> None:
 
 
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
-def test_a_signal_ends_it_with_0(server: Server, name: str) -> None:
+def test_signal_ends_it_with_0(server: Server, name: str) -> None:
     server.process.send_signal(signal.Signals[name])
     assert server.process.wait(20) == 0
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    with serving(tmp_path, '--with-parent', '--listen', '127.0.0.1:0', stdin=subprocess.PIPE) as started:
+    with start_server(tmp_path, '--with-parent', '--listen', '127.0.0.1:0', stdin=subprocess.PIPE) as started:
         assert started.get('/').status == 200
         assert started.process.poll() is None
         assert started.process.stdin is not None
@@ -159,25 +159,29 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         assert started.process.wait(20) == 0
 
 
-def test_where_it_cannot_listen_it_says_why(server: Server) -> None:
+def test_failure_to_listen_is_reported(server: Server) -> None:
     address = f'{server.address}:{server.port}'
-    assert fails('--listen', address) == (
-        1, f'mdserver: cannot listen on {address}: something listens there already, another mdserver perhaps: '
-           'end it or take another port\n')
+    assert run_refused('--listen', address) == (
+        1,
+        f'mdserver: cannot listen on {address}: something listens there already, another mdserver perhaps: '
+        'end it or take another port\n',
+    )
     # No machine has an address of TEST-NET-1 (RFC 5737).
-    assert fails('--listen', '192.0.2.254:0') == (
-        1, 'mdserver: cannot listen on 192.0.2.254:0: no interface here has that address: '
-           'ip addr add 192.0.2.254/32 dev virbr0\n')
+    assert run_refused('--listen', '192.0.2.254:0') == (
+        1,
+        'mdserver: cannot listen on 192.0.2.254:0: no interface here has that address: '
+        'ip addr add 192.0.2.254/32 dev virbr0\n',
+    )
 
 
-def test_what_is_wrong_with_its_arguments_is_one_line(tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_on_one_line(tmp_path: Path) -> None:
     conf = tmp_path / 'mdserver.conf'
     conf.write_text('[mdserver]\npassword = password\n[x]\n')
-    code, message = fails(str(conf))
+    code, message = run_refused(str(conf))
     assert code == 2
     assert re.fullmatch(rf'mdserver: {conf}: line 2: "password": .*; line 3: unknown section \[x\]: .*\n', message)
-    assert fails('--listen', 'localhost') == (2, "mdserver: --listen: 'localhost' is not an IPv4 address\n")
-    assert fails(str(tmp_path / 'none'))[0] == 2
+    assert run_refused('--listen', 'localhost') == (2, "mdserver: --listen: 'localhost' is not an IPv4 address\n")
+    assert run_refused(str(tmp_path / 'none'))[0] == 2
 
 
 # The metadata server and two guests that query it, in network namespaces.
@@ -186,7 +190,7 @@ def test_what_is_wrong_with_its_arguments_is_one_line(tmp_path: Path) -> None:
 IP_A = '192.168.122.11'
 IP_B = '192.168.122.12'
 # Runs in a guest: sends a request for each "METHOD URL source-address" line of its input, prints each answer as JSON.
-ASK = '''
+ASK_SCRIPT = """
 import http.client, json, sys, urllib.parse
 for line in sys.stdin:
     method, url, source = line.split()
@@ -195,7 +199,8 @@ for line in sys.stdin:
     asked.request(method, parts.path, 'instance_id=x' if method == 'POST' else None)
     answer = asked.getresponse()
     print(json.dumps([answer.status, answer.read().decode('latin-1')]), flush=True)
-'''
+"""
+
 
 class Bridge:
     """Three network namespaces, connected by veth.
@@ -207,28 +212,43 @@ class Bridge:
         self.host, self.a, self.b = (f'emd{os.getpid()}{which}' for which in 'hab')
         self.askers: dict[str, subprocess.Popen[str]] = {}
 
-    def ip(self, namespace: str, *arguments: str) -> None:
+    def run_ip(self, namespace: str, *arguments: str) -> None:
         result = subprocess.run(['ip', '-n', namespace, *arguments], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, f'ip {arguments}: {result.stderr}'
 
-    def up(self) -> None:
+    def start(self) -> None:
         for namespace in (self.host, self.a, self.b):
             subprocess.run(['ip', 'netns', 'add', namespace], check=True, timeout=60)
-            self.ip(namespace, 'link', 'set', 'lo', 'up')
-        self.ip(self.host, 'link', 'add', 'virbr0', 'type', 'bridge')
-        self.ip(self.host, 'link', 'set', 'virbr0', 'up')
-        self.ip(self.host, 'addr', 'add', '192.168.122.1/24', 'dev', 'virbr0')
-        self.ip(self.host, 'addr', 'add', '169.254.169.254/32', 'dev', 'virbr0')
+            self.run_ip(namespace, 'link', 'set', 'lo', 'up')
+        self.run_ip(self.host, 'link', 'add', 'virbr0', 'type', 'bridge')
+        self.run_ip(self.host, 'link', 'set', 'virbr0', 'up')
+        self.run_ip(self.host, 'addr', 'add', '192.168.122.1/24', 'dev', 'virbr0')
+        self.run_ip(self.host, 'addr', 'add', '169.254.169.254/32', 'dev', 'virbr0')
         for namespace, port, mac, address in ((self.a, 'vnet0', MAC_A, IP_A), (self.b, 'vnet1', MAC_B, IP_B)):
-            self.ip(self.host, 'link', 'add', port, 'type', 'veth', 'peer', 'name', 'eth0', 'address', mac,
-                    'netns', namespace)
-            self.ip(self.host, 'link', 'set', port, 'master', 'virbr0', 'up')
-            self.ip(namespace, 'link', 'set', 'eth0', 'up')
-            self.ip(namespace, 'addr', 'add', f'{address}/24', 'dev', 'eth0')
-            self.ip(namespace, 'route', 'add', 'default', 'via', '192.168.122.1')
+            self.run_ip(
+                self.host,
+                'link',
+                'add',
+                port,
+                'type',
+                'veth',
+                'peer',
+                'name',
+                'eth0',
+                'address',
+                mac,
+                'netns',
+                namespace,
+            )
+            self.run_ip(self.host, 'link', 'set', port, 'master', 'virbr0', 'up')
+            self.run_ip(namespace, 'link', 'set', 'eth0', 'up')
+            self.run_ip(namespace, 'addr', 'add', f'{address}/24', 'dev', 'eth0')
+            self.run_ip(namespace, 'route', 'add', 'default', 'via', '192.168.122.1')
             self.askers[namespace] = subprocess.Popen(
-                ['ip', 'netns', 'exec', namespace, sys.executable, '-c', ASK],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                ['ip', 'netns', 'exec', namespace, sys.executable, '-c', ASK_SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
 
     def ask(self, guest: str, path: str, source: str, method: str = 'GET') -> tuple[int, str]:
@@ -240,7 +260,7 @@ class Bridge:
         status, body = json.loads(asker.stdout.readline())
         return status, body
 
-    def down(self) -> None:
+    def stop(self) -> None:
         for asker in self.askers.values():
             asker.communicate(timeout=20)
         for namespace in (self.host, self.a, self.b):
@@ -248,141 +268,151 @@ class Bridge:
 
 
 @pytest.fixture
-def bridge() -> Iterator[Bridge]:
+def guest_bridge() -> Iterator[Bridge]:
     two_guests = Bridge()
     try:
-        two_guests.up()
+        two_guests.start()
         yield two_guests
     finally:
-        two_guests.down()
+        two_guests.stop()
 
 
 @pytest.fixture
-def on_bridge(bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
-    conf = describe(tmp_path, {IP_A: MAC_A, IP_B: MAC_B})
-    with serving(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', bridge.host)) as started:
+def bridge_server(guest_bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
+    conf = write_host_files(tmp_path, {IP_A: MAC_A, IP_B: MAC_B})
+    with start_server(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', guest_bridge.host)) as started:
         assert (started.address, started.port) == ('169.254.169.254', 80)
         yield started
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-@pytest.mark.usefixtures('on_bridge')
-def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
+@pytest.mark.usefixtures('bridge_server')
+def test_each_guest_sees_its_own_metadata(guest_bridge: Bridge) -> None:
     for guest, source, instance, name, keys in (
-        (bridge.a, IP_A, UUID_A, 'web1', [KEY]), (bridge.b, IP_B, UUID_B, 'web2', ['ssh-rsa B1', 'ssh-rsa B2']),
+        (guest_bridge.a, IP_A, UUID_A, 'web1', [KEY]),
+        (guest_bridge.b, IP_B, UUID_B, 'web2', ['ssh-rsa B1', 'ssh-rsa B2']),
     ):
         for tree in ('/2009-04-04/meta-data', '/latest/meta-data'):
-            assert bridge.ask(guest, f'{tree}/instance-id', source) == (200, instance)
-            assert bridge.ask(guest, f'{tree}/local-hostname/', source) == (200, name)
-            assert bridge.ask(guest, f'{tree}/local-ipv4', source) == (200, source)
+            assert guest_bridge.ask(guest, f'{tree}/instance-id', source) == (200, instance)
+            assert guest_bridge.ask(guest, f'{tree}/local-hostname/', source) == (200, name)
+            assert guest_bridge.ask(guest, f'{tree}/local-ipv4', source) == (200, source)
             for number, key in enumerate(keys):
-                assert bridge.ask(guest, f'{tree}/public-keys/{number}/openssh-key', source) == (200, key)
-        status, body = bridge.ask(guest, f'/seed/{instance}/meta-data', source)
+                assert guest_bridge.ask(guest, f'{tree}/public-keys/{number}/openssh-key', source) == (200, key)
+        status, body = guest_bridge.ask(guest, f'/seed/{instance}/meta-data', source)
         assert status == 200
         assert json.loads(body) == {
-            'instance-id': instance, 'local-hostname': name, 'public-keys': keys, 'dsmode': 'net',
+            'instance-id': instance,
+            'local-hostname': name,
+            'public-keys': keys,
+            'dsmode': 'net',
         }
-    assert bridge.ask(bridge.b, '/latest/meta-data/public-keys/', IP_B) == (200, '0=default\n1=key-1')
-    assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
-    assert bridge.ask(bridge.b, '/latest/user-data', IP_B) == (200, f'#!/bin/sh\necho {SECRET}\n')
+    assert guest_bridge.ask(guest_bridge.b, '/latest/meta-data/public-keys/', IP_B) == (200, '0=default\n1=key-1')
+    assert guest_bridge.ask(guest_bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
+    assert guest_bridge.ask(guest_bridge.b, '/latest/user-data', IP_B) == (200, f'#!/bin/sh\necho {SECRET}\n')
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-@pytest.mark.usefixtures('on_bridge')
-def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bridge) -> None:
+@pytest.mark.usefixtures('bridge_server')
+def test_lan_host_with_a_guests_address_does_not_affect_the_guest(guest_bridge: Bridge) -> None:
     """Linux accepts ARP for any address on any interface."""
-    bridge.ip(bridge.host, 'link', 'add', 'lan', 'type', 'bridge')
-    bridge.ip(bridge.host, 'link', 'set', 'lan', 'up')
-    bridge.ip(bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'lan', 'nud', 'permanent')
-    assert bridge.ask(bridge.a, '/latest/meta-data/instance-id', IP_A) == (200, UUID_A)
-    bridge.ip(bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'virbr0', 'nud', 'permanent')
-    assert bridge.ask(bridge.b, '/latest/meta-data/instance-id', IP_B) == (200, UUID_B)
-    bridge.ip(bridge.b, 'addr', 'add', f'{IP_A}/32', 'dev', 'eth0')
-    assert bridge.ask(bridge.b, '/latest/meta-data/instance-id', IP_A)[0] == 404
+    guest_bridge.run_ip(guest_bridge.host, 'link', 'add', 'lan', 'type', 'bridge')
+    guest_bridge.run_ip(guest_bridge.host, 'link', 'set', 'lan', 'up')
+    guest_bridge.run_ip(guest_bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'lan', 'nud', 'permanent')
+    assert guest_bridge.ask(guest_bridge.a, '/latest/meta-data/instance-id', IP_A) == (200, UUID_A)
+    guest_bridge.run_ip(
+        guest_bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'virbr0', 'nud', 'permanent'
+    )
+    assert guest_bridge.ask(guest_bridge.b, '/latest/meta-data/instance-id', IP_B) == (200, UUID_B)
+    guest_bridge.run_ip(guest_bridge.b, 'addr', 'add', f'{IP_A}/32', 'dev', 'eth0')
+    assert guest_bridge.ask(guest_bridge.b, '/latest/meta-data/instance-id', IP_A)[0] == 404
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-@pytest.mark.usefixtures('on_bridge')
-def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_path: Path) -> None:
+@pytest.mark.usefixtures('bridge_server')
+def test_each_guest_gets_the_metadata_of_its_request(guest_bridge: Bridge, tmp_path: Path) -> None:
     """Name, keys and user-data reach the guest, as large and unusual as they may be."""
     key = 'ssh-rsa AAAA mé@home: 100 %'
-    largest = gzip.compress(random.Random(1).randbytes(USER_DATA_LIMIT - 400), 0, mtime=0)
-    assert USER_DATA_LIMIT - 400 < len(largest) <= USER_DATA_LIMIT
+    largest = gzip.compress(random.Random(1).randbytes(MAX_USER_DATA_BYTES - 400), 0, mtime=0)
+    assert MAX_USER_DATA_BYTES - 400 < len(largest) <= MAX_USER_DATA_BYTES
     script = '#!/bin/sh\necho "$(hostname)": \'ä\' {{ x }} \\u0041\x01\n'.encode()
     data = GuestData(tmp_path / 'metadata')
     fields = {'name': 'db-1', 'ssh_keys': (KEY, key), 'user_data': largest}
-    data.write(asked(UUID_A, **fields), [MAC_A])
-    data.write(asked(UUID_B, ssh_keys=(), user_data=script), [MAC_B])
+    data.write(make_request(UUID_A, **fields), [MAC_A])
+    data.write(make_request(UUID_B, ssh_keys=(), user_data=script), [MAC_B])
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / 'metadata').iterdir()} == {0o600}
     for guest, source, instance, name, keys, user_data in (
-        (bridge.a, IP_A, UUID_A, 'db-1', [KEY, key], largest), (bridge.b, IP_B, UUID_B, f'vm-{UUID_B[:8]}', [], script),
+        (guest_bridge.a, IP_A, UUID_A, 'db-1', [KEY, key], largest),
+        (guest_bridge.b, IP_B, UUID_B, f'vm-{UUID_B[:8]}', [], script),
     ):
-        assert bridge.ask(guest, '/latest/meta-data/local-hostname', source) == (200, name)
-        status, body = bridge.ask(guest, f'/seed/{instance}/meta-data', source)
+        assert guest_bridge.ask(guest, '/latest/meta-data/local-hostname', source) == (200, name)
+        status, body = guest_bridge.ask(guest, f'/seed/{instance}/meta-data', source)
         seed = json.loads(body.encode('latin-1'))
         assert (status, seed['local-hostname'], seed['public-keys']) == (200, name, keys)
         for path in ('/2009-04-04/user-data', '/latest/user-data', f'/seed/{instance}/user-data'):
-            assert bridge.ask(guest, path, source) == (200, user_data.decode('latin-1'))
+            assert guest_bridge.ask(guest, path, source) == (200, user_data.decode('latin-1'))
         for number, expected in enumerate(keys):
             path = f'/latest/meta-data/public-keys/{number}/openssh-key'
-            assert bridge.ask(guest, path, source) == (200, expected.encode().decode('latin-1'))
+            assert guest_bridge.ask(guest, path, source) == (200, expected.encode().decode('latin-1'))
     # The request has an empty list of keys, so the keys of mdserver.conf are not added.
-    assert 'public-keys' not in bridge.ask(bridge.b, '/latest/meta-data/', IP_B)[1]
+    assert 'public-keys' not in guest_bridge.ask(guest_bridge.b, '/latest/meta-data/', IP_B)[1]
     data.remove(UUID_A, [MAC_A])
-    assert bridge.ask(bridge.a, '/latest/user-data', IP_A)[0] == 404
-    data.write(asked(UUID_A), [MAC_A])
-    assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
+    assert guest_bridge.ask(guest_bridge.a, '/latest/user-data', IP_A)[0] == 404
+    data.write(make_request(UUID_A), [MAC_A])
+    assert guest_bridge.ask(guest_bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-@pytest.mark.usefixtures('on_bridge')
-def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path: Path) -> None:
+@pytest.mark.usefixtures('bridge_server')
+def test_guest_reports_ready_only_for_itself(guest_bridge: Bridge, tmp_path: Path) -> None:
     data = GuestData(tmp_path / 'metadata')
-    assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_A, 'POST')[0] == 404
-    assert bridge.ask(bridge.a, '/phone-home/..%2f..%2fetc/', IP_A, 'POST')[0] in (404, 405)
-    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A)[0] == 404  # a GET is not a report
-    assert data.ready() == set()
+    assert guest_bridge.ask(guest_bridge.a, f'/phone-home/{UUID_B}/', IP_A, 'POST')[0] == 404
+    assert guest_bridge.ask(guest_bridge.a, '/phone-home/..%2f..%2fetc/', IP_A, 'POST')[0] in (404, 405)
+    assert guest_bridge.ask(guest_bridge.a, f'/phone-home/{UUID_A}/', IP_A)[0] == 404  # a GET is not a report
+    assert data.find_ready() == set()
     notices: list[str] = []
-    stop = data.on_ready(notices.append)
+    stop = data.watch_reports(notices.append)
     for _ in range(2):
-        assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A, 'POST') == (200, 'ok')
-    assert data.ready() == {UUID_A}
-    until(lambda: any(UUID_A in notice for notice in notices), 10, 'it is noticed')
+        assert guest_bridge.ask(guest_bridge.a, f'/phone-home/{UUID_A}/', IP_A, 'POST') == (200, 'ok')
+    assert data.find_ready() == {UUID_A}
+    wait_until(lambda: any(UUID_A in notice for notice in notices), 10, 'it is noticed')
     stop()
-    assert data.all() == {MAC_A: UUID_A, MAC_B: UUID_B, UUID_A: UUID_A}
+    assert data.read_instances() == {MAC_A: UUID_A, MAC_B: UUID_B, UUID_A: UUID_A}
     # Another guest that takes this guest's address cannot report for it.
-    bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
-    bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
-    assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_B, 'POST')[0] == 404
-    assert data.ready() == {UUID_A}
+    guest_bridge.run_ip(guest_bridge.b, 'link', 'set', 'eth0', 'down')
+    guest_bridge.run_ip(guest_bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
+    assert guest_bridge.ask(guest_bridge.a, f'/phone-home/{UUID_B}/', IP_B, 'POST')[0] == 404
+    assert data.find_ready() == {UUID_A}
     # A recreated guest is not ready yet, and its removal deletes the report.
-    data.write(asked(UUID_A), [MAC_A])
-    assert data.ready() == set()
-    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}', IP_A, 'POST') == (200, 'ok')
+    data.write(make_request(UUID_A), [MAC_A])
+    assert data.find_ready() == set()
+    assert guest_bridge.ask(guest_bridge.a, f'/phone-home/{UUID_A}', IP_A, 'POST') == (200, 'ok')
     data.remove(UUID_A, [MAC_A])
-    assert data.ready() == set()
+    assert data.find_ready() == set()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-@pytest.mark.usefixtures('on_bridge')
-def test_the_others_seed_is_not_there(bridge: Bridge) -> None:
+@pytest.mark.usefixtures('bridge_server')
+def test_seed_of_another_guest_is_not_served(guest_bridge: Bridge) -> None:
     for name in ('', 'meta-data', 'user-data', 'vendor-data'):
-        assert bridge.ask(bridge.a, f'/seed/{UUID_B}/{name}', IP_A)[0] == 404
-        assert bridge.ask(bridge.b, f'/seed/{UUID_B}/{name}', IP_B)[0] == 200
+        assert guest_bridge.ask(guest_bridge.a, f'/seed/{UUID_B}/{name}', IP_A)[0] == 404
+        assert guest_bridge.ask(guest_bridge.b, f'/seed/{UUID_B}/{name}', IP_B)[0] == 200
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
-def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Server) -> None:
+def test_forged_address_is_refused_and_logged(guest_bridge: Bridge, bridge_server: Server) -> None:
     """Guest A takes B's address while B is down, as a guest with a lease and no filter could."""
-    bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
-    bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
+    guest_bridge.run_ip(guest_bridge.b, 'link', 'set', 'eth0', 'down')
+    guest_bridge.run_ip(guest_bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
     for path in ('/latest/user-data', f'/seed/{UUID_B}/user-data'):
-        status, body = bridge.ask(bridge.a, path, IP_B)
+        status, body = guest_bridge.ask(guest_bridge.a, path, IP_B)
         assert (status, body) == (404, f'404 Not Found: {IP_B} is leased to another machine\n')
     assert f'REFUSED {IP_B}: {IP_B} is leased to another machine: leased to {MAC_B}, used by {MAC_A}' in (
-        on_bridge.log.read_text())
+        bridge_server.log.read_text()
+    )
     # An address without a lease gets no metadata either.
-    bridge.ip(bridge.a, 'addr', 'add', '192.168.122.99/32', 'dev', 'eth0')
-    assert bridge.ask(bridge.a, '/latest/meta-data/', '192.168.122.99') == (
-        404, '404 Not Found: no current DHCP lease for 192.168.122.99\n')
-    assert bridge.ask(bridge.a, '/', '192.168.122.99')[0] == 200
+    guest_bridge.run_ip(guest_bridge.a, 'addr', 'add', '192.168.122.99/32', 'dev', 'eth0')
+    assert guest_bridge.ask(guest_bridge.a, '/latest/meta-data/', '192.168.122.99') == (
+        404,
+        '404 Not Found: no current DHCP lease for 192.168.122.99\n',
+    )
+    assert guest_bridge.ask(guest_bridge.a, '/', '192.168.122.99')[0] == 200

@@ -28,11 +28,11 @@ from ecomp.model.allocation import Room
 from ecomp.placement import allocations, by_http, providers
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import AGGREGATES, TRAITS, change_names
-from tests.functional.placement_client import PROJECT, SMALL, USER, claim, connected, new
+from tests.functional.placement_client import PROJECT, SMALL, USER, claim, make_uuid, open_client
 from tests.kit.faulty_placement import FaultyPlacement
-from tests.kit.listening import Listening
+from tests.kit.listening import ThreadedServer
 from tests.kit.proxy import Proxy
-from tests.kit.servers import PATIENCE, PlacementServer, free_port, until
+from tests.kit.servers import SLOWDOWN_FACTOR, PlacementServer, free_port, wait_until
 
 
 @pytest.fixture
@@ -44,58 +44,58 @@ def provider(placement: PlacementServer) -> str:
 
 
 @pytest.mark.fast
-def test_a_provider_is_made_once(client: Placement, placement: PlacementServer) -> None:
-    compute = new()
-    assert providers.ensure(client, compute)
-    assert not providers.ensure(client, compute)
+def test_ensure_creates_a_provider_once(client: Placement, placement: PlacementServer) -> None:
+    compute = make_uuid()
+    assert providers.ensure_provider(client, compute)
+    assert not providers.ensure_provider(client, compute)
     answer = placement.call('GET', f'/resource_providers/{compute}')
     assert answer['name'] == compute
 
 
 @pytest.mark.fast
-def test_an_inventory_is_set_whole_whatever_it_was(client: Placement, placement: PlacementServer) -> None:
-    compute = new()
+def test_set_inventory_replaces_the_whole_inventory(client: Placement, placement: PlacementServer) -> None:
+    compute = make_uuid()
     before = {'VCPU': {'total': 4, 'reserved': 0}, 'DISK_GB': {'total': 1, 'reserved': 1}}
     after = {'VCPU': {'total': 4, 'reserved': 4}, 'MEMORY_MB': {'total': 9, 'reserved': 0}}
-    assert not providers.is_as(client, compute, before)
-    providers.ensure(client, compute)
-    assert not providers.is_as(client, compute, before)
+    assert not providers.has_inventory(client, compute, before)
+    providers.ensure_provider(client, compute)
+    assert not providers.has_inventory(client, compute, before)
     providers.set_inventory(client, compute, before)
-    assert providers.is_as(client, compute, before)
-    assert not providers.is_as(client, compute, after)
+    assert providers.has_inventory(client, compute, before)
+    assert not providers.has_inventory(client, compute, after)
     providers.set_inventory(client, compute, after)
-    assert providers.is_as(client, compute, after)
-    inventory = providers.inventory(client, compute)
+    assert providers.has_inventory(client, compute, after)
+    inventory = providers.read_raw_inventory(client, compute)
     assert {name: (amounts['total'], amounts['reserved']) for name, amounts in inventory.items()} == {
         'VCPU': (4, 4),
         'MEMORY_MB': (9, 0),
     }
-    assert placement.inventory(compute).keys() == inventory.keys()
+    assert placement.read_inventory(compute).keys() == inventory.keys()
 
 
 @pytest.mark.fast
-def test_a_class_in_use_cannot_vanish(client: Placement, provider: str) -> None:
-    claim(client, new(), provider)
+def test_set_inventory_cannot_remove_a_class_in_use(client: Placement, provider: str) -> None:
+    claim(client, make_uuid(), provider)
     with pytest.raises(Conflict, match='in use') as caught:
         providers.set_inventory(client, provider, {'VCPU': {'total': 2, 'reserved': 0}})
     assert not isinstance(caught.value, GenerationConflict)
 
 
 @pytest.mark.fast
-def test_an_inventory_is_set_while_others_claim(client: Placement, placement: PlacementServer) -> None:
+def test_set_inventory_succeeds_during_concurrent_claims(client: Placement, placement: PlacementServer) -> None:
     provider = placement.make_provider(VCPU=1000, MEMORY_MB=100_000, DISK_GB=1000)
     stop = threading.Event()
     claimed: list[str] = []
 
-    def claims() -> None:
-        with connected(placement.url) as own_client:
+    def claim_repeatedly() -> None:
+        with open_client(placement.url) as own_client:
             while not stop.wait(random.uniform(0, 0.1)):
-                instance = new()
+                instance = make_uuid()
                 claim(own_client, instance, provider)
                 claimed.append(instance)
 
     with ThreadPoolExecutor(1) as pool:
-        claimer = pool.submit(claims)
+        claimer = pool.submit(claim_repeatedly)
         try:
             other_classes = {'MEMORY_MB': {'total': 100_000, 'reserved': 0}, 'DISK_GB': {'total': 1000, 'reserved': 0}}
             # Repeat until several claims were interleaved: the claiming thread may start late.
@@ -106,8 +106,8 @@ def test_an_inventory_is_set_while_others_claim(client: Placement, placement: Pl
         finally:
             stop.set()
         claimer.result()
-    assert placement.inventory(provider)['VCPU']['total'] == total
-    assert placement.consumers(provider).keys() == set(claimed)
+    assert placement.read_inventory(provider)['VCPU']['total'] == total
+    assert placement.read_consumers(provider).keys() == set(claimed)
     assert len(claimed) >= 3
 
 
@@ -115,22 +115,22 @@ def test_an_inventory_is_set_while_others_claim(client: Placement, placement: Pl
 
 
 @pytest.mark.fast
-def test_errors_by_their_code(client: Placement, placement: PlacementServer, provider: str) -> None:
+def test_each_error_code_raises_its_exception(client: Placement, placement: PlacementServer, provider: str) -> None:
     with pytest.raises(NotFound):
-        client.get(f'/resource_providers/{new()}')
+        client.get(f'/resource_providers/{make_uuid()}')
     with pytest.raises(Conflict) as caught:
-        client.write('POST', '/resource_providers', {'uuid': new(), 'name': provider})
+        client.write('POST', '/resource_providers', {'uuid': make_uuid(), 'name': provider})
     assert type(caught.value) is Conflict
     body = {'resource_provider_generation': 99, 'inventories': {}}
     with pytest.raises(GenerationConflict):
         client.write('PUT', f'/resource_providers/{provider}/inventories', body)
     with pytest.raises(NoCapacity, match='Unable to allocate inventory'):
-        claim(client, new(), provider, VCPU=3)
+        claim(client, make_uuid(), provider, VCPU=3)
     with pytest.raises(PlacementRefusal):
-        claim(client, new(), new())  # an unknown provider is a 400
+        claim(client, make_uuid(), make_uuid())  # an unknown provider is a 400
     with pytest.raises(PlacementRefusal):
-        client.write('PUT', f'/allocations/{new()}', {'allocations': 7})
-    assert placement.consumers(provider) == {}
+        client.write('PUT', f'/allocations/{make_uuid()}', {'allocations': 7})
+    assert placement.read_consumers(provider) == {}
 
 
 MALFORMED = [
@@ -154,9 +154,9 @@ MALFORMED = [
 
 @pytest.mark.fast
 @pytest.mark.parametrize('query', MALFORMED)
-def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, query: str) -> None:
+def test_malformed_query_is_refused_with_placement_s_message(client: Placement, query: str) -> None:
     with pytest.raises(PlacementRefusal) as caught:
-        allocations.candidates(client, query)
+        allocations.read_candidates(client, query)
     assert str(caught.value)
     assert '\n' not in str(caught.value)
     assert caught.value.exit_code == 2
@@ -166,10 +166,10 @@ def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, qu
 @pytest.mark.parametrize(
     'query', ['resources=VCPU:1#x', 'resources=é:1', '', 'resources=VCPU:1 &x', 'a\r\nb: c', '\x00']
 )
-def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
+def test_query_cannot_inject_url_parts_or_headers(client: Placement, query: str) -> None:
     message = ''
     try:
-        allocations.candidates(client, query)
+        allocations.read_candidates(client, query)
     except EcompError as error:
         message = str(error)
     assert '\n' not in message
@@ -179,80 +179,82 @@ def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
 
 
 @pytest.mark.fast
-def test_candidates(client: Placement, provider: str) -> None:
+def test_candidates_match_resources_and_traits(client: Placement, provider: str) -> None:
     query = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
-    assert allocations.candidates(client, query).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
-    assert allocations.candidates(client, query + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
-    assert allocations.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
+    assert allocations.read_candidates(client, query).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
+    assert allocations.read_candidates(client, query + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
+    assert allocations.read_candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
 @pytest.mark.fast
-def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -> None:
+def test_fully_reserved_provider_is_not_a_candidate(client: Placement, provider: str) -> None:
     inventory = {name: {'total': total, 'reserved': 0} for name, total in (('VCPU', 2), ('MEMORY_MB', 512))}
     providers.set_inventory(client, provider, {**inventory, 'VCPU': {'total': 2, 'reserved': 2}})
-    assert allocations.candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
-    assert len(allocations.candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
+    assert allocations.read_candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
+    assert len(allocations.read_candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
 
 
 # Claims
 
 
 @pytest.mark.fast
-def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementServer, provider: str) -> None:
+def test_claim_over_two_providers_is_all_or_nothing(
+    client: Placement, placement: PlacementServer, provider: str
+) -> None:
     other = placement.make_provider(DISK_GB=1)
     with pytest.raises(NoCapacity):
-        allocations.claim_once(client, new(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
-    assert placement.consumers(provider) == placement.consumers(other) == {}
-    instance = new()
+        allocations.claim_once(client, make_uuid(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
+    assert placement.read_consumers(provider) == placement.read_consumers(other) == {}
+    instance = make_uuid()
     allocations.claim_once(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
-    consumer = allocations.consumer(client, instance)
+    consumer = allocations.read_consumer(client, instance)
     assert consumer.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
     assert (consumer.user_id, consumer.project_id) == (USER, PROJECT)
 
 
 @pytest.mark.fast
-def test_a_second_claim_without_the_generation_is_refused(client: Placement, provider: str) -> None:
-    instance = new()
+def test_second_claim_without_the_generation_is_refused(client: Placement, provider: str) -> None:
+    instance = make_uuid()
     claim(client, instance, provider)
     with pytest.raises(GenerationConflict):
         claim(client, instance, provider)
-    assert allocations.of_provider(client, provider) == {instance: SMALL}
+    assert allocations.read_provider_allocations(client, provider) == {instance: SMALL}
 
 
 @pytest.mark.fast
-def test_a_consumer_nobody_knows_holds_nothing(client: Placement) -> None:
-    assert allocations.consumer(client, new()) == allocations.Consumer()
-    assert allocations.release_once(client, new(), allocations.Consumer())
+def test_unknown_consumer_holds_nothing(client: Placement) -> None:
+    assert allocations.read_consumer(client, make_uuid()) == allocations.Consumer()
+    assert allocations.release_once(client, make_uuid(), allocations.Consumer())
 
 
 @pytest.mark.fast
-def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
+def test_moved_claim_is_not_freed_by_a_stale_release(
     client: Placement, placement: PlacementServer, provider: str
 ) -> None:
     target = placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
-    instance = new()
+    instance = make_uuid()
     claim(client, instance, provider)
-    before = allocations.consumer(client, instance)
+    before = allocations.read_consumer(client, instance)
     claim(client, instance, target, before.generation)
-    assert placement.allocations(instance) == {target: SMALL}
+    assert placement.read_allocations(instance) == {target: SMALL}
     assert not allocations.release_once(client, instance, before)
-    assert placement.allocations(instance) == {target: SMALL}
-    assert allocations.release_once(client, instance, allocations.consumer(client, instance))
-    assert placement.allocations(instance) == {}
-    assert placement.consumers(target) == {}
+    assert placement.read_allocations(instance) == {target: SMALL}
+    assert allocations.release_once(client, instance, allocations.read_consumer(client, instance))
+    assert placement.read_allocations(instance) == {}
+    assert placement.read_consumers(target) == {}
 
 
 @pytest.mark.fast
-def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str) -> None:
-    assert allocations.of_provider(client, provider) == {}
-    assert providers.usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
-    first, second = new(), new()
+def test_provider_lists_the_allocation_of_each_consumer(client: Placement, provider: str) -> None:
+    assert allocations.read_provider_allocations(client, provider) == {}
+    assert providers.read_usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
+    first, second = make_uuid(), make_uuid()
     claim(client, first, provider)
-    assert providers.usages(client, provider) == SMALL
+    assert providers.read_usages(client, provider) == SMALL
     claim(client, second, provider, VCPU=1)
-    assert allocations.of_provider(client, provider) == {first: SMALL, second: {'VCPU': 1}}
+    assert allocations.read_provider_allocations(client, provider) == {first: SMALL, second: {'VCPU': 1}}
     with pytest.raises(NotFound):
-        allocations.of_provider(client, new())
+        allocations.read_provider_allocations(client, make_uuid())
 
 
 # Lost requests and answers
@@ -260,26 +262,24 @@ def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str
 
 @pytest.mark.fast
 @pytest.mark.parametrize('arrives', [True, False])
-def test_a_claim_that_is_lost_or_its_answer_is_an_unknown_outcome(
-    placement: PlacementServer, provider: str, arrives: bool
-) -> None:
-    instance = new()
-    with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
+def test_claim_lost_in_transit_raises_unknown_outcome(placement: PlacementServer, provider: str, arrives: bool) -> None:
+    instance = make_uuid()
+    with Proxy(placement.port) as proxy, open_client(f'http://{proxy.address}') as client:
         client.get(f'/resource_providers/{provider}')
-        applied = (lambda: placement.allocations(instance)) if arrives else None
+        applied = (lambda: placement.read_allocations(instance)) if arrives else None
         proxy.lose(f'PUT /allocations/{instance}'.encode(), applied)
         with pytest.raises(UnknownOutcome, match='connection broke'):
             claim(client, instance, provider)
-        assert placement.allocations(instance) == ({provider: SMALL} if arrives else {})
+        assert placement.read_allocations(instance) == ({provider: SMALL} if arrives else {})
         # A read is idempotent, so it is sent again.
         proxy.lose_request(b'GET /resource_providers')
         assert client.get(f'/resource_providers/{provider}')['uuid'] == provider
 
 
 @pytest.mark.fast
-def test_a_closed_port_is_unreachable() -> None:
+def test_closed_port_is_unreachable() -> None:
     url = f'http://127.0.0.1:{free_port()}'
-    with connected(url) as client:
+    with open_client(url) as client:
         for call in (lambda: client.get('/'), lambda: client.write('PUT', '/x', {})):
             with pytest.raises(Unreachable, match=f'{url} cannot be reached: no connection') as caught:
                 call()
@@ -287,40 +287,40 @@ def test_a_closed_port_is_unreachable() -> None:
 
 
 @pytest.mark.fast
-def test_a_name_without_an_address_is_unreachable() -> None:
-    with connected('http://no-such-host.invalid:8080') as client, pytest.raises(Unreachable, match='no connection'):
+def test_host_name_without_an_address_is_unreachable() -> None:
+    with open_client('http://no-such-host.invalid:8080') as client, pytest.raises(Unreachable, match='no connection'):
         client.write('PUT', '/x', {})
 
 
 @pytest.mark.fast
-def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer) -> None:
-    with connected(own_placement.url, (1.0, 0.3)) as client:
+def test_frozen_placement_times_out(own_placement: PlacementServer) -> None:
+    with open_client(own_placement.url, (1.0, 0.3)) as client:
         own_placement.pause()
         began = time.monotonic()
         with pytest.raises(UnknownOutcome, match=r'no answer in 0\.3 s'):
-            client.write('PUT', f'/allocations/{new()}', {})
-        assert time.monotonic() - began < PATIENCE * 1.5
+            client.write('PUT', f'/allocations/{make_uuid()}', {})
+        assert time.monotonic() - began < SLOWDOWN_FACTOR * 1.5
         with pytest.raises(Unreachable, match=r'no answer in 0\.3 s') as caught:
             client.get('/resource_providers')
         assert not isinstance(caught.value, UnknownOutcome)
         own_placement.resume()
-        until(own_placement.is_ready, 10, 'placement is awake')
+        wait_until(own_placement.is_ready, 10, 'placement is awake')
         assert client.get('/resource_providers') == {'resource_providers': []}
 
 
 @pytest.mark.fast
-def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> None:
+def test_slow_answer_calls_the_slow_callback_once(placement: PlacementServer) -> None:
     delays: list[tuple[str, float]] = []
 
-    def tell(name: str, seconds: float) -> None:
+    def record_delay(name: str, seconds: float) -> None:
         delays.append((name, seconds))
 
     with FaultyPlacement(placement.port) as faulty:
         faulty.fail('slow', seconds=1.0)
-        Placement(faulty.url, slow=(0.05, tell)).get('/resource_providers')
+        Placement(faulty.url, slow=(0.05, record_delay)).get('/resource_providers')
         assert delays == [(f'placement at {faulty.url}', 0.05)]
         faulty.heal()
-        Placement(faulty.url, slow=(60.0, tell)).get('/resource_providers')
+        Placement(faulty.url, slow=(60.0, record_delay)).get('/resource_providers')
     assert len(delays) == 1
 
 
@@ -330,20 +330,20 @@ def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> N
 ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
 
 
-def test_names(client: Placement, placement: PlacementServer) -> None:
-    own, foreign = placement.make_provider(VCPU=1), new()
+def test_names_include_providers_outside_ecomp(client: Placement, placement: PlacementServer) -> None:
+    own, foreign = placement.make_provider(VCPU=1), make_uuid()
     placement.call('POST', '/resource_providers', {'uuid': foreign, 'name': f'nova-{foreign}'})
-    names = providers.names(client)
+    names = providers.read_provider_names(client)
     assert (names[own], names[foreign]) == (own, f'nova-{foreign}')
-    assert providers.name(client, foreign) == f'nova-{foreign}'
-    assert providers.name(client, new()) is None
+    assert providers.read_provider_name(client, foreign) == f'nova-{foreign}'
+    assert providers.read_provider_name(client, make_uuid()) is None
 
 
-def test_shares_of_a_free_a_full_a_closed_and_a_bare_provider(client: Placement, placement: PlacementServer) -> None:
+def test_shares_of_free_full_closed_and_empty_providers(client: Placement, placement: PlacementServer) -> None:
     free, full, closed = (placement.make_provider(VCPU=2, MEMORY_MB=512, DISK_GB=10) for _ in range(3))
-    claim(client, new(), free)
-    claim(client, new(), full, VCPU=2, MEMORY_MB=64)
-    claim(client, new(), closed)
+    claim(client, make_uuid(), free)
+    claim(client, make_uuid(), full, VCPU=2, MEMORY_MB=64)
+    claim(client, make_uuid(), closed)
     providers.set_inventory(
         client,
         closed,
@@ -353,17 +353,17 @@ def test_shares_of_a_free_a_full_a_closed_and_a_bare_provider(client: Placement,
             'DISK_GB': {'total': 10, 'reserved': 10},
         },
     )
-    bare = new()
-    providers.ensure(client, bare)
-    assert providers.shares(client, [free, full, closed, bare, new()]) == {
+    bare = make_uuid()
+    providers.ensure_provider(client, bare)
+    assert providers.read_rooms(client, [free, full, closed, bare, make_uuid()]) == {
         free: {'VCPU': Room(2, 1), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 1)},
         full: {'VCPU': Room(2, 2), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 0)},
-        closed: {'VCPU': Room(0, 1, shut=True), 'MEMORY_MB': Room(48, 64), 'DISK_GB': Room(0, 1)},
+        closed: {'VCPU': Room(0, 1, is_fully_reserved=True), 'MEMORY_MB': Room(48, 64), 'DISK_GB': Room(0, 1)},
         bare: {},
     }
 
 
-def test_what_both_ways_of_asking_say_is_the_same(client: Placement, placement: PlacementServer) -> None:
+def test_shares_are_equal_in_bulk_and_single_queries(client: Placement, placement: PlacementServer) -> None:
     # A provider with room is part of the bulk answer; a full one is queried separately. Both apply the allocation
     # ratio and the reserved amount.
     provider = placement.make_provider(VCPU=2)
@@ -372,75 +372,75 @@ def test_what_both_ways_of_asking_say_is_the_same(client: Placement, placement: 
         'MEMORY_MB': {'total': 99, 'reserved': 10, 'allocation_ratio': 1.3},
     }
     providers.set_inventory(client, provider, roomy)
-    before = providers.shares(client, [provider])[provider]
+    before = providers.read_rooms(client, [provider])[provider]
     assert before == {'VCPU': Room(4, 0), 'MEMORY_MB': Room(115, 0)}
-    claim(client, new(), provider, VCPU=4)
-    assert providers.shares(client, [provider])[provider] == {**before, 'VCPU': Room(4, 4)}
+    claim(client, make_uuid(), provider, VCPU=4)
+    assert providers.read_rooms(client, [provider])[provider] == {**before, 'VCPU': Room(4, 4)}
 
 
-def test_a_provider_is_removed_once(client: Placement, placement: PlacementServer) -> None:
+def test_delete_removes_a_provider_once(client: Placement, placement: PlacementServer) -> None:
     provider = placement.make_provider(VCPU=2)
-    assert providers.delete(client, provider)
-    assert providers.name(client, provider) is None
-    assert not providers.delete(client, provider)
+    assert providers.delete_provider(client, provider)
+    assert providers.read_provider_name(client, provider) is None
+    assert not providers.delete_provider(client, provider)
 
 
-def test_a_provider_in_use_or_with_children_stays(client: Placement, placement: PlacementServer) -> None:
-    used, parent, child = placement.make_provider(VCPU=2), placement.make_provider(VCPU=2), new()
-    claim(client, new(), used, VCPU=1)
+def test_provider_in_use_or_with_children_is_not_deleted(client: Placement, placement: PlacementServer) -> None:
+    used, parent, child = placement.make_provider(VCPU=2), placement.make_provider(VCPU=2), make_uuid()
+    claim(client, make_uuid(), used, VCPU=1)
     placement.call('POST', '/resource_providers', {'uuid': child, 'name': child, 'parent_provider_uuid': parent})
     for provider in (used, parent):
         with pytest.raises(Conflict, match=provider):
-            providers.delete(client, provider)
-        assert providers.name(client, provider) == provider
+            providers.delete_provider(client, provider)
+        assert providers.read_provider_name(client, provider) == provider
 
 
-def test_a_lost_answer_is_read_back(placement: PlacementServer) -> None:
+def test_delete_with_a_lost_answer_is_verified(placement: PlacementServer) -> None:
     provider = placement.make_provider(VCPU=2)
 
-    def gone() -> bool:
-        return placement.inventory(provider) == {}
+    def is_deleted() -> bool:
+        return placement.read_inventory(provider) == {}
 
-    with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
-        proxy.lose_answer(b'DELETE', gone)
-        assert providers.delete(client, provider)
+    with Proxy(placement.port) as proxy, open_client(f'http://{proxy.address}') as client:
+        proxy.lose_answer(b'DELETE', is_deleted)
+        assert providers.delete_provider(client, provider)
         assert proxy.has_lost
 
 
-def test_a_lost_request_is_asked_again_and_if_lost_again_said(placement: PlacementServer) -> None:
+def test_delete_lost_twice_raises_unknown_outcome(placement: PlacementServer) -> None:
     provider = placement.make_provider(VCPU=2)
-    with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
+    with Proxy(placement.port) as proxy, open_client(f'http://{proxy.address}') as client:
         proxy.lose_request(b'DELETE')
         proxy.lose_request(b'DELETE')
         with pytest.raises(UnknownOutcome, match=provider):
-            providers.delete(client, provider)
-        assert providers.name(client, provider) == provider
+            providers.delete_provider(client, provider)
+        assert providers.read_provider_name(client, provider) == provider
         proxy.lose_request(b'DELETE')
-        assert providers.delete(client, provider)
-    assert placement.inventory(provider) == {}
+        assert providers.delete_provider(client, provider)
+    assert placement.read_inventory(provider) == {}
 
 
-def test_what_a_generation_counts(client: Placement, placement: PlacementServer) -> None:
+def test_generation_counts_every_relevant_change(client: Placement, placement: PlacementServer) -> None:
     """Check all changes that ecompute must notice; the DELETE of a consumer is not one of them."""
     provider, other = (placement.make_provider(VCPU=4, MEMORY_MB=512, DISK_GB=10) for _ in range(2))
-    first, second, third = new(), new(), new()
+    first, second, third = make_uuid(), make_uuid(), make_uuid()
     counted: dict[str, bool] = {}
 
-    def does(what: str, do: Callable[[], object]) -> None:
-        before = providers.generation(client, provider)
-        do()
-        counted[what] = providers.generation(client, provider) != before
-        assert providers.generations(client)[provider] == providers.generation(client, provider)
+    def record_change(change_name: str, act: Callable[[], object]) -> None:
+        before = providers.read_generation(client, provider)
+        act()
+        counted[change_name] = providers.read_generation(client, provider) != before
+        assert providers.read_generations(client)[provider] == providers.read_generation(client, provider)
 
-    does('claim', lambda: claim(client, first, provider))
-    does('another', lambda: claim(client, second, provider))
-    does('moved here', lambda: (claim(client, third, other), claim(client, third, provider, 1)))
-    does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
-    does('traits', lambda: change_names(client, provider, TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
-    does('aggregates', lambda: change_names(client, provider, AGGREGATES, lambda _: frozenset({new()})))
-    does('nothing', lambda: providers.inventories(client, provider))
-    does('released', lambda: allocations.release(client, [first], lambda _: (), lambda *_: None))
-    does('deleted', lambda: placement.call('DELETE', f'/allocations/{second}'))
+    record_change('claim', lambda: claim(client, first, provider))
+    record_change('another', lambda: claim(client, second, provider))
+    record_change('moved here', lambda: (claim(client, third, other), claim(client, third, provider, 1)))
+    record_change('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
+    record_change('traits', lambda: change_names(client, provider, TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
+    record_change('aggregates', lambda: change_names(client, provider, AGGREGATES, lambda _: frozenset({make_uuid()})))
+    record_change('nothing', lambda: providers.read_inventory(client, provider))
+    record_change('released', lambda: allocations.release(client, [first], lambda _: (), lambda *_: None))
+    record_change('deleted', lambda: placement.call('DELETE', f'/allocations/{second}'))
     counts = {'claim', 'another', 'moved here', 'inventory', 'traits', 'aggregates', 'released'}
     assert {change for change, is_counted in counted.items() if is_counted} >= counts
     assert not counted['nothing']
@@ -449,24 +449,24 @@ def test_what_a_generation_counts(client: Placement, placement: PlacementServer)
 # Kept-alive connections that a middlebox has dropped silently.
 
 
-AT_ONCE = 3
+CONCURRENT_REQUESTS = 3
 BODY = b'{"traits": []}'
 ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n' % len(BODY) + BODY
 
 
-class Forgetful(Listening):
+class ForgetfulServer(ThreadedServer):
     """A server that stops answering on connections it has forgotten, and leaves them open."""
 
     def __init__(self) -> None:
-        self.together: threading.Barrier | None = None
+        self.barrier: threading.Barrier | None = None
         self._forgotten = 0
         super().__init__()
         self.url = f'http://{self.address}'
 
-    def forget(self) -> None:
+    def forget_connections(self) -> None:
         """Forget all connections that are open now."""
-        self.together = None
-        self._forgotten = self.made
+        self.barrier = None
+        self._forgotten = self.connection_count
 
     def serve(self, connection: socket.socket, number: int) -> None:
         heard = b''
@@ -474,53 +474,55 @@ class Forgetful(Listening):
             heard += data
             if heard.endswith(b'\r\n\r\n') and number > self._forgotten:
                 heard = b''
-                if self.together is not None:
-                    self.together.wait(20)
+                if self.barrier is not None:
+                    self.barrier.wait(20)
                 connection.sendall(ANSWER)
 
 
 @pytest.fixture
-def server() -> Iterator[Forgetful]:
-    with closing(Forgetful()) as forgetful:
+def server() -> Iterator[ForgetfulServer]:
+    with closing(ForgetfulServer()) as forgetful:
         yield forgetful
 
 
 @pytest.mark.fast
-def test_those_that_were_forgotten_on_the_way_cost_one_time_limit(server: Forgetful) -> None:
-    server.together = threading.Barrier(AT_ONCE)
+def test_forgotten_connections_cost_one_timeout_in_all(server: ForgetfulServer) -> None:
+    server.barrier = threading.Barrier(CONCURRENT_REQUESTS)
     with closing(Placement(server.url, (3.0, 1.0))) as client:
-        threads = [threading.Thread(target=client.get, args=('/traits',)) for _ in range(AT_ONCE)]
+        threads = [threading.Thread(target=client.get, args=('/traits',)) for _ in range(CONCURRENT_REQUESTS)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert server.made == AT_ONCE
-        server.forget()
+        assert server.connection_count == CONCURRENT_REQUESTS
+        server.forget_connections()
         with pytest.raises(Unreachable, match='gave no answer in 1 s'):
             client.get('/traits')
         assert client.get('/traits') == {'traits': []}
-        assert server.made == AT_ONCE + 1
+        assert server.connection_count == CONCURRENT_REQUESTS + 1
 
 
 @pytest.mark.fast
-def test_one_is_not_kept_until_somebody_forgets_it(server: Forgetful, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_replaced_after_its_maximum_age(
+    server: ForgetfulServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(Placement(server.url)) as client:
         for _ in range(3):
             client.get('/traits')
-        assert server.made == 1
-        monkeypatch.setattr(by_http, 'KEPT', 0.01)
+        assert server.connection_count == 1
+        monkeypatch.setattr(by_http, 'MAX_IDLE_SECONDS', 0.01)
         time.sleep(0.02)
         client.get('/traits')
-        assert server.made == 2
+        assert server.connection_count == 2
 
 
 # Tests that read placement's database file see the same as its API.
 
 
-WHO = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer_generation': None}
+CONSUMER = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer_generation': None}
 
 
-def test_both_say_the_same(placement: PlacementServer) -> None:
+def test_database_and_api_report_the_same(placement: PlacementServer) -> None:
     placement.database.empty()
     first, second = placement.make_provider(VCPU=4, MEMORY_MB=512), placement.make_provider(VCPU=8)
     expected = {
@@ -528,25 +530,34 @@ def test_both_say_the_same(placement: PlacementServer) -> None:
         str(uuid4()): {first: {'VCPU': 2}, second: {'VCPU': 3}},
     }
     for consumer, allocation in expected.items():
-        body = {**WHO, 'allocations': {provider: {'resources': amounts} for provider, amounts in allocation.items()}}
+        body = {
+            **CONSUMER,
+            'allocations': {provider: {'resources': amounts} for provider, amounts in allocation.items()},
+        }
         placement.call('PUT', f'/allocations/{consumer}', body)
-    assert placement.database.allocations() == expected
+    assert placement.database.read_allocations() == expected
     for consumer, allocation in expected.items():
         answer = placement.call('GET', f'/allocations/{consumer}')['allocations']
         assert {provider: amounts['resources'] for provider, amounts in answer.items()} == allocation
-        assert placement.allocations(consumer) == allocation
+        assert placement.read_allocations(consumer) == allocation
     for provider in (first, second):
         answer = placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
-        assert {consumer: amounts['resources'] for consumer, amounts in answer.items()} == placement.consumers(provider)
-        assert placement.consumers(provider)
+        assert {consumer: amounts['resources'] for consumer, amounts in answer.items()} == placement.read_consumers(
+            provider
+        )
+        assert placement.read_consumers(provider)
         inventory = placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
-        assert inventory == placement.inventory(provider)
+        assert inventory == placement.read_inventory(provider)
     placement.database.empty()
     assert placement.call('GET', '/resource_providers') == {'resource_providers': []}
 
 
-def test_what_is_not_there(placement: PlacementServer) -> None:
+def test_database_has_nothing_for_an_unknown_uuid(placement: PlacementServer) -> None:
     unknown = str(uuid4())
-    assert (placement.allocations(unknown), placement.consumers(unknown), placement.inventory(unknown)) == ({}, {}, {})
+    assert (
+        placement.read_allocations(unknown),
+        placement.read_consumers(unknown),
+        placement.read_inventory(unknown),
+    ) == ({}, {}, {})
     with pytest.raises(urllib.error.HTTPError):
         placement.call('GET', f'/resource_providers/{unknown}')

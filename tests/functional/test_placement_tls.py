@@ -31,22 +31,22 @@ from ecomp.errors import (
 from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import HEADERS
 from ecomp.placement.client import Placement
-from tests.functional.placement_client import claim, connected, new
+from tests.functional.placement_client import claim, make_uuid, open_client
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import PlacementServer
-from tests.kit.story import SMALL, log_of, logged, logs, place, reached, record
+from tests.kit.story import SMALL_QUERY, find_log_lines, place, read_log, read_record, wait_log_lines, wait_state
 
 # Placement behind a front end that checks certificates and a token, and the errors for wrong ones.
 
 
-NAMES = ('localhost', '127.0.0.1')
-OURS = re.compile('our certificate|certificate of ours')
+SERVER_NAMES = ('localhost', '127.0.0.1')
+CLIENT_CERTIFICATE_ERROR = re.compile('our certificate|certificate of ours')
 
 
-class Front(FaultyPlacement):
+class TlsFront(FaultyPlacement):
     """A TLS front end of placement that requires a client certificate and a token.
 
     Attributes:
@@ -58,7 +58,7 @@ class Front(FaultyPlacement):
         self.authority = Authority(directory / 'ca')
         self.directory = directory
         self.token = 'the-token'
-        self.says = b'{"errors": [{"detail": "who are you?"}]}'
+        self.denial = b'{"errors": [{"detail": "who are you?"}]}'
         self.breaks = 0
         self.heard: list[str] = []
         self.issue()
@@ -67,7 +67,7 @@ class Front(FaultyPlacement):
 
     def issue(self, *names: str, days: int = 10) -> None:
         """Issue a new server certificate, which connections use from now on."""
-        self.authority.issue(self.directory, 'server', *(names or NAMES), days=days)
+        self.authority.issue(self.directory, 'server', *(names or SERVER_NAMES), days=days)
 
     def wrap(self, connection: socket.socket) -> socket.socket:
         """Wrap a connection in TLS; the handshake happens in the connection's own thread."""
@@ -89,26 +89,26 @@ class Front(FaultyPlacement):
         """Pass on a call that has the right token; answer 401 to others."""
         received = {name.lower(): value for name, value in headers.items()}
         if received.get('x-auth-token') != self.token:
-            return 401, 'application/json', self.says
+            return 401, 'application/json', self.denial
         forwarded = {name: value for name, value in received.items() if not name.startswith('x-')}
         return super().pass_on(method, path, {**forwarded, 'x-auth-token': 'admin'}, body)
 
 
 @pytest.fixture
-def front(placement: PlacementServer, tmp_path: Path) -> Iterator[Front]:
-    with Front(placement, tmp_path / 'front') as tls_front:
+def front(placement: PlacementServer, tmp_path: Path) -> Iterator[TlsFront]:
+    with TlsFront(placement, tmp_path / 'front') as tls_front:
         yield tls_front
 
 
 @pytest.fixture
-def config(front: Front, tmp_path: Path) -> PlacementConfig:
+def config(front: TlsFront, tmp_path: Path) -> PlacementConfig:
     certificate, key = front.authority.issue(tmp_path / 'own', 'client')
     token = tmp_path / 'token'
     token.write_text('the-token\n')
     return PlacementConfig(front.url, front.authority.certificate, key, certificate, token)
 
 
-def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
+def replace_settings(config: PlacementConfig, **changed: object) -> PlacementConfig:
     return PlacementConfig(**{**config._asdict(), **changed})
 
 
@@ -118,18 +118,18 @@ def tls_client(config: PlacementConfig) -> Iterator[Placement]:
         yield client
 
 
-def test_who_has_a_certificate_and_the_token_reads_and_writes(tls_client: Placement) -> None:
+def test_client_with_certificate_and_token_reads_and_writes(tls_client: Placement) -> None:
     compute = str(uuid.uuid4())
-    providers.ensure(tls_client, compute)
+    providers.ensure_provider(tls_client, compute)
     assert tls_client.get(f'/resource_providers/{compute}')['name'] == compute
     tls_client.write('DELETE', f'/resource_providers/{compute}', None)
 
 
-def test_a_token_is_read_anew_for_each_call(tls_client: Placement, config: PlacementConfig, front: Front) -> None:
+def test_token_file_is_read_for_each_call(tls_client: Placement, config: PlacementConfig, front: TlsFront) -> None:
     front.token = 'another'
     with pytest.raises(EcompError, match='refuses with HTTP 401: who are you'):
         tls_client.get('/resource_providers')
-    front.says = b'<html>'
+    front.denial = b'<html>'
     with pytest.raises(EcompError, match='answers HTTP 401.* is token_file, cert_cert and `placement:` right'):
         tls_client.get('/resource_providers')
     assert config.token_file is not None
@@ -144,7 +144,7 @@ def test_a_token_is_read_anew_for_each_call(tls_client: Placement, config: Place
         tls_client.get('/resource_providers')
 
 
-def refused(config: PlacementConfig) -> str:
+def read_refusal(config: PlacementConfig) -> str:
     """Return the one-line error of a read with this configuration; a write must fail, too."""
     with closing(Placement(config, (2.0, 5.0))) as client:
         with pytest.raises(Unreachable) as refusal:
@@ -157,67 +157,71 @@ def refused(config: PlacementConfig) -> str:
     return str(refusal.value)
 
 
-def test_a_client_without_a_certificate_is_told_which_it_needs(config: PlacementConfig, front: Front) -> None:
-    assert OURS.search(refused(without(config, cert_cert=None, cert_key=None)))
+def test_missing_client_certificate_is_reported(config: PlacementConfig, front: TlsFront) -> None:
+    assert CLIENT_CERTIFICATE_ERROR.search(read_refusal(replace_settings(config, cert_cert=None, cert_key=None)))
     assert front.heard == []
 
 
-def test_a_certificate_of_another_authority_is_none(config: PlacementConfig, front: Front, tmp_path: Path) -> None:
+def test_certificate_of_another_authority_is_refused(config: PlacementConfig, front: TlsFront, tmp_path: Path) -> None:
     certificate, key = Authority(tmp_path / 'other').issue(tmp_path / 'other', 'client')
-    assert OURS.search(refused(without(config, cert_cert=certificate, cert_key=key)))
-    assert 'not signed by the authority in ca_cert' in refused(without(config, ca_cert=tmp_path / 'other/ca.crt'))
-    assert 'not signed by the authority in ca_cert' in refused(without(config, ca_cert=None))
+    assert CLIENT_CERTIFICATE_ERROR.search(read_refusal(replace_settings(config, cert_cert=certificate, cert_key=key)))
+    assert 'not signed by the authority in ca_cert' in read_refusal(
+        replace_settings(config, ca_cert=tmp_path / 'other/ca.crt')
+    )
+    assert 'not signed by the authority in ca_cert' in read_refusal(replace_settings(config, ca_cert=None))
     assert front.heard == []
 
 
-def test_without_an_authority_of_its_own_the_system_s_count(
-    config: PlacementConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_authorities_apply_without_ca_cert(config: PlacementConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.ca_cert is not None
     monkeypatch.setenv('SSL_CERT_FILE', str(config.ca_cert))
-    with contextlib.closing(Placement(without(config, ca_cert=None), (2.0, 5.0))) as tls_client:
+    with contextlib.closing(Placement(replace_settings(config, ca_cert=None), (2.0, 5.0))) as tls_client:
         assert 'resource_providers' in tls_client.get('/resource_providers')
 
 
-def test_an_expired_certificate_is_one_line_and_exchanged_on_disk(
-    tls_client: Placement, config: PlacementConfig, front: Front, tmp_path: Path
+def test_expired_certificate_is_replaced_without_a_restart(
+    tls_client: Placement, config: PlacementConfig, front: TlsFront, tmp_path: Path
 ) -> None:
     front.authority.issue(tmp_path / 'own', 'client', days=-1)
-    assert OURS.search(refused(config))
+    assert CLIENT_CERTIFICATE_ERROR.search(read_refusal(config))
     front.authority.issue(tmp_path / 'own', 'client')
     front.issue(days=-1)
-    assert refused(config).endswith('its certificate has expired')
+    assert read_refusal(config).endswith('its certificate has expired')
     front.issue('elsewhere')
-    assert refused(config).endswith('its certificate is made out to another name')
+    assert read_refusal(config).endswith('its certificate is made out to another name')
     with pytest.raises(Unreachable):
         tls_client.get('/resource_providers')
     front.issue()
     assert 'resource_providers' in tls_client.get('/resource_providers')  # the same client as before
 
 
-def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path) -> None:
+def test_invalid_certificate_files_are_reported(config: PlacementConfig, tmp_path: Path) -> None:
     empty = tmp_path / 'empty'
     empty.write_text('')
     other = Authority(tmp_path / 'pair').issue(tmp_path / 'pair', 'client')
     for changed in ({'cert_cert': empty}, {'cert_key': empty}, {'cert_key': other[1]}, {'ca_cert': empty}):
         with pytest.raises(EcompError) as failure:
-            Placement(without(config, **changed), (2.0, 5.0)).get('/resource_providers')
+            Placement(replace_settings(config, **changed), (2.0, 5.0)).get('/resource_providers')
         assert str(failure.value).isprintable(), changed
         assert 'ca_cert' in str(failure.value), changed
         with pytest.raises(Unreachable) as unsent:
-            Placement(without(config, **changed), (2.0, 5.0)).write('POST', '/resource_providers', {'name': 'never'})
+            Placement(replace_settings(config, **changed), (2.0, 5.0)).write(
+                'POST', '/resource_providers', {'name': 'never'}
+            )
         assert type(unsent.value) is Unreachable, changed
     shutil.rmtree(tmp_path / 'own')
     with pytest.raises(Unreachable, match=str(tmp_path / 'own')):
         Placement(config, (2.0, 5.0)).get('/resource_providers')
 
 
-def test_one_that_does_not_speak_tls(config: PlacementConfig, placement: PlacementServer) -> None:
+def test_server_without_tls_is_reported(config: PlacementConfig, placement: PlacementServer) -> None:
     with FaultyPlacement(placement.port) as http_server:
-        assert 'does not speak TLS' in refused(without(config, endpoint=f'https://127.0.0.1:{http_server.port}'))
+        assert 'does not speak TLS' in read_refusal(
+            replace_settings(config, endpoint=f'https://127.0.0.1:{http_server.port}')
+        )
 
 
-def test_a_write_is_never_sent_twice(tls_client: Placement, front: Front) -> None:
+def test_write_is_never_sent_twice(tls_client: Placement, front: TlsFront) -> None:
     tls_client.get('/resource_providers')
     front.heard.clear()
     front.breaks = 1
@@ -226,7 +230,9 @@ def test_a_write_is_never_sent_twice(tls_client: Placement, front: Front) -> Non
     assert front.heard == ['POST /resource_providers']
 
 
-def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config: PlacementConfig) -> None:
+def test_ecompute_survives_replaced_credential_files(
+    control: Control, front: TlsFront, config: PlacementConfig
+) -> None:
     """Check that a missing or invalid credential file delays requests but fails none."""
     assert config.token_file is not None
     assert config.cert_key is not None
@@ -234,16 +240,16 @@ def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config
     settings = yaml.safe_load(compute.config.read_text())
     settings['placement'] = {name: str(value) for name, value in config._asdict().items()}
     compute.config.write_text(yaml.safe_dump(settings))
-    query = f'{SMALL}&in_tree={compute.uuid}'
+    query = f'{SMALL_QUERY}&in_tree={compute.uuid}'
     with compute:
-        reached(control, place(control, query)[1], 'active')
+        wait_state(control, place(control, query)[1], 'active')
         for path, content in ((config.token_file, b''), (config.token_file, None), (config.cert_key, None)):
             before = path.read_bytes()
             # An invalid file of ours is reported even if placement was unreachable before, for another reason.
-            lost = len(logged(compute, 'the connection broke'))
+            lost = len(find_log_lines(compute, 'the connection broke'))
             front.breaks = 1000
             _, instance = place(control, query)
-            logs(compute, 'the connection broke', number=lost + 1)
+            wait_log_lines(compute, 'the connection broke', number=lost + 1)
             if content is None:
                 path.unlink()
             else:
@@ -251,27 +257,29 @@ def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config
             # An open connection still uses the previous certificate.
             front.cut()
             front.breaks = 0
-            logs(compute, str(path), 'trying again')
-            assert (record(control, instance) or {}).get('state') not in ('error', 'active')
+            wait_log_lines(compute, str(path), 'trying again')
+            assert (read_record(control, instance) or {}).get('state') not in ('error', 'active')
             path.write_bytes(before)
-            reached(control, instance, 'active')
+            wait_state(control, instance, 'active')
             assert control.eschedule('destroy', instance, '--wait').code == 0
-        log_of(compute)
+        read_log(compute)
 
 
-def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_netrc_credentials_are_not_sent(
+    config: PlacementConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     netrc = tmp_path / 'netrc'
     netrc.write_text('machine 127.0.0.1 login me password secret\n')
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
     authorizations: list[str | None] = []
-    pass_on = Front.pass_on
+    pass_on = TlsFront.pass_on
 
-    def record_authorization(front: Front, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+    def record_authorization(front: TlsFront, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
         authorizations.append({name.lower(): value for name, value in headers.items()}.get('authorization'))
         return pass_on(front, method, path, headers, body)
 
-    monkeypatch.setattr(Front, 'pass_on', record_authorization)
+    monkeypatch.setattr(TlsFront, 'pass_on', record_authorization)
     with closing(Placement(config, (2.0, 5.0))) as tls_client:
         tls_client.get('/resource_providers')
     assert authorizations == [None]
@@ -281,7 +289,7 @@ def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeyp
 
 
 @contextmanager
-def impostor(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
+def serve_answers(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
     """Serve these canned answers in order, and the last one from then on."""
     extra = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # the client does not wait that long
     with closing(CannedServer(*(make_answer(*answer, *extra.get(answer[0], ())) for answer in answers))) as server:
@@ -291,7 +299,7 @@ def impostor(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
 HTML = b'<html><body>Welcome to the proxy</body></html>'
 
 
-def error(
+def make_error(
     status: int, code: str = 'placement.undefined_code', detail: str = 'a\n\n   reason '
 ) -> tuple[int, str, bytes]:
     body = {'errors': [{'status': status, 'title': 't', 'detail': detail, 'code': code, 'request_id': 'r'}]}
@@ -317,32 +325,35 @@ NOT_PLACEMENT = [
 
 
 @pytest.mark.parametrize('says', NOT_PLACEMENT)
-def test_what_is_not_placement_is_said_to_be_none(says: tuple[int, str, bytes]) -> None:
-    with impostor(says) as server, connected(server.url) as client:
+def test_read_from_another_server_is_unreachable(says: tuple[int, str, bytes]) -> None:
+    with serve_answers(says) as server, open_client(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does: is `placement:` right'):
             client.get('/resource_providers')
-        assert server.asked == ['GET /resource_providers']
+        assert server.requests == ['GET /resource_providers']
 
 
-def expect_no_answer(body: object, *asks: Callable[[Placement], object]) -> None:
+def expect_no_answer(body: object, *calls: Callable[[Placement], object]) -> None:
     """Expect that each call refuses this JSON as not an answer of placement."""
-    with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
-        for call in asks:
+    with (
+        serve_answers((200, 'application/json', json.dumps(body).encode())) as server,
+        open_client(server.url) as client,
+    ):
+        for call in calls:
             with pytest.raises(Unreachable, match='not as placement does'):
                 call(client)
 
 
-def look(client: Placement, traits: bool = False) -> object:
+def look_at_provider(client: Placement, traits: bool = False) -> object:
     """Query everything about a provider."""
-    return providers.look(client, new(), True, traits=traits, aggregates=False)
+    return providers.read_provider(client, make_uuid(), True, traits=traits, aggregates=False)
 
 
 @pytest.mark.parametrize('says', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
-def test_a_page_that_welcomes_us_is_no_claim(says: tuple[int, str, bytes]) -> None:
-    with impostor(says) as server, connected(server.url) as client:
+def test_claim_is_not_confirmed_by_another_server(says: tuple[int, str, bytes]) -> None:
+    with serve_answers(says) as server, open_client(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does'):
-            claim(client, new(), new())
-        assert len(server.asked) == 1
+            claim(client, make_uuid(), make_uuid())
+        assert len(server.requests) == 1
 
 
 INF = float('inf')
@@ -364,17 +375,17 @@ INF = float('inf')
         {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': INF, 'used': 0}}}}},
     ],
 )
-def test_other_json_than_candidates(body: dict[str, Any]) -> None:
-    expect_no_answer(body, lambda client: allocations.candidates(client, 'resources=VCPU:1'))
+def test_invalid_candidates_are_refused(body: dict[str, Any]) -> None:
+    expect_no_answer(body, lambda client: allocations.read_candidates(client, 'resources=VCPU:1'))
 
 
 @pytest.mark.parametrize(
     'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
 )
-def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
-    expect_no_answer(body, lambda client: allocations.consumer(client, new()))
+def test_invalid_consumer_is_refused(body: dict[str, Any]) -> None:
+    expect_no_answer(body, lambda client: allocations.read_consumer(client, make_uuid()))
     if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
-        expect_no_answer(body, lambda client: allocations.of_provider(client, new()))
+        expect_no_answer(body, lambda client: allocations.read_provider_allocations(client, make_uuid()))
 
 
 @pytest.mark.parametrize(
@@ -391,12 +402,12 @@ def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
         {'unknown': {'VCPU': None}},
     ],
 )
-def test_other_json_than_a_project_s_usages(usages: Any) -> None:
+def test_invalid_project_usages_are_refused(usages: Any) -> None:
     body = {} if usages is None else {'usages': usages}
-    expect_no_answer(body, lambda client: providers.project_usages(client, 'web'))
+    expect_no_answer(body, lambda client: providers.read_project_usages(client, 'web'))
 
 
-GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+VALID_INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
 
 
 @pytest.mark.parametrize(
@@ -404,48 +415,54 @@ GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_
     [
         {'VCPU': 7},
         {'VCPU': []},
-        {'VCPU': {**GOOD, 'total': 'many'}},
-        {'VCPU': {**GOOD, 'total': None}},
-        {'VCPU': {**GOOD, 'allocation_ratio': INF}},
-        {'VCPU': {**GOOD, 'allocation_ratio': True}},
-        {'VCPU': {**GOOD, 'step_size': 0}},
-        {'VCPU': {each: GOOD[each] for each in GOOD if each != 'max_unit'}},
+        {'VCPU': {**VALID_INVENTORY, 'total': 'many'}},
+        {'VCPU': {**VALID_INVENTORY, 'total': None}},
+        {'VCPU': {**VALID_INVENTORY, 'allocation_ratio': INF}},
+        {'VCPU': {**VALID_INVENTORY, 'allocation_ratio': True}},
+        {'VCPU': {**VALID_INVENTORY, 'step_size': 0}},
+        {'VCPU': {each: VALID_INVENTORY[each] for each in VALID_INVENTORY if each != 'max_unit'}},
     ],
 )
-def test_other_json_than_an_inventory(inventories: Any) -> None:
-    expect_no_answer({'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()]))
+def test_invalid_inventory_is_refused(inventories: Any) -> None:
+    expect_no_answer(
+        {'inventories': inventories, 'usages': {}},
+        look_at_provider,
+        lambda client: providers.read_rooms(client, [make_uuid()]),
+    )
 
 
 @pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
-def test_other_json_than_usages(usages: Any) -> None:
-    body = {'inventories': {'VCPU': GOOD}, 'usages': usages}
-    expect_no_answer(body, look, lambda client: providers.usages(client, new()))
+def test_invalid_usages_are_refused(usages: Any) -> None:
+    body = {'inventories': {'VCPU': VALID_INVENTORY}, 'usages': usages}
+    expect_no_answer(body, look_at_provider, lambda client: providers.read_usages(client, make_uuid()))
 
 
 @pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
-def test_other_json_than_traits(traits: Any) -> None:
+def test_invalid_traits_are_refused(traits: Any) -> None:
     body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
-    expect_no_answer(body, lambda client: look(client, traits=True))
+    expect_no_answer(body, lambda client: look_at_provider(client, traits=True))
 
 
 ERRORS = [
-    (error(400), PlacementRefusal),
-    (error(401), EcompError),
-    (error(403), EcompError),
-    (error(404), NotFound),
-    (error(406), EcompError),
-    (error(409), NoCapacity),
-    (error(409, 'placement.concurrent_update'), GenerationConflict),
-    (error(409, 'placement.duplicate_name'), Conflict),
-    (error(409, 'placement.inventory.inuse'), Conflict),
-    (error(409, 'placement.resource_provider.inuse'), Conflict),
-    (error(409, 'a code of tomorrow'), NoCapacity),
+    (make_error(400), PlacementRefusal),
+    (make_error(401), EcompError),
+    (make_error(403), EcompError),
+    (make_error(404), NotFound),
+    (make_error(406), EcompError),
+    (make_error(409), NoCapacity),
+    (make_error(409, 'placement.concurrent_update'), GenerationConflict),
+    (make_error(409, 'placement.duplicate_name'), Conflict),
+    (make_error(409, 'placement.inventory.inuse'), Conflict),
+    (make_error(409, 'placement.resource_provider.inuse'), Conflict),
+    (make_error(409, 'a code of tomorrow'), NoCapacity),
 ]
 
 
 @pytest.mark.parametrize(('says', 'kind'), ERRORS)
-def test_an_error_is_told_by_its_code_and_in_one_line(says: tuple[int, str, bytes], kind: type[EcompError]) -> None:
-    with impostor(says) as server, connected(server.url) as client:
+def test_error_code_determines_exception_and_one_line_message(
+    says: tuple[int, str, bytes], kind: type[EcompError]
+) -> None:
+    with serve_answers(says) as server, open_client(server.url) as client:
         for call in (lambda: client.get('/x'), lambda: client.write('PUT', '/x', {})):
             with pytest.raises(kind) as caught:
                 call()
@@ -453,39 +470,39 @@ def test_an_error_is_told_by_its_code_and_in_one_line(says: tuple[int, str, byte
             assert '\n' not in str(caught.value)
             if says[0] != 406:
                 assert 'a reason' in str(caught.value)
-        assert len(server.asked) == 2  # none of these is tried again
+        assert len(server.requests) == 2  # none of these is tried again
 
 
-def test_a_storm_of_500_is_not_made_worse() -> None:
-    with impostor((500, 'text/html', HTML)) as server, connected(server.url) as client:
+def test_http_500_is_not_retried() -> None:
+    with serve_answers((500, 'text/html', HTML)) as server, open_client(server.url) as client:
         with pytest.raises(Unreachable, match='fails with HTTP 500') as caught:
             client.get('/x')
         assert not isinstance(caught.value, UnknownOutcome)
         with pytest.raises(UnknownOutcome, match='fails with HTTP 500'):
             client.write('PUT', '/x', {})
-        assert server.asked == ['GET /x', 'PUT /x']
+        assert server.requests == ['GET /x', 'PUT /x']
 
 
-def test_a_gateway_s_busy_is_asked_again_but_never_written_again() -> None:
+def test_http_503_is_retried_for_reads_but_not_for_writes() -> None:
     busy = (503, 'text/html', HTML)
-    with impostor(busy, busy, (200, 'application/json', b'{"a": 1}')) as server, connected(server.url) as client:
+    with serve_answers(busy, busy, (200, 'application/json', b'{"a": 1}')) as server, open_client(server.url) as client:
         assert client.get('/x') == {'a': 1}
-        assert len(server.asked) == 3
-    with impostor(busy) as server, connected(server.url) as client:
+        assert len(server.requests) == 3
+    with serve_answers(busy) as server, open_client(server.url) as client:
         with pytest.raises(Unreachable, match='HTTP 503'):
             client.get('/x')
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
         with pytest.raises(UnknownOutcome, match='HTTP 503'):
             client.write('PUT', '/x', {})
-        assert len(server.asked) == 4
+        assert len(server.requests) == 4
 
 
-def test_what_http_does_not_allow_in_a_path_is_quoted_and_what_is_quoted_stays() -> None:
-    with impostor((200, 'application/json', b'{}')) as server, connected(server.url + '/a b') as client:
+def test_path_is_quoted_once() -> None:
+    with serve_answers((200, 'application/json', b'{}')) as server, open_client(server.url + '/a b') as client:
         client.get('/x?name=é #\ud800&y=%41:1,!z')
-        assert server.asked == ['GET /a%20b/x?name=%C3%A9%20%23%5Cud800&y=%41:1,!z']
+        assert server.requests == ['GET /a%20b/x?name=%C3%A9%20%23%5Cud800&y=%41:1,!z']
 
 
-def test_one_microversion_is_named() -> None:
+def test_requests_name_a_fixed_microversion() -> None:
     # A fixed version rather than `latest`: a newer placement must not change our requests.
     assert HEADERS['openstack-api-version'] == 'placement 1.39'

@@ -17,99 +17,99 @@ from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.libvirt_host import Libvirt
-from ecomp.virt.networks import INTERFACES
+from ecomp.virt.networks import INTERFACES_DIRECTORY
 
-BOTH = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
+BOTH_NETWORKS = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 
 
-def run(*command: str) -> str:
+def run_command(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def masters() -> list[str]:
+def list_bridges() -> list[str]:
     """Return the bridge of each tap, '' for a tap without one."""
-    taps = sorted(INTERFACES.glob('vnet*'))
+    taps = sorted(INTERFACES_DIRECTORY.glob('vnet*'))
     return [(tap / 'master').resolve().name if (tap / 'master').exists() else '' for tap in taps]
 
 
 def is_isolated() -> bool:
-    return any(flag.read_text() == '1\n' for flag in INTERFACES.glob('vnet*/brport/isolated'))
+    return any(flag.read_text() == '1\n' for flag in INTERFACES_DIRECTORY.glob('vnet*/brport/isolated'))
 
 
-def inside_the_host(state: str, instance: str) -> None:
+def check_reconnection(state: str, instance: str) -> None:
     """Check the reconnection in the host's namespaces, where ecompute's parent process runs."""
     with closing(Libvirt(Path(state))) as hypervisor:
         notices: queue.Queue[str] = queue.Queue()
-        hypervisor.on_change(str, notices.put)
+        hypervisor.watch_changes(str, notices.put)
 
         def restart_network(bridge: str) -> None:
-            edited = re.sub("bridge name='[^']*'", f"bridge name='{bridge}'", run('virsh', 'net-dumpxml', 'default'))
+            edited = re.sub(
+                "bridge name='[^']*'", f"bridge name='{bridge}'", run_command('virsh', 'net-dumpxml', 'default')
+            )
             Path(state, 'network.xml').write_text(edited)
-            run('virsh', '-q', 'net-destroy', 'default')
+            run_command('virsh', '-q', 'net-destroy', 'default')
             assert notices.get(timeout=60) == 'libvirt: network default was started or stopped'
-            run('virsh', '-q', 'net-define', f'{state}/network.xml')
-            assert masters() == ['', 'br0']
-            hypervisor.plug_in()
-            trouble = hypervisor.guests()[instance].trouble
+            run_command('virsh', '-q', 'net-define', f'{state}/network.xml')
+            assert list_bridges() == ['', 'br0']
+            hypervisor.replug_interfaces()
+            trouble = hypervisor.list_guests()[instance].trouble
             assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
             assert trouble.endswith('. Fix: start network default again')
-            run('virsh', '-q', 'net-start', 'default')
+            run_command('virsh', '-q', 'net-start', 'default')
             assert notices.get(timeout=60) == 'libvirt: network default was started or stopped'
-            hypervisor.plug_in()
-            assert hypervisor.guests()[instance].trouble == ''
+            hypervisor.replug_interfaces()
+            assert hypervisor.list_guests()[instance].trouble == ''
 
-        assert masters() == ['virbr0', 'br0']
-        hypervisor.plug_in()
+        assert list_bridges() == ['virbr0', 'br0']
+        hypervisor.replug_interfaces()
         for bridge in ('virbr0', 'virbr7', 'virbr0'):
             restart_network(bridge)
-            assert masters() == [bridge, 'br0']
+            assert list_bridges() == [bridge, 'br0']
         # libvirt sends no event for a bridge that the host itself manages.
-        run('ip', 'link', 'del', 'br0')
-        hypervisor.plug_in()
-        assert hypervisor.guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
-        run('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
-        hypervisor.plug_in()
-        assert (masters(), hypervisor.guests()[instance].trouble) == (['virbr0', 'br0'], '')
+        run_command('ip', 'link', 'del', 'br0')
+        hypervisor.replug_interfaces()
+        assert hypervisor.list_guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
+        run_command('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
+        hypervisor.replug_interfaces()
+        assert (list_bridges(), hypervisor.list_guests()[instance].trouble) == (['virbr0', 'br0'], '')
         # A tap that was moved to another bridge manually stays there.
-        run('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
-        hypervisor.plug_in()
-        assert masters() == ['virbr0', 'virbr0']
+        run_command('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
+        hypervisor.replug_interfaces()
+        assert list_bridges() == ['virbr0', 'virbr0']
 
 
-def inside_the_host_isolated(state: str, instance: str) -> None:
+def check_port_isolation(state: str, instance: str) -> None:
     """Check inside the host's namespaces that a replugged tap is isolated again."""
     with closing(Libvirt(Path(state))) as hypervisor:
         assert is_isolated()
-        run('virsh', '-q', 'net-destroy', 'alone')
-        run('virsh', '-q', 'net-start', 'alone')
+        run_command('virsh', '-q', 'net-destroy', 'alone')
+        run_command('virsh', '-q', 'net-start', 'alone')
         assert not is_isolated()
-        hypervisor.plug_in()
-        assert (masters(), is_isolated(), hypervisor.guests()[instance].trouble) == (['virbr6'], True, '')
+        hypervisor.replug_interfaces()
+        assert (list_bridges(), is_isolated(), hypervisor.list_guests()[instance].trouble) == (['virbr6'], True, '')
 
 
-def test_guests_are_on_their_bridges_again_or_their_trouble_says_why(
-    host: LibvirtHost, real: Libvirt, spec: GuestSpec
+def test_guest_is_replugged_or_its_trouble_gives_the_reason(
+    host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec
 ) -> None:
-    host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
-    build(real, replace(spec, networks=BOTH))
+    host.run_inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
+    build(real_libvirt, replace(spec, networks=BOTH_NETWORKS))
     try:
-        host.call('tests.functional.test_plugged', 'inside_the_host', spec.instance)
+        host.call_function('tests.functional.test_plugged', 'check_reconnection', spec.instance)
     finally:
-        real.destroy(spec.instance, COMPUTE)
-        host.inside(['ip', 'link', 'del', 'br0'])
+        real_libvirt.destroy(spec.instance, COMPUTE)
+        host.run_inside(['ip', 'link', 'del', 'br0'])
 
 
-def test_guests_that_their_network_keeps_apart_are_kept_apart_again(
-    host: LibvirtHost, real: Libvirt, spec: GuestSpec
-) -> None:
+def test_replugged_guest_is_isolated_again(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
     network = "<network><name>alone</name><bridge name='virbr6'/><port isolated='yes'/></network>"
     (host.root / 'alone.xml').write_text(network)
     for command in (['net-define', str(host.root / 'alone.xml')], ['net-start', 'alone']):
-        host.inside(['virsh', '-q', *command])
-    build(real, replace(spec, networks=(Attachment('network', 'alone'),)))
+        host.run_inside(['virsh', '-q', *command])
+    build(real_libvirt, replace(spec, networks=(Attachment('network', 'alone'),)))
     try:
-        host.call('tests.functional.test_plugged', 'inside_the_host_isolated', spec.instance)
+        host.call_function('tests.functional.test_plugged', 'check_port_isolation', spec.instance)
     finally:
-        real.destroy(spec.instance, COMPUTE)
+        real_libvirt.destroy(spec.instance, COMPUTE)
         for command_name in ('net-destroy', 'net-undefine'):
-            host.inside(['virsh', '-q', command_name, 'alone'])
+            host.run_inside(['virsh', '-q', command_name, 'alone'])

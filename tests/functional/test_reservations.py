@@ -19,37 +19,45 @@ from uuid import uuid4
 import pytest
 from mdserver.conf import Config
 from mdserver.files import Files
-from mdserver.guests import Forged
+from mdserver.guests import ForgedAddressError
 
 from ecomp.errors import BuildFailed
 from ecomp.model.audit import CODES
-from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, GuestSpec, ReservedAddress, all_macs, mac_address
+from ecomp.model.guest import (
+    DEFAULT_NETWORKS,
+    Address,
+    Attachment,
+    GuestSpec,
+    ReservedAddress,
+    list_macs,
+    make_mac_address,
+)
 from tests.functional.guest import build
 from tests.functional.libvirt_host import LibvirtHost
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 from ecomp.virt.networks import Networks  # noqa: E402
 
-SMALL = """<network><name>small</name><forward mode='open'/><bridge name='virbr1' stp='off'/>
+SMALL_NETWORK = """<network><name>small</name><forward mode='open'/><bridge name='virbr1' stp='off'/>
 <ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.1' end='10.78.0.9'/></dhcp></ip>
 </network>"""
 # The number of guest addresses in that network: .1 is the host's.
-ROOM = 8
+GUEST_ADDRESSES = 8
 INACTIVE = libvirt.VIR_NETWORK_XML_INACTIVE
 ADD = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST
 DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
-BOTH = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE | libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
-BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
+LIVE_AND_CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE | libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
 
 @pytest.fixture
-def small(host: LibvirtHost, real: Libvirt, connection: Any) -> Iterator[Any]:
+def small(host: LibvirtHost, real_libvirt: Libvirt, connection: Any) -> Iterator[Any]:
     """Provide libvirt's object of a network with few addresses."""
-    del host, real
-    network = connection.networkDefineXML(SMALL)
+    del host, real_libvirt
+    network = connection.networkDefineXML(SMALL_NETWORK)
 
     def is_created() -> bool:
         # libvirt does not wait until the previous test's dnsmasq has ended.
@@ -61,88 +69,94 @@ def small(host: LibvirtHost, real: Libvirt, connection: Any) -> Iterator[Any]:
             return False
         return True
 
-    until(is_created, 5, 'the dnsmasq of the network before has ended')
+    wait_until(is_created, 5, 'the dnsmasq of the network before has ended')
     yield network
     if network.isActive():
         network.destroy()
     network.undefine()
 
 
-def take(real: Libvirt, instance: str, wanted: str | None = None) -> str | None:
-    return real.reserve(instance, mac_address(instance, 0), 'small', wanted)
+def reserve_address(real: Libvirt, instance: str, preferred: str | None = None) -> str | None:
+    return real.reserve_address(instance, make_mac_address(instance, 0), 'small', preferred)
 
 
-def hosts(network: Any, flags: int = 0) -> dict[str, tuple[str, str]]:
+def read_reservations(network: Any, flags: int = 0) -> dict[str, tuple[str, str]]:
     elements = ET.fromstring(network.XMLDesc(flags)).iterfind('ip/dhcp/host')
     return {element.get('mac', ''): (element.get('ip', ''), element.get('name', '')) for element in elements}
 
 
-def plant(network: Any, command: int, text: str, flags: int) -> None:
+def change_reservation(network: Any, command: int, text: str, flags: int) -> None:
     network.update(command, libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST, -1, text, flags)
 
 
-def test_it_is_in_the_running_network_and_in_its_definition(real: Libvirt, small: Any) -> None:
+def test_reservation_is_in_the_live_network_and_its_definition(real_libvirt: Libvirt, small: Any) -> None:
     instance = str(uuid4())
-    address = take(real, instance)
-    expected = {mac_address(instance, 0): (address, instance)}
-    assert hosts(small) == hosts(small, INACTIVE) == expected
+    address = reserve_address(real_libvirt, instance)
+    expected = {make_mac_address(instance, 0): (address, instance)}
+    assert read_reservations(small) == read_reservations(small, INACTIVE) == expected
     small.destroy()
-    assert take(real, instance) == address
+    assert reserve_address(real_libvirt, instance) == address
     small.create()
-    assert hosts(small) == expected
-    real.release(instance)
-    assert hosts(small) == hosts(small, INACTIVE) == {}
+    assert read_reservations(small) == expected
+    real_libvirt.release_addresses(instance)
+    assert read_reservations(small) == read_reservations(small, INACTIVE) == {}
 
 
-def test_a_name_that_somebody_gave_another_mac(real: Libvirt, small: Any) -> None:
+def test_reservation_of_our_name_for_a_foreign_mac_is_refused(real_libvirt: Libvirt, small: Any) -> None:
     instance, foreign_mac = str(uuid4()), '52:54:00:99:00:01'
-    address = take(real, instance)
+    address = reserve_address(real_libvirt, instance)
     host = "<host mac='{}' ip='{}' name='{}'/>"
-    plant(small, DELETE, host.format(mac_address(instance, 0), address, instance), BOTH)
-    plant(small, ADD, host.format(foreign_mac, address, instance), BOTH)
+    change_reservation(small, DELETE, host.format(make_mac_address(instance, 0), address, instance), LIVE_AND_CONFIG)
+    change_reservation(small, ADD, host.format(foreign_mac, address, instance), LIVE_AND_CONFIG)
     with pytest.raises(BuildFailed) as caught:
-        take(real, instance)
+        reserve_address(real_libvirt, instance)
     assert caught.value.stage == 'scheduled'
-    for part in ('network small', foreign_mac, mac_address(instance, 0), 'virsh net-update small delete'):
+    for part in ('network small', foreign_mac, make_mac_address(instance, 0), 'virsh net-update small delete'):
         assert part in caught.value.reason
-    assert hosts(small) == {foreign_mac: (address, instance)}
+    assert read_reservations(small) == {foreign_mac: (address, instance)}
 
 
-def test_many_at_once_get_each_their_own_until_the_range_is_full(host: LibvirtHost, real: Libvirt, small: Any) -> None:
-    instances = [str(uuid4()) for _ in range(ROOM)]
+def test_concurrent_reservations_are_distinct_until_the_range_is_full(
+    host: LibvirtHost, real_libvirt: Libvirt, small: Any
+) -> None:
+    instances = [str(uuid4()) for _ in range(GUEST_ADDRESSES)]
     with ExitStack() as undo:
         # Each has its own connection, like separate processes.
         hypervisors = [Libvirt(host.root / 'state', uri=host.uri) for _ in range(4)]
         for hypervisor in hypervisors:
             undo.callback(hypervisor.close)
-        with ThreadPoolExecutor(ROOM) as threads:
-            addresses = list(threads.map(lambda pair: take(hypervisors[pair[0] % 4], pair[1]), enumerate(instances)))
+        with ThreadPoolExecutor(GUEST_ADDRESSES) as threads:
+            addresses = list(
+                threads.map(lambda pair: reserve_address(hypervisors[pair[0] % 4], pair[1]), enumerate(instances))
+            )
     assert sorted(map(str, addresses)) == [f'10.78.0.{last}' for last in range(2, 10)]
     with pytest.raises(BuildFailed, match=r'scheduled: network small has no free address: 10.78.0.1 to 10.78.0.9 are'):
-        take(real, str(uuid4()))
-    real.release(instances[0])
-    assert take(real, str(uuid4())) == addresses[0]
-    assert set(hosts(small)) == set(hosts(small, INACTIVE))
+        reserve_address(real_libvirt, str(uuid4()))
+    real_libvirt.release_addresses(instances[0])
+    assert reserve_address(real_libvirt, str(uuid4())) == addresses[0]
+    assert set(read_reservations(small)) == set(read_reservations(small, INACTIVE))
 
 
-def test_half_a_reservation_is_made_whole_and_removed(real: Libvirt, small: Any) -> None:
+def test_partial_reservation_is_completed_and_removed(real_libvirt: Libvirt, small: Any) -> None:
     """Check reservations that are only live, only in the definition, or different in both."""
     for live, config in (('10.78.0.5', None), (None, '10.78.0.5'), ('10.78.0.5', '10.78.0.6')):
         instance = str(uuid4())
-        mac = mac_address(instance, 0)
+        mac = make_mac_address(instance, 0)
         for address, flag in ((live, libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE), (config, 2)):
             if address:
                 text = f"<host mac='{mac}' ip='{address}' name='{instance}'/>"
-                plant(small, ADD, text, flag)
-        assert real.reservations() == {mac: ReservedAddress(instance, live or config or '')}
-        assert take(real, instance) == '10.78.0.5'
-        assert hosts(small) == hosts(small, INACTIVE) == {mac: ('10.78.0.5', instance)}
-        plant(small, DELETE, f"<host mac='{mac}'/>", 1)
-        real.release(instance)
-        assert hosts(small) == hosts(small, INACTIVE) == {}
+                change_reservation(small, ADD, text, flag)
+        assert real_libvirt.list_reservations() == {mac: ReservedAddress(instance, live or config or '')}
+        assert reserve_address(real_libvirt, instance) == '10.78.0.5'
+        assert read_reservations(small) == read_reservations(small, INACTIVE) == {mac: ('10.78.0.5', instance)}
+        change_reservation(small, DELETE, f"<host mac='{mac}'/>", 1)
+        real_libvirt.release_addresses(instance)
+        assert read_reservations(small) == read_reservations(small, INACTIVE) == {}
 
 
-def test_what_others_have_is_avoided_and_left_alone(host: LibvirtHost, real: Libvirt, small: Any) -> None:
+def test_foreign_reservations_and_leases_are_avoided_and_kept(
+    host: LibvirtHost, real_libvirt: Libvirt, small: Any
+) -> None:
     instance, tenant = str(uuid4()), str(uuid4())
     foreign = {
         '52:54:00:99:00:01': ('10.78.0.2', ''),
@@ -152,34 +166,38 @@ def test_what_others_have_is_avoided_and_left_alone(host: LibvirtHost, real: Lib
     }
     for mac, (address, name) in foreign.items():
         text = f"<host mac='{mac}' ip='{address}'{f' name={name!r}' if name else ''}/>"
-        plant(small, ADD, text, 3)
+        change_reservation(small, ADD, text, 3)
     # Three clients without a reservation have leases.
-    leased = {lease(host, f'52:54:00:99:01:0{number}', small) for number in range(3)}
+    leased = {acquire_lease(host, f'52:54:00:99:01:0{number}', small) for number in range(3)}
     free = {f'10.78.0.{last}' for last in range(5, 10)} - leased
-    assert {take(real, guest) for guest in (str(uuid4()), tenant)} == free
+    assert {reserve_address(real_libvirt, guest) for guest in (str(uuid4()), tenant)} == free
     with pytest.raises(BuildFailed, match='no free address'):
-        take(real, instance)
-    for reservation in real.reservations().values():
-        real.release(reservation.instance)
-    real.release(instance)
-    assert hosts(small) == hosts(small, INACTIVE) == foreign
+        reserve_address(real_libvirt, instance)
+    for reservation in real_libvirt.list_reservations().values():
+        real_libvirt.release_addresses(reservation.instance)
+    real_libvirt.release_addresses(instance)
+    assert read_reservations(small) == read_reservations(small, INACTIVE) == foreign
 
 
-def test_what_it_has_is_kept_and_what_is_wanted_given(host: LibvirtHost, real: Libvirt, small: Any) -> None:
+def test_current_lease_wins_over_the_preferred_address(host: LibvirtHost, real_libvirt: Libvirt, small: Any) -> None:
     instance, other = str(uuid4()), str(uuid4())
-    current = lease(host, mac_address(instance, 0), small)
-    leased = {address for _, address in leases(small)}  # of earlier tests
+    current = acquire_lease(host, make_mac_address(instance, 0), small)
+    leased = {address for _, address in list_leases(small)}  # of earlier tests
     preferred = next(candidate for candidate in (f'10.78.0.{last}' for last in range(2, 10)) if candidate not in leased)
-    assert take(real, other, preferred) == preferred
-    assert take(real, instance, preferred) == current
+    assert reserve_address(real_libvirt, other, preferred) == preferred
+    assert reserve_address(real_libvirt, instance, preferred) == current
     # A preferred address outside the range, in use or invalid is replaced by a free one.
     for unavailable in ('10.78.0.200', '10.78.0.1', preferred, 'x'):
-        assert take(real, third := str(uuid4()), unavailable) not in (unavailable, current, preferred)
-        real.release(third)
+        assert reserve_address(real_libvirt, third := str(uuid4()), unavailable) not in (
+            unavailable,
+            current,
+            preferred,
+        )
+        real_libvirt.release_addresses(third)
 
 
-@pytest.mark.usefixtures('real')
-def test_where_libvirt_gives_out_none(prepared: Libvirt, connection: Any) -> None:
+@pytest.mark.usefixtures('real_libvirt')
+def test_network_without_dhcp_reserves_no_address(prepared_libvirt: Libvirt, connection: Any) -> None:
     instance = str(uuid4())
     template = "<network><name>{0}</name>{1}<bridge name='{2}'/>{3}</network>"
     definitions = (
@@ -189,122 +207,124 @@ def test_where_libvirt_gives_out_none(prepared: Libvirt, connection: Any) -> Non
     for name, text in zip(('lan', 'static'), definitions, strict=True):
         network = connection.networkDefineXML(text)
         try:
-            assert prepared.reserve(instance, mac_address(instance, 0), name) is None
+            assert prepared_libvirt.reserve_address(instance, make_mac_address(instance, 0), name) is None
         finally:
             network.undefine()
     with pytest.raises(BuildFailed, match='scheduled: network gone: Network not found'):
-        prepared.reserve(instance, mac_address(instance, 0), 'gone')
+        prepared_libvirt.reserve_address(instance, make_mac_address(instance, 0), 'gone')
 
 
-def test_a_network_that_is_gone_gives_and_gave_nobody_anything(host: LibvirtHost) -> None:
+def test_removed_network_has_no_range_and_no_leases(host: LibvirtHost) -> None:
     with closing(Connection(host.uri)) as own:
         networks = Networks(own)
-        assert networks.gives('default', first_address(own)) is True
-        assert networks.gives('gone', '10.78.0.2') is False
-        assert networks.leases('gone', ['52:54:00:99:01:00']) == {}
+        assert networks.can_give('default', read_first_address(own)) is True
+        assert networks.can_give('gone', '10.78.0.2') is False
+        assert networks.read_leases('gone', ['52:54:00:99:01:00']) == {}
 
 
-def first_address(own: Connection) -> str:
+def read_first_address(own: Connection) -> str:
     """Return the first address of the default network's DHCP range."""
     with own.use('reading the default network') as opened:
         text = opened.networkLookupByName('default').XMLDesc()
     return str(ET.fromstring(text).find('ip/dhcp/range').attrib['start'])  # type: ignore[union-attr]
 
 
-def test_every_interface_s_goes_with_its_instance(real: Libvirt, small: Any) -> None:
+def test_release_removes_the_reservations_of_all_interfaces(real_libvirt: Libvirt, small: Any) -> None:
     instance = str(uuid4())
-    first, *_, last = all_macs(instance)
+    first, *_, last = list_macs(instance)
     expected = {
-        first: ReservedAddress(instance, str(real.reserve(instance, first, 'default'))),
-        last: ReservedAddress(instance, str(real.reserve(instance, last, 'small'))),
+        first: ReservedAddress(instance, str(real_libvirt.reserve_address(instance, first, 'default'))),
+        last: ReservedAddress(instance, str(real_libvirt.reserve_address(instance, last, 'small'))),
     }
-    assert real.reservations() == expected
-    real.release(instance)
-    assert real.reservations() == {}
-    assert hosts(small) == {}
+    assert real_libvirt.list_reservations() == expected
+    real_libvirt.release_addresses(instance)
+    assert real_libvirt.list_reservations() == {}
+    assert read_reservations(small) == {}
 
 
-def lease(host: LibvirtHost, mac: str, network: Any, options: Sequence[str] = ()) -> str:
+def acquire_lease(host: LibvirtHost, mac: str, network: Any, options: Sequence[str] = ()) -> str:
     """Acquire a lease for this MAC, and return the address once libvirt lists the lease."""
-    host.inside(['ip', 'link', 'add', 'evt0', 'address', mac, 'type', 'veth', 'peer', 'name', 'evt1'])
+    host.run_inside(['ip', 'link', 'add', 'evt0', 'address', mac, 'type', 'veth', 'peer', 'name', 'evt1'])
     try:
-        host.inside(['ip', 'link', 'set', 'evt1', 'master', network.bridgeName(), 'up'])
-        host.inside(['ip', 'link', 'set', 'evt0', 'up'])
+        host.run_inside(['ip', 'link', 'set', 'evt1', 'master', network.bridgeName(), 'up'])
+        host.run_inside(['ip', 'link', 'set', 'evt0', 'up'])
         client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true']
-        output = host.inside([*client, *options])
+        output = host.run_inside([*client, *options])
         match = re.search(r'lease of (\S+) obtained', output.stdout + output.stderr)
         assert match, output
         # Compare the MAC, too: libvirt may still list an earlier client's lease of this address.
-        until(lambda: (mac, match[1]) in leases(network), 60, 'the lease is known')
+        wait_until(lambda: (mac, match[1]) in list_leases(network), 60, 'the lease is known')
         return match[1]
     finally:
-        host.inside(['ip', 'link', 'del', 'evt0'])
+        host.run_inside(['ip', 'link', 'del', 'evt0'])
 
 
-def test_two_that_send_one_client_identifier_are_known_by_their_reservations(
-    host: LibvirtHost, real: Libvirt, small: Any, tmp_path: Path
+def test_guests_with_one_client_id_are_identified_by_reservation(
+    host: LibvirtHost, real_libvirt: Libvirt, small: Any, tmp_path: Path
 ) -> None:
     """Check guests of an image that was cloned with its machine-id.
 
     dnsmasq drops the lease of the first one.
     """
-    addresses = {instance: take(real, instance) for instance in (str(uuid4()), str(uuid4()))}
+    addresses = {instance: reserve_address(real_libvirt, instance) for instance in (str(uuid4()), str(uuid4()))}
     for instance, address in addresses.items():
-        assert lease(host, mac_address(instance, 0), small, ['-C', '-x', '0x3d:ff0011223344']) == address
+        assert acquire_lease(host, make_mac_address(instance, 0), small, ['-C', '-x', '0x3d:ff0011223344']) == address
     first, second = addresses.values()
 
-    until(lambda: first not in {address for _, address in leases(small)}, 60, 'the first one has no lease any more')
-    entries = [f'{addresses[guest]} 0x1 0x2 {mac_address(guest, 0)} * virbr1' for guest in addresses]
+    wait_until(
+        lambda: first not in {address for _, address in list_leases(small)}, 60, 'the first one has no lease any more'
+    )
+    entries = [f'{addresses[guest]} 0x1 0x2 {make_mac_address(guest, 0)} * virbr1' for guest in addresses]
     (tmp_path / 'arp').write_text('\n'.join(entries))
     files = Files(Config(leases=f'{host.root}/lib/dnsmasq/*.status', neighbours=tmp_path / 'arp'))
-    assert [files.leased_to(address, time.time()) for address in addresses.values()] == [
-        mac_address(instance, 0) for instance in addresses
+    assert [files.find_leased_mac(address, time.time()) for address in addresses.values()] == [
+        make_mac_address(instance, 0) for instance in addresses
     ]
     assert all(files.has_lease(address, time.time()) for address in (first, second))
     # Another machine that uses the address is still refused.
     (tmp_path / 'arp').write_text(f'{first} 0x1 0x2 52:54:00:99:00:01 * virbr1')
-    with pytest.raises(Forged):
-        files.leased_to(first, time.time())
+    with pytest.raises(ForgedAddressError):
+        files.find_leased_mac(first, time.time())
 
 
-def leases(network: Any) -> set[tuple[str, str]]:
+def list_leases(network: Any) -> set[tuple[str, str]]:
     """Return the (MAC, address) pairs of the leases that libvirt lists."""
     return {(entry['mac'], entry['ipaddr']) for entry in network.DHCPLeases()}
 
 
-def inside_the_host(state: str, instance: str) -> None:
+def check_addresses(state: str, instance: str) -> None:
     """Check the metadata address and lease events in the host's namespaces.
 
     ecompute's parent process does this on its own host.
     """
     hypervisor = Libvirt(Path(state))
     notices: queue.Queue[str] = queue.Queue()
-    hypervisor.on_change(notices.put)
-    assert not hypervisor.metadata_address_present()
+    hypervisor.watch_changes(notices.put)
+    assert not hypervisor.has_metadata_address()
     for present in (True, True, False, False):
         hypervisor.set_metadata_address(present)
-        assert hypervisor.metadata_address_present() == present
+        assert hypervisor.has_metadata_address() == present
 
     # The guest boots no system, so a client with its MAC requests the address.
-    leased, bridged = mac_address(instance, 0), mac_address(instance, 1)
+    leased, bridged = make_mac_address(instance, 0), make_mac_address(instance, 1)
     add = ['ip', 'link', 'add', 'evt0', 'address', leased, 'type', 'veth', 'peer', 'name', 'evt1']
     up = [['ip', 'link', 'set', 'evt1', 'master', 'virbr0', 'up'], ['ip', 'link', 'set', 'evt0', 'up']]
     client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true']
     for command in (add, *up):
         subprocess.run(command, check=True)
-    assert hypervisor.addresses(instance) == {}
+    assert hypervisor.find_addresses(instance) == {}
     # An offered address, which dnsmasq adds to the neighbour table before the lease, does not count. An address outside
     # the range does: the guest configured it itself.
     for neighbour, expected in (('10.77.0.50', {}), ('10.77.0.200', {leased: Address('10.77.0.200', 'arp')})):
         entry = [neighbour, 'lladdr', leased, 'dev', 'virbr0']
         subprocess.run(['ip', 'neigh', 'add', *entry, 'nud', 'stale'], check=True)
-        assert hypervisor.addresses(instance) == expected
+        assert hypervisor.find_addresses(instance) == expected
         subprocess.run(['ip', 'neigh', 'del', *entry], check=True)
     dhcp = threading.Thread(target=subprocess.run, args=(client,), kwargs={'capture_output': True})
     dhcp.start()
-    until(lambda: 'leases: virbr0.status' in notices.get(timeout=60), 60, 'the lease is told')
-    until(lambda: hypervisor.addresses(instance), 60, 'the lease is seen')
-    address = hypervisor.addresses(instance)[leased]
+    wait_until(lambda: 'leases: virbr0.status' in notices.get(timeout=60), 60, 'the lease is told')
+    wait_until(lambda: hypervisor.find_addresses(instance), 60, 'the lease is seen')
+    address = hypervisor.find_addresses(instance)[leased]
     assert address.source == 'lease'
     assert address.address.startswith('10.77.0.')
     dhcp.join()
@@ -316,39 +336,39 @@ def inside_the_host(state: str, instance: str) -> None:
     # The same MAC answers from another network, and then with a second address on its own network.
     for dev, expected in (('virbr0', {bridged: Address('10.88.0.5', 'arp')}), ('br0', {})):
         subprocess.run(['ip', 'neigh', 'add', '10.88.0.7', 'lladdr', bridged, 'dev', dev, 'nud', 'stale'], check=True)
-        assert hypervisor.addresses(instance) == {leased: address, **expected}
-    assert hypervisor.addresses(str(uuid4())) == {}
+        assert hypervisor.find_addresses(instance) == {leased: address, **expected}
+    assert hypervisor.find_addresses(str(uuid4())) == {}
     hypervisor.close()
 
 
-def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
-    host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
-    build(real, replace(spec, networks=BRIDGED))
+def test_leases_and_the_metadata_address_on_a_host(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
+    host.run_inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
+    build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS))
     try:
-        host.call('tests.functional.test_reservations', 'inside_the_host', spec.instance)
+        host.call_function('tests.functional.test_reservations', 'check_addresses', spec.instance)
     finally:
-        host.inside(['ip', 'link', 'del', 'br0'])
+        host.run_inside(['ip', 'link', 'del', 'br0'])
 
 
-SHUT = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
+CLOSED_NETWORK = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
 <forward mode='open'/><bridge name='virbr8'/>
 <ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.2' end='10.78.0.9'/></dhcp></ip>
 <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options></network>"""
 
 
-@pytest.mark.usefixtures('real')
-def test_networks_whose_dhcp_answers_anybody(host: LibvirtHost) -> None:
+@pytest.mark.usefixtures('real_libvirt')
+def test_networks_with_open_dhcp_are_listed(host: LibvirtHost) -> None:
     """Check that a network with the option that the audit recommends is not listed.
 
     On libvirt's default network, one guest could lease all addresses.
     """
-    (host.root / 'shut.xml').write_text(SHUT)
-    host.inside(['virsh', '-q', 'net-define', str(host.root / 'shut.xml')])
+    (host.root / 'shut.xml').write_text(CLOSED_NETWORK)
+    host.run_inside(['virsh', '-q', 'net-define', str(host.root / 'shut.xml')])
     networks = [Attachment('network', name) for name in ('default', 'shut', 'nowhere')]
     hypervisor = Libvirt(host.root / 'state', [*networks, Attachment('bridge', 'br0')], host.uri)
     try:
-        assert hypervisor.open_dhcp() == {'default'}
+        assert hypervisor.list_open_dhcp() == {'default'}
     finally:
         hypervisor.close()
-        host.inside(['virsh', '-q', 'net-undefine', 'shut'])
-    assert "<dnsmasq:option value='dhcp-ignore=tag:!known'/>" in CODES['dhcp-open'].how
+        host.run_inside(['virsh', '-q', 'net-undefine', 'shut'])
+    assert "<dnsmasq:option value='dhcp-ignore=tag:!known'/>" in CODES['dhcp-open'].manual_repair

@@ -18,32 +18,32 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 from ecomp.compute_conf import load_compute
 from ecomp.errors import Conflict, Denied, Unreachable, UsageError
 from ecomp.lab import elab
-from ecomp.lab.certs import enable
+from ecomp.lab.certs import enable_roles
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
 from ecomp.store.client import Delete, Put
 from ecomp.store.roles import Accounts
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
-from tests.functional.by_role import found, put, works
-from tests.kit.behind_roles import BehindRoles, behind_roles
+from tests.functional.by_role import is_allowed, put_key, read_roles
+from tests.kit.behind_roles import EtcdWithRoles, start_etcd_with_roles
 from tests.kit.certificates import Authority
-from tests.kit.secured import certify, etcd_of
-from tests.kit.servers import free_port, until
+from tests.kit.secured import certify, load_etcd_config
+from tests.kit.servers import free_port, wait_until
 
 
 @pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path) as instance:
+def cloud(tmp_path: Path) -> Iterator[EtcdWithRoles]:
+    with start_etcd_with_roles(tmp_path) as instance:
         yield instance
 
 
-def expect_denied(cloud: BehindRoles, key: str) -> None:
+def expect_denied(cloud: EtcdWithRoles, key: str) -> None:
     with pytest.raises(Denied):
-        put(cloud, key)
+        put_key(cloud, key)
 
 
-def test_it_says_what_it_does_and_does_it_once(cloud: BehindRoles) -> None:
-    put(cloud, '/flavors/small')
+def test_enable_reports_its_changes_and_is_idempotent(cloud: EtcdWithRoles) -> None:
+    put_key(cloud, '/flavors/small')
     assert cloud.stores['operator-ann'].get('/cluster') is None
     lines = cloud.enable()
     assert lines[-2:] == [
@@ -55,33 +55,33 @@ def test_it_says_what_it_does_and_does_it_once(cloud: BehindRoles) -> None:
     assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*lines}
     entry = cloud.stores['compute-hv1'].get('/cluster')
     assert entry is not None
-    assert cluster.identity(entry.value)
-    enabled_roles = found(cloud)
-    assert enabled_roles == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    assert cluster.read_identity(entry.value)
+    enabled_roles = read_roles(cloud)
+    assert enabled_roles == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     expect_denied(cloud, '/flavors/small')
     assert cloud.enable() == []
-    assert found(cloud) == enabled_roles
+    assert read_roles(cloud) == enabled_roles
     entry_after = cloud.stores['compute-hv1'].get('/cluster')
     assert entry_after == entry
 
 
-def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_enable_and_disable_commands(cloud: EtcdWithRoles, capsys: pytest.CaptureFixture[str]) -> None:
     server = f'etcd at localhost:{cloud.etcd.port}'
     assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
     out, err = capsys.readouterr()
     assert out == ''
     assert f'{server} holds each certificate to its role' in err
-    version = cloud.stores['operator-ann'].version()
+    version = cloud.stores['operator-ann'].read_version()
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
-    assert len(warned) == (cluster.holes(version) is not None)
+    assert len(warned) == (cluster.describe_vulnerabilities(version) is not None)
     assert all(line.endswith('Roles hold mistakes off there, and not attackers') for line in warned)
     expect_denied(cloud, '/flavors/small')
     for suffix in ('', ', as it did'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
         message = f'{server} lets every certificate do everything{suffix}; its users and roles stay\n'
         assert capsys.readouterr() == ('', message)
-        put(cloud, '/flavors/small')
-    assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+        put_key(cloud, '/flavors/small')
+    assert read_roles(cloud) == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     message = f'{server} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
     assert cloud.enable() == [message]
     expect_denied(cloud, '/flavors/small')
@@ -90,7 +90,7 @@ def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) ->
     assert not (cloud.certs / 'compute-hv4').exists()
 
 
-def test_a_compute_and_people_that_come_later(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_enable_adds_a_new_compute_and_operator(cloud: EtcdWithRoles, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.enable()
     # The alphabetically first operator is unknown to etcd so far.
     options = ['--compute', 'hv3', '--operator', 'aaron', '--etcd-port', str(cloud.etcd.port)]
@@ -100,25 +100,25 @@ def test_a_compute_and_people_that_come_later(cloud: BehindRoles, capsys: pytest
     assert f'role compute-hv3: may write /hosts/{compute}/\n' in output
     assert 'user operator-aaron: has role root\n' in output
     assert 'hv1' not in output
-    store = cloud.store('compute-hv3')
+    store = cloud.open_store('compute-hv3')
     store.commit([], [Put(f'/computes/{compute}', 'x')])
     with pytest.raises(Denied):
         store.commit([], [Put(f'/computes/{cloud.computes["compute-hv1"]}', 'x')])
-    cloud.store('operator-aaron').commit([], [Put('/flavors/small', 'x')])
+    cloud.open_store('operator-aaron').commit([], [Put('/flavors/small', 'x')])
 
 
-def test_what_a_role_has_too_much_and_who_is_not_here(cloud: BehindRoles) -> None:
+def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRoles) -> None:
     cloud.enable()
     old = Permission(roles.WRITE, '/instances/', '/instances0')
-    with closing(Accounts(etcd_of(cloud.certs, 'operator-ann'))) as accounts:
-        accounts.apply(roles.Grant('compute-hv1', old))
-        accounts.apply(roles.Grant('scheduler', Permission(roles.BOTH, '/hosts/', '/hosts0')))
+    with closing(Accounts(load_etcd_config(cloud.certs, 'operator-ann'))) as accounts:
+        accounts.apply(roles.GrantPermission('compute-hv1', old))
+        accounts.apply(roles.GrantPermission('scheduler', Permission(roles.BOTH, '/hosts/', '/hosts0')))
         accounts.apply(roles.AddRole('compute-gone'))
         for user in ('compute-gone', 'operator-gone', 'backup'):
             accounts.apply(roles.AddUser(user))
-        accounts.apply(roles.Give('compute-gone', 'compute-gone'))
-        accounts.apply(roles.Give('compute-hv2', 'root'))
-    put(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
+        accounts.apply(roles.GrantRole('compute-gone', 'compute-gone'))
+        accounts.apply(roles.GrantRole('compute-hv2', 'root'))
+    put_key(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
     unknown = 'compute-gone, operator-gone'
     warning = (
         f'in etcd, and not in {cloud.certs}: {unknown}; '
@@ -138,7 +138,7 @@ def test_what_a_role_has_too_much_and_who_is_not_here(cloud: BehindRoles) -> Non
         cloud.stores['compute-hv2'].get('/cluster')
 
 
-def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) -> None:
+def test_changed_compute_uuid_changes_its_permissions(cloud: EtcdWithRoles) -> None:
     cloud.enable()
     path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
     path.write_text(path.read_text().replace(old, new))
@@ -146,39 +146,39 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
     assert [line.rpartition(' ')[0] for line in lines] == 6 * ['role compute-hv1: may write'] + 6 * [
         'role compute-hv1: may no more write'
     ]
-    put(cloud, f'/hosts/{new}/x')
+    put_key(cloud, f'/hosts/{new}/x')
     expect_denied(cloud, f'/hosts/{old}/x')
 
 
-def refused(cloud: BehindRoles, error: type[Exception], *words: str) -> None:
+def expect_refusal(cloud: EtcdWithRoles, error: type[Exception], *parts: str) -> None:
     """Expect that enable() fails with a one-line error with these parts, and changes nothing."""
-    before = found(cloud), cloud.stores['operator-ann'].snapshot('/')
+    before = read_roles(cloud), cloud.stores['operator-ann'].snapshot('/')
     with pytest.raises(error) as raised:
         cloud.enable()
     assert '\n' not in str(raised.value)
-    for part in words:
+    for part in parts:
         assert part in str(raised.value)
-    assert (found(cloud), cloud.stores['operator-ann'].snapshot('/')) == before
-    put(cloud, '/flavors/small')
+    assert (read_roles(cloud), cloud.stores['operator-ann'].snapshot('/')) == before
+    put_key(cloud, '/flavors/small')
 
 
-def test_a_compute_yaml_that_does_not_say_which_compute(cloud: BehindRoles) -> None:
+def test_compute_yaml_without_a_valid_uuid_is_refused(cloud: EtcdWithRoles) -> None:
     path, own = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1']
     text = path.read_text()
     path.write_text(text.replace(f'uuid: {own}\n', ''))
-    refused(cloud, UsageError, f'{path} does not say which compute this is: add the line `uuid: …`')
+    expect_refusal(cloud, UsageError, f'{path} does not say which compute this is: add the line `uuid: …`')
     path.unlink()
-    refused(cloud, UsageError, f'{path} is not there')
+    expect_refusal(cloud, UsageError, f'{path} is not there')
     other = cloud.computes['compute-hv2']
     path.write_text(text.replace(own, other))
-    refused(cloud, UsageError, 'compute-hv2/compute.yaml', f'uuid {other} is that of compute-hv1, too')
+    expect_refusal(cloud, UsageError, 'compute-hv2/compute.yaml', f'uuid {other} is that of compute-hv1, too')
     path.write_text(text.replace(own, 'x'))
-    refused(cloud, UsageError, f'{path}:', 'must be a uuid')
+    expect_refusal(cloud, UsageError, f'{path}:', 'must be a uuid')
     path.write_text(text)
     assert cloud.enable()
 
 
-def test_without_an_operator(cloud: BehindRoles) -> None:
+def test_enable_and_disable_need_an_operator_certificate(cloud: EtcdWithRoles) -> None:
     moved = cloud.certs / 'operator-ann'
     moved.rename(cloud.certs / 'ann')
     for act in (cloud.enable, cloud.disable):
@@ -193,46 +193,46 @@ def test_without_an_operator(cloud: BehindRoles) -> None:
             act()
 
 
-def test_records_at_the_old_place(cloud: BehindRoles) -> None:
+def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None:
     records = [f'/instances/{number}{str(uuid.uuid4())[1:]}' for number in range(6)]
-    put(cloud, '/instances/ended', lease=cloud.stores['compute-hv1'].grant(60))
-    put(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
+    put_key(cloud, '/instances/ended', lease=cloud.stores['compute-hv1'].grant(60))
+    put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
     for record in records:
-        put(cloud, record)
+        put_key(cloud, record)
     cure = 'written by an earlier ecompute; start those computes with this version first'
-    refused(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
+    expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
-    refused(cloud, Conflict, f'{records[5]}: {cure}')
+    expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(records[5])])
     assert cloud.enable()
 
 
 @pytest.mark.parametrize('asks', [0, 1])
-def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -> None:
+def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks: int) -> None:
     """Check that roles are not enabled in an etcd that cannot identify its clients.
 
     No client could disable them again. One etcd requires no certificate, the other accepts any of the authority's.
     """
-    original, cloud.etcd.asks = cloud.etcd.asks, cloud.etcd.asks[:asks]
+    original, cloud.etcd.client_auth_options = cloud.etcd.client_auth_options, cloud.etcd.client_auth_options[:asks]
     cloud.etcd.restart()
-    until(lambda: works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
+    wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
     with pytest.raises(UsageError, match='knows nobody by a certificate: start it with --client-cert-auth'):
         cloud.enable()
-    put(cloud, '/flavors/small')
+    put_key(cloud, '/flavors/small')
     assert cloud.disable()[0].endswith('do everything, as it did; its users and roles stay')
-    cloud.etcd.asks = original
+    cloud.etcd.client_auth_options = original
     cloud.etcd.restart()
-    until(lambda: works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
+    wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
     assert len(cloud.enable()) == 1
     expect_denied(cloud, '/flavors/small')
 
 
-def test_a_compute_that_lives_and_is_left_out_is_named(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_compute_without_a_certificate_is_named(cloud: EtcdWithRoles, capsys: pytest.CaptureFixture[str]) -> None:
     """Check a compute whose directory was recreated with a different uuid."""
     own, other = cloud.computes['compute-hv1'], str(uuid.uuid4())
     for compute in (own, other):
-        put(cloud, keys.compute(compute), lease=cloud.stores['compute-hv1'].grant(60))
-    put(cloud, keys.compute(str(uuid.uuid4())))  # has no lease, so it is not alive
+        put_key(cloud, keys.compute(compute), lease=cloud.stores['compute-hv1'].grant(60))
+    put_key(cloud, keys.compute(str(uuid.uuid4())))  # has no lease, so it is not alive
 
     def read_warnings() -> list[str]:
         assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
@@ -249,7 +249,7 @@ def test_a_compute_that_lives_and_is_left_out_is_named(cloud: BehindRoles, capsy
     assert read_warnings() == [message]
 
 
-def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_etcd_is_reported_in_one_line(cloud: EtcdWithRoles, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.etcd.stop()
     for option in ('--enable', '--disable'):
         assert elab.main(['certs', str(cloud.certs), option]) == 7
@@ -258,9 +258,9 @@ def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[
         assert output.count('\n') == 1
 
 
-def test_why_there_is_no_connection(cloud: BehindRoles, tmp_path: Path) -> None:
+def test_connection_errors_of_grpc_are_explained(cloud: EtcdWithRoles, tmp_path: Path) -> None:
     """Check gRPC's own error texts. Nothing was sent, so no outcome is unknown."""
-    config = etcd_of(cloud.certs, 'operator-ann')
+    config = load_etcd_config(cloud.certs, 'operator-ann')
     stranger = Authority(tmp_path / 'stranger')
     certificate, key = stranger.issue(tmp_path / 'theirs', 'operator-ann')
     junk, empty = tmp_path / 'junk', tmp_path / 'empty'
@@ -282,10 +282,10 @@ def test_why_there_is_no_connection(cloud: BehindRoles, tmp_path: Path) -> None:
         Accounts(config._replace(ca_cert=empty))
     with closing(Accounts(config._replace(endpoints=(closed, *config.endpoints)))) as accounts:
         accounts.apply(roles.AddRole('x'))
-        assert accounts.roles() == roles.Roles({}, {'x': frozenset()})
+        assert accounts.read_roles() == roles.Roles({}, {'x': frozenset()})
 
 
-def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
+def test_interrupted_enable_can_be_continued(cloud: EtcdWithRoles) -> None:
     class Killed(Exception):
         pass
 
@@ -293,17 +293,17 @@ def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
     while True:
         remaining = steps
 
-        def say(_: str) -> None:
+        def kill_after_steps(_: str) -> None:
             nonlocal remaining
             remaining -= 1
             if remaining < 0:
                 raise Killed
 
         try:
-            enable(cloud.certs, datetime.now(UTC), say)
+            enable_roles(cloud.certs, datetime.now(UTC), kill_after_steps)
         except Killed:
             steps += 7
             continue
         break
-    assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    assert read_roles(cloud) == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     expect_denied(cloud, '/flavors/small')

@@ -19,28 +19,28 @@ from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, OverQuota
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
-from ecomp.model.host import to_json as hostname_to_json
+from ecomp.model.host import hostname_to_json as hostname_to_json
 from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
-from ecomp.placement.allocations import candidates
+from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.place import ASKED, NAMED, VAIN, plain
+from ecomp.scheduler.placing.place import MAX_LOGGED_COMPUTES, MAX_QUERIES, MAX_STALE_HINTS, get_sampleable_amounts
 from ecomp.store.client import Put, Store
-from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, Cloud, CountingStore, at_it, new
-from tests.kit.in_process import InProcess, put
-from tests.kit.servers import PATIENCE, Etcd, until
+from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid, start_attempt
+from tests.kit.in_process import InProcessPlacement, put_with_generation
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 
 # create on real etcd and placement makes one instance with one claim, or nothing, even for concurrent attempts.
 
 
 @pytest.mark.fast
-def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
+def test_create_announces_its_attempt_and_delivers(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     attempt_values: list[bytes | None] = []
 
@@ -50,68 +50,68 @@ def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: C
 
     assert cloud.create(order, now=record_attempt) == DeliveryOutcome(compute)
     assert attempt_values[0] is not None
-    assert json.loads(attempt_values[0]) == {'version': 1, 'instances': [order.instance], 'query': order.query, **WHO}
-    cloud.is_whole(compute, order)
-    request = cloud.delivered(compute, order.instance)
+    assert json.loads(attempt_values[0]) == {'version': 1, 'instances': [order.instance], 'query': order.query, **OWNER}
+    cloud.assert_placed(compute, order)
+    request = cloud.read_request(compute, order.instance)
     assert (request.image, request.query, request.user_id) == (IMAGE, order.query, 'a-user')
     assert request.stages == {'requested': 'today', 'scheduled': 'now'}
 
 
 @pytest.mark.fast
-def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
-    dead, alive = cloud.compute(alive=False), cloud.compute()
+def test_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
+    dead, alive = cloud.make_compute(alive=False), cloud.make_compute()
     cloud.etcd.put(keys.hostname(dead), hostname_to_json('hv-dead'))
-    order = cloud.wanted(alive)
+    order = cloud.make_order_on(alive)
     # A provider outside ecomp in the same placement is ignored.
-    candidate_list: list[Allocations] = [{dead: SMALL}, {cloud.compute(alive=False): SMALL}, {alive: SMALL}]
-    assert cloud.create(order, found=candidate_list) == DeliveryOutcome(alive)
+    candidate_list: list[Allocations] = [{dead: SMALL}, {cloud.make_compute(alive=False): SMALL}, {alive: SMALL}]
+    assert cloud.create(order, candidates=candidate_list) == DeliveryOutcome(alive)
     assert [record.message for record in caplog.records] == ['compute hv-dead is not alive: skipped']
-    dead_order = cloud.wanted(dead)
+    dead_order = cloud.make_order_on(dead)
     with pytest.raises(NoCapacity, match='none of them is alive'):
         cloud.create(dead_order)
-    cloud.has_nothing_of(dead_order, dead)
+    cloud.assert_not_placed(dead_order, dead)
 
 
 @pytest.mark.fast
-def test_others_in_the_same_placement_are_no_reason(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_providers_are_not_named_as_dead(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
     """Check the nodes of another cloud in the same placement, which were never alive here."""
-    cloud.compute()
-    order = cloud.wanted(cloud.compute(alive=False))
+    cloud.make_compute()
+    order = cloud.make_order_on(cloud.make_compute(alive=False))
     with pytest.raises(NoCapacity, match='none of them is a living compute'):
         cloud.create(order)
     assert caplog.records == []
 
 
 @pytest.mark.fast
-def test_a_uuid_of_a_large_set_costs_a_few_lists_whatever_the_number_of_computes(cloud: Cloud) -> None:
+def test_resuming_a_large_set_takes_few_etcd_calls(cloud: Cloud) -> None:
     """Check that lookups at each compute do not outlast the attempt's lease."""
-    compute = cloud.compute(VCPU=50, MEMORY_MB=4096, DISK_GB=50)
+    compute = cloud.make_compute(VCPU=50, MEMORY_MB=4096, DISK_GB=50)
     for _ in range(3):
-        cloud.compute()
-    order = replace(cloud.wanted(compute), count=40, minimum=40)
+        cloud.make_compute()
+    order = replace(cloud.make_order_on(compute), count=40, minimum=40)
     with closing(CountingStore(EtcdConfig((cloud.etcd.endpoint,)))) as store:
         placed = cloud.create_all(order, True, store)
         assert len(placed) == 40
-        first_calls, store.asked = store.asked, 0
+        first_calls, store.request_count = store.request_count, 0
         repeated = cloud.create_all(order, True, store)
         assert repeated.keys() == placed.keys()
-        assert all(outcome.again for outcome in repeated.values())
+        assert all(outcome.is_repeated for outcome in repeated.values())
     assert first_calls < 30
-    assert store.asked < 50
+    assert store.request_count < 50
 
 
 @pytest.mark.fast
-def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
-    full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
-    cloud.create(cloud.wanted(full))
+def test_refused_claim_is_retried_on_the_next_candidate(cloud: Cloud) -> None:
+    full, free = cloud.make_compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.make_compute()
+    cloud.create(cloud.make_order_on(full))
     for _ in range(2):
-        order = cloud.wanted(free)
+        order = cloud.make_order_on(free)
         # The list of candidates is stale: one of the two computes is full.
-        assert cloud.create(order, found=[{full: SMALL}, {free: SMALL}]) == DeliveryOutcome(free)
-        cloud.is_whole(free, order)
+        assert cloud.create(order, candidates=[{full: SMALL}, {free: SMALL}]) == DeliveryOutcome(free)
+        cloud.assert_placed(free, order)
 
 
-class Refreshing(Store):
+class LeaseRecordingStore(Store):
     """A store that records which leases it granted and refreshed."""
 
     def __init__(self, cloud: Cloud) -> None:
@@ -129,122 +129,122 @@ class Refreshing(Store):
 
 
 @pytest.mark.fast
-def test_who_is_at_it_for_long_says_so_again_and_where_all_are_taken_leaves_nothing(cloud: Cloud) -> None:
-    full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
-    cloud.create(cloud.wanted(full))
-    with closing(Refreshing(cloud)) as store:
+def test_long_attempt_refreshes_its_lease_and_failed_one_cleans_up(cloud: Cloud) -> None:
+    full, free = cloud.make_compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.make_compute()
+    cloud.create(cloud.make_order_on(full))
+    with closing(LeaseRecordingStore(cloud)) as store:
         # A short attempt does not refresh its lease, which would cost a call.
-        cloud.create(cloud.wanted(free), store=store)
+        cloud.create(cloud.make_order_on(free), store=store)
         assert store.refreshed == []
-        order = cloud.wanted(full)
+        order = cloud.make_order_on(full)
         with pytest.raises(NoCapacity, match='every candidate was taken meanwhile'):
-            cloud.create(order, store=store, found=[{full: SMALL}])
-        cloud.has_nothing_of(order)
+            cloud.create(order, store=store, candidates=[{full: SMALL}])
+        cloud.assert_not_placed(order)
         assert set(store.refreshed) == {store.granted[-1]}
 
 
 @pytest.mark.fast
-def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> None:
-    computes = [cloud.compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
+def test_race_for_the_last_places_leaks_nothing(cloud: Cloud) -> None:
+    computes = [cloud.make_compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
     candidate_list: list[Allocations] = [{compute: SMALL} for compute in computes]
     # The losers query placement again; the aggregate limits the answer to these two computes.
-    aggregate = new()
+    aggregate = make_uuid()
     for compute in computes:
         body = {'aggregates': [aggregate], 'resource_provider_generation': 1}
         cloud.server.call('PUT', f'/resource_providers/{compute}/aggregates', body)
 
     def create_one(_: int) -> str | None:
-        order = cloud.wanted(computes[0])
+        order = cloud.make_order_on(computes[0])
         order = replace(order, query=order.query.replace(f'in_tree={computes[0]}', f'member_of={aggregate}'))
         try:
-            return cloud.create(order, found=candidate_list).compute
+            return cloud.create(order, candidates=candidate_list).compute
         except NoCapacity:
-            cloud.has_nothing_of(order)
+            cloud.assert_not_placed(order)
             return None
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(create_one, range(8)))
     assert sorted(filter(None, results)) == sorted(computes * 2)
     for compute in computes:
-        assert sorted(cloud.server.consumers(compute)) == sorted(
-            map(keys.last, cloud.etcd.keys(keys.request_prefix(compute)))
+        assert sorted(cloud.server.read_consumers(compute)) == sorted(
+            map(keys.get_last_part, cloud.etcd.list_keys(keys.request_prefix(compute)))
         )
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
-def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
+def test_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
     compute, order = cloud.make_order()
 
     def interrupt() -> str:
-        assert cloud.server.allocations(order.instance) == {compute: SMALL}
+        assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
         raise error
 
     with pytest.raises(error):
         cloud.create(order, now=interrupt)
-    cloud.has_nothing_of(order, compute)
+    cloud.assert_not_placed(order, compute)
 
 
 # Repeated and concurrent attempts with one uuid
 
 
 @pytest.mark.fast
-def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing(cloud: Cloud) -> None:
-    first, second = cloud.compute(), cloud.compute()
-    order = cloud.wanted(first)
+def test_late_release_of_the_first_attempt_does_not_free_the_second(cloud: Cloud) -> None:
+    first, second = cloud.make_compute(), cloud.make_compute()
+    order = cloud.make_order_on(first)
     lease = cloud.store.grant(60)
-    revision = at_it(cloud, order, lease)
+    revision = start_attempt(cloud, order, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {first: SMALL}})
-    consumer = allocations.consumer(cloud.placement, order.instance)
+    consumer = allocations.read_consumer(cloud.placement, order.instance)
     # The first attempt freezes here, and the user repeats the command.
     assert cloud.create(order, resume=True) == DeliveryOutcome(first)
-    cloud.is_whole(first, order)
+    cloud.assert_placed(first, order)
     assert not claims.abandon(cloud.store, cloud.placement, [order.instance], order.instance, revision)
     assert not allocations.release_once(cloud.placement, order.instance, consumer)
     cloud.store.revoke(lease)
-    cloud.is_whole(first, order)
-    assert cloud.server.consumers(second) == {}
+    cloud.assert_placed(first, order)
+    assert cloud.server.read_consumers(second) == {}
 
 
 @pytest.mark.fast
-def test_a_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
+def test_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
     """Check rule 13: the compute of the claim may have built the instance."""
-    first, second, silent = cloud.compute(), cloud.compute(), cloud.compute(alive=False)
+    first, second, silent = cloud.make_compute(), cloud.make_compute(), cloud.make_compute(alive=False)
     for compute in (first, silent):
-        order = cloud.wanted(second)
+        order = cloud.make_order_on(second)
         allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
         with pytest.raises(ClaimedElsewhere, match=f'claimed on {compute}'):
             cloud.create(order, resume=True)
-        assert cloud.server.allocations(order.instance) == {compute: SMALL}
+        assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
         assert cloud.etcd.get(keys.attempt(order.instance)) is None
 
 
 @pytest.mark.fast
-def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
+def test_set_is_placed_without_an_instance_claimed_on_a_silent_compute(
     cloud: Cloud, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compute, silent = cloud.compute(VCPU=4, MEMORY_MB=512, DISK_GB=10), cloud.compute(alive=False)
-    order = replace(cloud.wanted(compute), count=3, minimum=2)
+    compute, silent = cloud.make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10), cloud.make_compute(alive=False)
+    order = replace(cloud.make_order_on(compute), count=3, minimum=2)
     blocked, *remaining = order.instances
     allocations.claim_once(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
     placed = cloud.create_all(order, resume=True)
     assert list(placed) == remaining
     assert f'{blocked} is claimed on {silent}, which is silent' in caplog.text
-    assert cloud.server.allocations(blocked) == {silent: SMALL}
-    complete_order = replace(cloud.wanted(compute), count=2, minimum=2)
+    assert cloud.server.read_allocations(blocked) == {silent: SMALL}
+    complete_order = replace(cloud.make_order_on(compute), count=2, minimum=2)
     allocations.claim_once(
         cloud.placement, next(iter(complete_order.instances)), {silent: SMALL}, 'a-user', 'a-project'
     )
     with pytest.raises(ClaimedElsewhere):
         cloud.create_all(complete_order, resume=True)
-    assert cloud.server.consumers(compute).keys() == set(remaining)
+    assert cloud.server.read_consumers(compute).keys() == set(remaining)
 
 
 @pytest.mark.fast
-def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
+def test_abandon_of_the_first_attempt_keeps_the_second_s_claim(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     lease = cloud.store.grant(60)
-    revision = at_it(cloud, order, lease)
+    revision = start_attempt(cloud, order, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {compute: SMALL}})
     abandoned: list[bool] = []
 
@@ -254,43 +254,43 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
 
     assert cloud.create(order, resume=True, now=abandon_first) == DeliveryOutcome(compute)
     assert abandoned == [False]
-    cloud.is_whole(compute, order)
+    cloud.assert_placed(compute, order)
     cloud.store.revoke(lease)
 
 
 @pytest.mark.fast
-def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: Cloud) -> None:
-    slow, quick = cloud.compute(), cloud.compute()
-    order = cloud.wanted(quick)
+def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
+    slow, quick = cloud.make_compute(), cloud.make_compute()
+    order = cloud.make_order_on(quick)
     candidates: Future[tuple[Placement, Offer]] = Future()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(create, cloud.store, candidates, order, WHO, False, random.Random(), lambda: 'late')
-        until(lambda: cloud.etcd.get(keys.attempt(order.instance)), 10, 'the first one is at it')
+        first = pool.submit(create, cloud.store, candidates, order, OWNER, False, random.Random(), lambda: 'late')
+        wait_until(lambda: cloud.etcd.get(keys.attempt(order.instance)), 10, 'the first one is at it')
         assert cloud.create(order, resume=True) == DeliveryOutcome(quick)
         # Only now the first attempt gets placement's answer, which names another compute.
-        candidates.set_result((cloud.placement, Offer([{slow: SMALL}], asked=time.monotonic())))
+        candidates.set_result((cloud.placement, Offer([{slow: SMALL}], queried_at=time.monotonic())))
         with pytest.raises(Conflict, match='another eschedule took it over'):
-            first.result(PATIENCE * 30)
-    cloud.is_whole(quick, order)
-    assert cloud.server.consumers(slow) == {}
+            first.result(SLOWDOWN_FACTOR * 30)
+    cloud.assert_placed(quick, order)
+    assert cloud.server.read_consumers(slow) == {}
 
 
 @pytest.mark.fast
-def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
-    computes = [cloud.compute() for _ in range(3)]
-    order = replace(cloud.wanted(computes[0]), query=RESOURCES)
+def test_concurrent_attempts_of_one_uuid_make_one_instance(cloud: Cloud) -> None:
+    computes = [cloud.make_compute() for _ in range(3)]
+    order = replace(cloud.make_order_on(computes[0]), query=RESOURCES)
 
     def create_on(compute: str) -> str:
         try:
-            return cloud.create(order, resume=True, found=[{compute: SMALL}]).compute
+            return cloud.create(order, resume=True, candidates=[{compute: SMALL}]).compute
         except (ClaimedElsewhere, Conflict, NoCapacity):
             return ''
 
     with ThreadPoolExecutor(6) as pool:
         answers = set(pool.map(create_on, computes * 2)) - {''}
     assert len(answers) == 1
-    cloud.is_whole(answers.pop(), order)
-    assert sum(len(cloud.server.consumers(compute)) for compute in computes) == 1
+    cloud.assert_placed(answers.pop(), order)
+    assert sum(len(cloud.server.read_consumers(compute)) for compute in computes) == 1
 
 
 # In a large cluster, create queries placement about sampled computes: which ones, how often, and with wrong hints.
@@ -298,49 +298,53 @@ def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
 
 TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
 # The number of SQL statements of placement 16.0.0 with SQLite for a query about one compute and a claim.
-ONE_IN_SQL = 37
+STATEMENTS_WITH_SAMPLE = 37
 # The same for a query about all computes and a claim.
-ALL_IN_SQL = 36
+STATEMENTS_WITH_ALL = 36
 
 
 @dataclass
-class Cluster:
+class SampledCluster:
     """A cluster of keys and providers with four places each, and with published hints."""
 
     etcd: Etcd
     store: CountingStore
-    placement: InProcess
+    placement: InProcessPlacement
 
-    def compute(self, used: int = 0, said: int | None = None) -> str:
+    def make_compute(self, used: int = 0, hint: int | None = None) -> str:
         """Make a compute with `used` places taken, and publish `hint` if it is given."""
         compute = str(uuid.uuid4())
         self.placement.write('POST', '/resource_providers', {'uuid': compute, 'name': compute})
         inventories = {name: {'total': total} for name, total in TOTALS.items()}
-        put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        put_with_generation(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
         for _ in range(used):
             body = {'allocations': {compute: {'resources': SMALL}}, 'user_id': 'u', 'project_id': 'p'}
             consumer_fields = {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
             self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', {**body, **consumer_fields})
-        self.says(compute, said)
+        self.publish_hint(compute, hint)
         return compute
 
-    def says(self, compute: str, said: int | None) -> None:
+    def publish_hint(self, compute: str, hint: int | None) -> None:
         """Publish a hint that this number of places is used."""
-        room = {} if said is None else {'room': {name: [total, 100 - 25 * said] for name, total in TOTALS.items()}}
+        room = {} if hint is None else {'room': {name: [total, 100 - 25 * hint] for name, total in TOTALS.items()}}
         self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
 
-    def create(self, large: int | None = 0, weigh: str = SPREAD, **what: Any) -> str:
+    def create(self, large: int | None = 0, weigh: str = SPREAD, **changes: Any) -> str:
         """Place an instance, and return its compute.
 
         The calls are in `placement.calls`, `statements` and `store.asked` afterwards.
         """
-        order = SetOrder(new(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'})
-        order = replace(order, weigh=weigh, **what)
+        order = SetOrder(
+            make_uuid(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'}
+        )
+        order = replace(order, weigh=weigh, **changes)
         backend: Future[tuple[Placement, Offer]] = Future()
         self.placement.calls.clear()
-        self.store.asked, before = 0, self.placement.statements
-        backend.set_result((self.placement, Offer(()) if large is not None else candidates(self.placement, RESOURCES)))
-        delivered = create(self.store, backend, order, WHO, False, random.Random(1), lambda: 'now', large)
+        self.store.request_count, before = 0, self.placement.statements
+        backend.set_result(
+            (self.placement, Offer(()) if large is not None else read_candidates(self.placement, RESOURCES))
+        )
+        delivered = create(self.store, backend, order, OWNER, False, random.Random(1), lambda: 'now', large)
         (compute,) = (outcome.compute for outcome in delivered.values())
         self.statements = self.placement.statements - before
         value = self.etcd.get(keys.request(compute, order.instance))
@@ -348,11 +352,11 @@ class Cluster:
         assert isinstance(request, Request)
         assert request.allocations == {compute: SMALL}
         assert request.why is not None
-        self.of = request.why.of
+        self.sample_size = request.why.of
         return compute
 
     @property
-    def asked(self) -> list[str]:
+    def queries(self) -> list[str]:
         """Return the calls to placement: the uuid of a queried compute, `all` or `claim`."""
         queries = []
         for call in self.placement.calls:
@@ -362,133 +366,131 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(own_etcd: Etcd, in_process: InProcess) -> Iterator[Cluster]:
+def cluster(own_etcd: Etcd, placement_in_process: InProcessPlacement) -> Iterator[SampledCluster]:
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
-        yield Cluster(own_etcd, store, in_process)
+        yield SampledCluster(own_etcd, store, placement_in_process)
 
 
-def test_one_question_about_one_compute_and_one_claim_however_many_there_are(cluster: Cluster) -> None:
-    best = cluster.compute(said=0)
+def test_create_takes_one_query_and_one_claim(cluster: SampledCluster) -> None:
+    best = cluster.make_compute(hint=0)
     for _ in range(9):
-        cluster.compute(used=1, said=1)
+        cluster.make_compute(used=1, hint=1)
     assert cluster.create() == best
-    assert cluster.asked == [best, 'claim']
-    etcd_calls = cluster.store.asked
-    assert cluster.of == 10
+    assert cluster.queries == [best, 'claim']
+    etcd_calls = cluster.store.request_count
+    assert cluster.sample_size == 10
     # In order: quota, lease, attempt, sample, quota again, delivery.
     assert etcd_calls == 6
     assert cluster.create(large=None) != ''
-    assert cluster.asked == ['all', 'claim']
+    assert cluster.queries == ['all', 'claim']
     # Without sampling, the names of all computes are read, and the other attempts.
-    assert cluster.store.asked == etcd_calls + 1
+    assert cluster.store.request_count == etcd_calls + 1
 
 
 @pytest.mark.parametrize('computes', [10, 40])
-def test_the_sql_that_one_takes_does_not_grow_with_the_computes(
-    cluster: Cluster, computes: int, monkeypatch: pytest.MonkeyPatch
+def test_sql_statements_do_not_grow_with_the_computes(
+    cluster: SampledCluster, computes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, 'FRESH', 60.0)  # a slow machine would query placement again
+    monkeypatch.setattr(attempts, 'MAX_OFFER_AGE_SECONDS', 60.0)  # a slow machine would query placement again
     for _ in range(computes):
-        cluster.compute(said=0)
-    cluster.says(cluster.create(), 1)  # placement caches the user, the project and the trait names from now on
+        cluster.make_compute(hint=0)
+    cluster.publish_hint(cluster.create(), 1)  # placement caches the user, the project and the trait names from now on
     compute = cluster.create()  # one of the sample: not all of 40 computes are sampled
-    assert cluster.asked == [compute, 'claim']
-    assert cluster.statements == ONE_IN_SQL
+    assert cluster.queries == [compute, 'claim']
+    assert cluster.statements == STATEMENTS_WITH_SAMPLE
     assert cluster.create(large=None) != ''
-    assert cluster.statements == ALL_IN_SQL
+    assert cluster.statements == STATEMENTS_WITH_ALL
 
 
-def test_a_small_cluster_is_asked_about_as_a_whole(cluster: Cluster) -> None:
+def test_small_cluster_is_queried_as_a_whole(cluster: SampledCluster) -> None:
     for _ in range(3):
-        cluster.compute(said=0)
+        cluster.make_compute(hint=0)
     cluster.create(large=3)
-    assert cluster.asked == ['all', 'claim']
+    assert cluster.queries == ['all', 'claim']
 
 
 @pytest.mark.parametrize(('weigh', 'number'), [(SPREAD, 0), (PACK, 3)])
-def test_the_one_that_is_asked_about_is_the_best_for_how_it_is_to_be_weighed(
-    cluster: Cluster, weigh: str, number: int
-) -> None:
-    computes = [cluster.compute(used=used, said=used) for used in range(5)]
+def test_best_sampled_compute_depends_on_the_weighing(cluster: SampledCluster, weigh: str, number: int) -> None:
+    computes = [cluster.make_compute(used=used, hint=used) for used in range(5)]
     assert cluster.create(weigh=weigh) == computes[number]
-    assert cluster.asked == [computes[number], 'claim']
-    assert cluster.of == 4  # the fifth is full
+    assert cluster.queries == [computes[number], 'claim']
+    assert cluster.sample_size == 4  # the fifth is full
 
 
-def test_by_chance_any_of_them_is_asked_about(cluster: Cluster) -> None:
-    computes = {cluster.compute(said=used) for used in range(4)}
+def test_random_weighing_queries_any_compute(cluster: SampledCluster) -> None:
+    computes = {cluster.make_compute(hint=used) for used in range(4)}
     assert cluster.create(weigh=RANDOM) in computes
-    assert len(cluster.asked) == 2
+    assert len(cluster.queries) == 2
 
 
 @pytest.mark.parametrize('computes', [[(3, 0), (1, 1), (2, 2)], [(4, 0), (2, 2)]], ids=['not as empty', 'full'])
-def test_one_that_is_not_as_it_said_gives_way_to_the_next(cluster: Cluster, computes: list[tuple[int, int]]) -> None:
-    stale, better, *_ = [cluster.compute(used=used, said=hint) for used, hint in computes]
+def test_compute_with_a_stale_hint_is_passed_over(cluster: SampledCluster, computes: list[tuple[int, int]]) -> None:
+    stale, better, *_ = [cluster.make_compute(used=used, hint=hint) for used, hint in computes]
     assert cluster.create() == better
-    assert cluster.asked == [stale, better, 'claim']
+    assert cluster.queries == [stale, better, 'claim']
 
 
-def test_where_hints_lie_all_are_asked_about(cluster: Cluster) -> None:
+def test_wrong_hints_lead_to_a_query_about_all_computes(cluster: SampledCluster) -> None:
     for _ in range(5):
-        cluster.compute(used=4, said=0)
-    room = cluster.compute(used=3, said=4)
+        cluster.make_compute(used=4, hint=0)
+    room = cluster.make_compute(used=3, hint=4)
     assert cluster.create() == room
-    assert cluster.asked[VAIN:] == ['all', 'claim']
-    assert 'all' not in cluster.asked[:VAIN]
+    assert cluster.queries[MAX_STALE_HINTS:] == ['all', 'claim']
+    assert 'all' not in cluster.queries[:MAX_STALE_HINTS]
 
 
-def test_before_a_refusal_all_are_asked_about(cluster: Cluster) -> None:
+def test_refusal_is_preceded_by_a_query_about_all_computes(cluster: SampledCluster) -> None:
     for _ in range(5):
-        cluster.compute(used=4, said=0)
+        cluster.make_compute(used=4, hint=0)
     with pytest.raises(NoCapacity, match='placement names no provider'):
         cluster.create()
-    assert len(cluster.asked) == VAIN + 1
-    assert cluster.asked[-1] == 'all'
-    assert not cluster.etcd.keys(keys.ATTEMPTS)
+    assert len(cluster.queries) == MAX_STALE_HINTS + 1
+    assert cluster.queries[-1] == 'all'
+    assert not cluster.etcd.list_keys(keys.ATTEMPTS)
 
 
-def test_a_disabled_one_is_not_offered_however_empty_it_says_it_is(cluster: Cluster) -> None:
-    disabled, other = cluster.compute(said=0), cluster.compute(used=1, said=1)
-    put(cluster.placement, f'/resource_providers/{disabled}/traits', traits=['COMPUTE_STATUS_DISABLED'])
+def test_disabled_compute_is_not_offered_despite_its_hint(cluster: SampledCluster) -> None:
+    disabled, other = cluster.make_compute(hint=0), cluster.make_compute(used=1, hint=1)
+    put_with_generation(cluster.placement, f'/resource_providers/{disabled}/traits', traits=['COMPUTE_STATUS_DISABLED'])
     assert cluster.create() == other
-    assert cluster.asked == [disabled, other, 'claim']
+    assert cluster.queries == [disabled, other, 'claim']
 
 
 @pytest.mark.parametrize('value', ['{"room": 7}', 'rubbish', '{"room": {"VCPU": [1e400, 5]}}'])
-def test_what_says_nothing_that_can_be_understood_is_found_among_all(cluster: Cluster, value: str) -> None:
-    compute = cluster.compute()
+def test_compute_with_a_malformed_hint_is_found_by_the_full_query(cluster: SampledCluster, value: str) -> None:
+    compute = cluster.make_compute()
     cluster.etcd.put(keys.compute(compute), value, cluster.etcd.grant())
     assert cluster.create() == compute
-    assert cluster.asked == ['all', 'claim']
+    assert cluster.queries == ['all', 'claim']
 
 
-def test_a_key_without_a_lease_is_nobody_s_life(cluster: Cluster) -> None:
-    dead, alive = cluster.compute(said=0), cluster.compute(used=1, said=1)
+def test_presence_key_without_a_lease_is_ignored(cluster: SampledCluster) -> None:
+    dead, alive = cluster.make_compute(hint=0), cluster.make_compute(used=1, hint=1)
     room = json.dumps({'room': {name: [total, 100] for name, total in TOTALS.items()}})
     cluster.etcd.put(keys.compute(dead), room)
     assert cluster.create() == alive
 
 
-def test_a_quota_holds_and_leaves_nothing(cluster: Cluster) -> None:
-    compute = cluster.compute(said=0)
+def test_exceeded_quota_leaves_no_claim_and_no_attempt(cluster: SampledCluster) -> None:
+    compute = cluster.make_compute(hint=0)
     cluster.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 1}, {'instances': 1})))])
     with pytest.raises(OverQuota):
         cluster.create()
     assert cluster.placement.get(f'/resource_providers/{compute}/usages')['usages']['VCPU'] == 0
-    assert not cluster.etcd.keys(keys.ATTEMPTS)
+    assert not cluster.etcd.list_keys(keys.ATTEMPTS)
 
 
-def test_every_compute_is_reached_from_some_beginning(cluster: Cluster) -> None:
-    computes = sorted(cluster.compute(said=0) for _ in range(40))
+def test_samples_from_all_positions_reach_every_compute(cluster: SampledCluster) -> None:
+    computes = sorted(cluster.make_compute(hint=0) for _ in range(40))
     sampled = set()
     for start in ('0' * 8, computes[20], 'f' * 8):
-        entries, number = cluster.store.around(keys.COMPUTES, keys.compute(start), 16)
+        entries, number = cluster.store.sample(keys.COMPUTES, keys.compute(start), 16)
         assert number == 40
         assert len(entries) == 16
-        sampled |= {keys.last(entry.key) for entry in entries}
+        sampled |= {keys.get_last_part(entry.key) for entry in entries}
     assert len(sampled) == 32
-    wrapped, _ = cluster.store.around(keys.COMPUTES, keys.compute(computes[39]), 100)
-    assert [keys.last(entry.key) for entry in wrapped] == [computes[39], *computes[:39]]
+    wrapped, _ = cluster.store.sample(keys.COMPUTES, keys.compute(computes[39]), 100)
+    assert [keys.get_last_part(entry.key) for entry in wrapped] == [computes[39], *computes[:39]]
 
 
 @pytest.mark.parametrize(('query', 'asked'), [
@@ -500,48 +502,46 @@ def test_every_compute_is_reached_from_some_beginning(cluster: Cluster) -> None:
     ('resources=VCPU', None),
     ('', None),
 ])  # fmt: skip
-def test_only_amounts_alone_are_asked_of_a_few(query: str, asked: object) -> None:
-    assert plain(query, 1, SPREAD) == asked
-    assert plain(query, 2, SPREAD) is None
-    assert plain(query, 1, FIRST) is None
+def test_only_plain_amounts_are_sampled(query: str, asked: object) -> None:
+    assert get_sampleable_amounts(query, 1, SPREAD) == asked
+    assert get_sampleable_amounts(query, 2, SPREAD) is None
+    assert get_sampleable_amounts(query, 1, FIRST) is None
 
 
-def test_so_many_are_asked_about_at_most(cluster: Cluster) -> None:
+def test_number_of_queried_computes_is_limited(cluster: SampledCluster) -> None:
     for number in range(4):
-        cluster.compute(used=3, said=number % 3)
+        cluster.make_compute(used=3, hint=number % 3)
     cluster.create()
-    assert len(cluster.asked) == ASKED + 1
+    assert len(cluster.queries) == MAX_QUERIES + 1
 
 
-def test_of_many_that_are_not_alive_a_few_are_named_and_their_names_are_read_once(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    alive = cluster.compute()
-    for _ in range(NAMED + 3):
-        cluster.etcd.delete(keys.compute(dead := cluster.compute()))
+def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplog: pytest.LogCaptureFixture) -> None:
+    alive = cluster.make_compute()
+    for _ in range(MAX_LOGGED_COMPUTES + 3):
+        cluster.etcd.delete(keys.compute(dead := cluster.make_compute()))
         cluster.etcd.put(keys.hostname(dead), hostname_to_json(f'hv-{dead[:8]}'))
     assert cluster.create(large=None) == alive
     messages = [record.message for record in caplog.records if 'not alive' in record.message]
-    assert len(messages) == NAMED + 1
+    assert len(messages) == MAX_LOGGED_COMPUTES + 1
     assert messages[-1] == '3 more computes are not alive: skipped'
     # Three calls more than with live computes only: the computes, and two pages of host names.
-    assert cluster.store.asked == 10
+    assert cluster.store.request_count == 10
 
 
-def test_what_is_rounded_is_not_taken_for_another(cluster: Cluster) -> None:
+def test_rounded_hint_is_not_stale(cluster: SampledCluster) -> None:
     for _ in range(5):
-        compute = cluster.compute(used=1)
+        compute = cluster.make_compute(used=1)
         room = {'VCPU': [4, 76], 'MEMORY_MB': [256, 76], 'DISK_GB': [4, 76]}
         cluster.etcd.put(keys.compute(compute), json.dumps({'room': room}), cluster.etcd.grant())
     cluster.create()
-    assert len(cluster.asked) == 2
+    assert len(cluster.queries) == 2
 
 
-def test_a_key_that_is_no_compute_s_is_asked_about_of_nobody(cluster: Cluster) -> None:
+def test_presence_key_with_an_invalid_uuid_is_not_queried(cluster: SampledCluster) -> None:
     """Check that such keys, which make an invalid or a longer query, cannot make creates fail."""
-    cluster.compute(used=1, said=1)
+    cluster.make_compute(used=1, hint=1)
     room = {name: [total, 100] for name, total in TOTALS.items()}
     for name in ('test', 'x&required=HW_CPU_X86_AVX2', str(uuid.uuid4()).upper()):
         cluster.etcd.put(keys.compute(name), json.dumps({'token': 'x', 'room': room}), cluster.etcd.grant())
     compute = cluster.create()
-    assert cluster.asked == [compute, 'claim']
+    assert cluster.queries == [compute, 'claim']

@@ -16,39 +16,39 @@ from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.order import ASKED, OFF, REBOOT, START, STOP, Power, Request, Shares
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, new_record, to_json
-from ecomp.scheduler.changing.change import Acceptance, clear, destroy, power
+from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_ASKED, START, STOP, Holdings, PowerAction, Request
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, make_record, to_json
+from ecomp.scheduler.changing.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
-from ecomp.scheduler.looking.find import find, living
+from ecomp.scheduler.looking.find import find, find_living
 from ecomp.store.client import Delete, Put, Snapshot, Store
-from ecomp.store.sharing import index
-from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, new
+from ecomp.store.sharing import read_index
+from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
 from tests.kit.proxy import Proxy
-from tests.kit.servers import PATIENCE, Etcd, until
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry
 
 # destroy and find on real etcd and placement, also with lost answers.
 
 
 @pytest.mark.fast
-def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
+def test_destroy_writes_a_tombstone(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     assert destroy(cloud.store, order.instance) == f'{order.instance}: destroy accepted, {compute} carries it out'
     value = json.loads(cloud.etcd.get(keys.request(compute, order.instance)) or b'')
     assert (value['allocations'], value['image'], value['instance']) == ({}, None, order.instance)
-    assert cloud.delivered(compute, order.instance).is_tombstone
+    assert cloud.read_request(compute, order.instance).is_tombstone
     # The compute releases the allocation after it has removed the guest.
-    assert cloud.server.allocations(order.instance) == {compute: SMALL}
+    assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
     before = cloud.store.get(keys.request(compute, order.instance))
     assert 'being destroyed' in destroy(cloud.store, order.instance)
     assert cloud.store.get(keys.request(compute, order.instance)) == before
-    assert living(cloud.store, order.instance).is_destroying
+    assert find_living(cloud.store, order.instance).is_destroying
 
 
 @pytest.mark.fast
-def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
+def test_concurrent_destroys_are_one(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     with ThreadPoolExecutor(4) as pool:
@@ -60,8 +60,8 @@ def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize('has_request', [True, False])
 @pytest.mark.parametrize('call', ['read', 'commit'])
-def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, call: str, has_request: bool) -> None:
-    compute, instance = cloud.compute(), new()
+def test_instance_that_ends_during_destroy_is_not_destroyed_again(cloud: Cloud, call: str, has_request: bool) -> None:
+    compute, instance = cloud.make_compute(), make_uuid()
     cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
     if has_request:
         cloud.etcd.put(keys.request(compute, instance), json.dumps({'instance': instance}))
@@ -78,18 +78,18 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, ca
 
 
 @pytest.mark.fast
-def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
+def test_destroy_waits_for_a_silent_compute(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     cloud.etcd.delete(keys.compute(compute))
     assert destroy(cloud.store, order.instance).endswith('when it is back: it is silent now')
-    assert cloud.delivered(compute, order.instance).is_tombstone
+    assert cloud.read_request(compute, order.instance).is_tombstone
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('state', [GONE, ERROR])
-def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: str) -> None:
-    instance, compute = new(), new()
+def test_clear_keeps_an_instance_that_was_created_again(cloud: Cloud, state: str) -> None:
+    instance, compute = make_uuid(), make_uuid()
     record = Record(instance, compute, state, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
     cloud.etcd.put_record(to_json(record))
     # Another client cleared the record and created the instance again.
@@ -105,23 +105,23 @@ def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: 
     assert (instance_state.record.state, instance_state.is_destroying) == (ACTIVE, False)
 
 
-class ListingStore(Store):
+class ListCountingStore(Store):
     """A store that counts its range reads."""
 
     lists = 0
 
-    def snapshot(self, *given: Any, **named: Any) -> Snapshot:
+    def snapshot(self, *args: Any, **named: Any) -> Snapshot:
         self.lists += 1
-        return super().snapshot(*given, **named)
+        return super().snapshot(*args, **named)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('there', [1, 20])
-def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> None:
-    compute, store = new(), ListingStore(EtcdConfig((own_etcd.endpoint,)))
+def test_clear_takes_a_constant_number_of_range_reads(own_etcd: Etcd, there: int) -> None:
+    compute, store = make_uuid(), ListCountingStore(EtcdConfig((own_etcd.endpoint,)))
     # Records of a compute that is not alive, and of requests that were removed from a queue.
     for state, host in ((GONE, compute), (ERROR, compute), (GONE, '')) * there:
-        own_etcd.put(keys.record(host, instance := new()), to_json(Record(instance, host, state, image=IMAGE)))
+        own_etcd.put(keys.record(host, instance := make_uuid()), to_json(Record(instance, host, state, image=IMAGE)))
     assert len(clear(store).removed) == 3 * there
     # Queue entries, requests and records, and the locations of requests and of records.
     assert store.lists == 3 + 2
@@ -129,9 +129,9 @@ def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> 
 
 
 @pytest.mark.fast
-def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:
+def test_tombstone_of_a_newer_request_names_its_shared_keys(cloud: Cloud) -> None:
     """Check a request that the compute cannot read: it sees only the tombstone."""
-    compute, instance = new(), new()
+    compute, instance = make_uuid(), make_uuid()
     name, group = f'n{instance}', Group(f'g{instance}', 'anti-affinity', False, {instance: compute})
     membership = Membership(group.name, group.policy, group.strict)
     newer = Request(
@@ -152,37 +152,37 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
     tombstone = requests.parse_request(compute, key, read_entry(cloud.store, key).value)
     assert isinstance(tombstone, Request)
     assert tombstone.is_tombstone
-    assert requests.shares(tombstone) == Shares(name, group.name, 'a-project', SMALL)
+    assert requests.get_holdings(tombstone) == Holdings(name, group.name, 'a-project', SMALL)
 
 
 @pytest.mark.fast
-def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
+def test_destroy_without_a_request_writes_a_tombstone(cloud: Cloud) -> None:
     # The request was removed manually: the domain is kept until a tombstone destroys it.
-    instance, compute = new(), new()
+    instance, compute = make_uuid(), make_uuid()
     cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
-    assert cloud.delivered(compute, instance).is_tombstone
+    assert cloud.read_request(compute, instance).is_tombstone
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('arrives', [True, False])
-def test_a_destroy_that_is_lost_or_whose_answer_is(
+def test_destroy_is_written_despite_a_lost_message(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
-    living(shaky_store, order.instance)  # opens the connection
+    find_living(shaky_store, order.instance)  # opens the connection
     # Only the tombstone, and none of the reads before it, contains empty allocations.
-    applied = (lambda: cloud.delivered(compute, order.instance).is_tombstone) if arrives else None
+    applied = (lambda: cloud.read_request(compute, order.instance).is_tombstone) if arrives else None
     etcd_proxy.lose(b'"allocations": {}', applied)
     answer = destroy(shaky_store, order.instance)
     assert etcd_proxy.has_lost
     assert ('already' in answer) is arrives
-    assert cloud.delivered(compute, order.instance).is_tombstone
+    assert cloud.read_request(compute, order.instance).is_tombstone
 
 
 @pytest.mark.fast
-def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
+def test_find_returns_the_request_and_the_record(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     assert find(cloud.store, order.instance) is None
     cloud.create(order)
@@ -199,27 +199,27 @@ def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
 
 
 @pytest.mark.fast
-def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
+def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
     """Check the cost: without an index, a lookup takes one call for every 64 computes."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
         lease = own_etcd.grant()
-        computes = [new() for _ in range(200)]
+        computes = [make_uuid() for _ in range(200)]
         for compute in computes:
             own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-        instances = [new() for _ in range(3)]
+        instances = [make_uuid() for _ in range(3)]
         for instance in instances:
             request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
             own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
-        located = index(store)
+        located = read_index(store)
         for instance in instances:
-            before = store.asked
+            before = store.request_count
             result = find(store, instance, located)
             assert result is not None
             assert result.record.compute == computes[7]
-            assert store.asked == before + 1
+            assert store.request_count == before + 1
             assert result == find(store, instance)
         # After the index was read, the compute writes a record; then the request is deleted.
-        record = new_record(computes[7], result.request or request, 'now').at(ACTIVE, 'now', 'started')
+        record = make_record(computes[7], result.request or request, 'now').enter_state(ACTIVE, 'now', 'started')
         own_etcd.put(keys.record(computes[7], instances[0]), to_json(replace(record, instance=instances[0])))
         for _ in range(2):
             result = find(store, instances[0], located)
@@ -229,7 +229,7 @@ def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> N
         # After the index was read, one instance is deleted and another one is added.
         own_etcd.delete(keys.request(computes[7], instances[1]))
         assert find(store, instances[1], located) is None
-        late = new()
+        late = make_uuid()
         own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
         result = find(store, late, located)
         assert result is not None
@@ -238,17 +238,17 @@ def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> N
 
 
 @pytest.mark.fast
-def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked_for(own_etcd: Etcd) -> None:
+def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
     """Check that the names of records are listed once, for instances without a request.
 
     A record is four times as long as its key, and etcd reads both even for a list of keys.
     """
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
         lease = own_etcd.grant()
-        computes = [new() for _ in range(3)]
+        computes = [make_uuid() for _ in range(3)]
         for compute in computes[:2]:
             own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-        requested, *ended = (new() for _ in range(3))
+        requested, *ended = (make_uuid() for _ in range(3))
         request = Request(requested, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
         own_etcd.put(keys.request(computes[0], requested), requests.to_json(request))
         own_etcd.put(keys.record(computes[0], requested), to_json(Record(requested, computes[0], ACTIVE, image=IMAGE)))
@@ -257,156 +257,162 @@ def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked
         own_etcd.put(keys.old_record(ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
         # A record of another compute is ignored if the instance has a request elsewhere.
         own_etcd.put(keys.record(computes[2], requested), to_json(Record(requested, computes[2], GONE, image=IMAGE)))
-        located = index(store)
-        assert store.asked == 1
+        located = read_index(store)
+        assert store.request_count == 1
         result = find(store, requested, located)
         assert result is not None
         assert (result.record.compute, result.record.state) == (computes[0], ACTIVE)
-        assert store.asked == 2
+        assert store.request_count == 2
         for instance, state, questions in ((ended[0], GONE, 2), (ended[1], ERROR, 1)):
-            before = store.asked
+            before = store.request_count
             result = find(store, instance, located)
             assert result is not None
             assert (result.record.compute, result.record.state) == (computes[2], state)
-            assert store.asked == before + questions
+            assert store.request_count == before + questions
             assert result == find(store, instance)
 
 
 # stop, start and reboot: the written request and the refusals, also with lost answers.
 
 
-def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
+def create_instance(cloud: Cloud, state: str = ACTIVE, power_id: str | None = None) -> tuple[str, str]:
     """Create an instance with a record in this state, and return its compute and its uuid."""
     compute, order = cloud.make_order()
     cloud.create(order)
-    write(cloud, compute, order.instance, state, said)
+    write_record(cloud, compute, order.instance, state, power_id)
     return compute, order.instance
 
 
-def write(cloud: Cloud, compute: str, instance: str, state: str, said: str | None, fault: str | None = None) -> None:
-    record = Record(instance, compute, state, image=IMAGE, fault=fault, power=said)
+def write_record(
+    cloud: Cloud, compute: str, instance: str, state: str, power_id: str | None, fault: str | None = None
+) -> None:
+    record = Record(instance, compute, state, image=IMAGE, fault=fault, power=power_id)
     cloud.etcd.put_record(to_json(record))
 
 
-def test_it_is_written_beside_all_that_is_there(cloud: Cloud) -> None:
-    compute, instance = lives(cloud)
+def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
+    compute, instance = create_instance(cloud)
     before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
-    stop = Power(STOP, new())
-    accepted = power(cloud.store, instance, stop)
-    assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
+    stop = PowerAction(STOP, make_uuid())
+    accepted = change_power(cloud.store, instance, stop)
+    assert accepted.message == f'{instance}: stop accepted, {compute} carries it out'
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)
-    assert cloud.delivered(compute, instance).power == stop
+    assert cloud.read_request(compute, instance).power == stop
     cloud.etcd.delete(keys.compute(compute))
-    assert power(cloud.store, instance, Power(REBOOT, new())).said.endswith('when it is back: it is silent now')
+    assert change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())).message.endswith(
+        'when it is back: it is silent now'
+    )
 
 
-def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
-    compute, instance = lives(cloud)
-    stop, second_stop = Power(STOP, new()), Power(STOP, new())
-    power(cloud.store, instance, stop)
+def test_repeated_power_action_changes_nothing(cloud: Cloud) -> None:
+    compute, instance = create_instance(cloud)
+    stop, second_stop = PowerAction(STOP, make_uuid()), PowerAction(STOP, make_uuid())
+    change_power(cloud.store, instance, stop)
     before = cloud.etcd.get(keys.request(compute, instance))
-    repeated = power(cloud.store, instance, second_stop)
-    assert repeated.said == f'{instance}: stop was asked for before, {compute} is at it'
+    repeated = change_power(cloud.store, instance, second_stop)
+    assert repeated.message == f'{instance}: stop was asked for before, {compute} is at it'
     assert repeated.power == stop, 'that one is to be waited for'
-    write(cloud, compute, instance, STOPPED, stop.id)
-    assert power(cloud.store, instance, second_stop) == Acceptance(f'{instance}: is stopped already')
+    write_record(cloud, compute, instance, STOPPED, stop.id)
+    assert change_power(cloud.store, instance, second_stop) == Acceptance(f'{instance}: is stopped already')
     assert cloud.etcd.get(keys.request(compute, instance)) == before
     # A reboot is carried out in any state.
-    assert power(cloud.store, instance, Power(REBOOT, new())).power is not None
+    assert change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())).power is not None
 
 
-def test_who_has_no_power_to_switch(cloud: Cloud) -> None:
-    stop = Power(STOP, new())
+def test_power_action_is_refused(cloud: Cloud) -> None:
+    stop = PowerAction(STOP, make_uuid())
     with pytest.raises(NotFound, match='no such instance'):
-        power(cloud.store, new(), stop)
+        change_power(cloud.store, make_uuid(), stop)
     for state, reason in (('building', 'is being built: wait for it'), ('error', 'is in error'), ('scheduled', 'wait')):
-        _, instance = lives(cloud, state)
+        _, instance = create_instance(cloud, state)
         with pytest.raises(Conflict, match=reason):
-            power(cloud.store, instance, stop)
-    compute, instance = lives(cloud)
+            change_power(cloud.store, instance, stop)
+    compute, instance = create_instance(cloud)
     cloud.etcd.put(keys.request(compute, instance), 'nonsense')
     with pytest.raises(Conflict, match='cannot be understood: not JSON'):
-        power(cloud.store, instance, stop)
+        change_power(cloud.store, instance, stop)
     cloud.etcd.delete(keys.request(compute, instance))
     with pytest.raises(Conflict, match='nobody asks for it'):
-        power(cloud.store, instance, stop)
-    _, instance = lives(cloud)
+        change_power(cloud.store, instance, stop)
+    _, instance = create_instance(cloud)
     destroy(cloud.store, instance)
     with pytest.raises(Conflict, match='is being destroyed'):
-        power(cloud.store, instance, stop)
+        change_power(cloud.store, instance, stop)
 
 
 @pytest.mark.parametrize('arrives', [True, False])
-def test_an_order_that_is_lost_or_whose_answer_is(
+def test_power_action_is_written_despite_a_lost_message(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute, instance = lives(cloud)
-    stop = Power(STOP, new())
+    compute, instance = create_instance(cloud)
+    stop = PowerAction(STOP, make_uuid())
     with pytest.raises(NotFound):
-        power(shaky_store, new(), stop)  # opens the connection
-    applied = (lambda: cloud.delivered(compute, instance).power == stop) if arrives else None
+        change_power(shaky_store, make_uuid(), stop)  # opens the connection
+    applied = (lambda: cloud.read_request(compute, instance).power == stop) if arrives else None
     etcd_proxy.lose(stop.id.encode(), applied)
-    accepted = power(shaky_store, instance, stop)
+    accepted = change_power(shaky_store, instance, stop)
     assert etcd_proxy.has_lost
-    assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
-    assert (accepted.power, cloud.delivered(compute, instance).power) == (stop, stop)
+    assert accepted.message == f'{instance}: stop accepted, {compute} carries it out'
+    assert (accepted.power, cloud.read_request(compute, instance).power) == (stop, stop)
 
 
-def test_several_at_once_are_one(cloud: Cloud) -> None:
-    compute, instance = lives(cloud)
+def test_concurrent_power_actions_are_one(cloud: Cloud) -> None:
+    compute, instance = create_instance(cloud)
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: power(cloud.store, instance, Power(REBOOT, new())), range(4)))
-    assert {answer.power for answer in answers} == {cloud.delivered(compute, instance).power}
-    assert sum('accepted' in answer.said for answer in answers) == 1
+        answers = list(
+            pool.map(lambda _: change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())), range(4))
+        )
+    assert {answer.power for answer in answers} == {cloud.read_request(compute, instance).power}
+    assert sum('accepted' in answer.message for answer in answers) == 1
 
 
 # Waiting for a power action
 
 
-def test_its_steps_are_told_and_its_end(cloud: Cloud) -> None:
+def test_wait_reports_the_steps_of_a_reboot(cloud: Cloud) -> None:
     messages: list[str] = []
-    power_id, reboot = new(), Power(REBOOT, new())
-    compute, instance = lives(cloud, said=power_id)
-    accepted = power(cloud.store, instance, reboot)
+    power_id, reboot = make_uuid(), PowerAction(REBOOT, make_uuid())
+    compute, instance = create_instance(cloud, power_id=power_id)
+    accepted = change_power(cloud.store, instance, reboot)
     config = EtcdConfig((cloud.etcd.endpoint,))
 
-    def is_waiting_for(what: str) -> bool:
-        return any(f'waiting for: {what}' in message for message in messages)
+    def is_waiting_for(event: str) -> bool:
+        return any(f'waiting for: {event}' in message for message in messages)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
-        until(lambda: is_waiting_for('its compute to take it'), 10, 'nobody is at it')
-        write(cloud, compute, instance, ACTIVE, reboot.at(ASKED))
-        until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
-        write(cloud, compute, instance, STOPPED, reboot.at(OFF))
-        until(lambda: is_waiting_for('its domain to start'), 10, 'it is off')
-        write(cloud, compute, instance, ACTIVE, reboot.id)
-        assert waiting.result(PATIENCE * 20).state == ACTIVE
+        wait_until(lambda: is_waiting_for('its compute to take it'), 10, 'nobody is at it')
+        write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_ASKED))
+        wait_until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
+        write_record(cloud, compute, instance, STOPPED, reboot.format_phase(SHUT_OFF))
+        wait_until(lambda: is_waiting_for('its domain to start'), 10, 'it is off')
+        write_record(cloud, compute, instance, ACTIVE, reboot.id)
+        assert waiting.result(SLOWDOWN_FACTOR * 20).state == ACTIVE
 
 
-def test_a_wait_in_vain_ends(cloud: Cloud) -> None:
-    start = Power(START, new())
-    compute, instance = lives(cloud, STOPPED)
-    accepted, config = power(cloud.store, instance, start), EtcdConfig((cloud.etcd.endpoint,))
+def test_wait_for_a_failed_power_action_ends(cloud: Cloud) -> None:
+    start = PowerAction(START, make_uuid())
+    compute, instance = create_instance(cloud, STOPPED)
+    accepted, config = change_power(cloud.store, instance, start), EtcdConfig((cloud.etcd.endpoint,))
 
     def wait(seconds: float = 20) -> Record:
         return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
     with pytest.raises(StillGoing, match='waiting for: its compute to take it; it goes on'):
         wait(0.1)
-    write(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
+    write_record(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
     with pytest.raises(EcompError, match='it could not be started: no room') as caught:
         wait()
     assert caught.value.exit_code == 1
-    write(cloud, compute, instance, STOPPED, start.id)
+    write_record(cloud, compute, instance, STOPPED, start.id)
     with pytest.raises(EcompError, match='it was started, and is off again'):
         wait()
-    write(cloud, compute, instance, STOPPED, new())
+    write_record(cloud, compute, instance, STOPPED, make_uuid())
     with pytest.raises(Conflict, match='something else'):
         wait()
-    write(cloud, compute, instance, GONE, start.id)
+    write_record(cloud, compute, instance, GONE, start.id)
     with pytest.raises(NotFound, match='destroyed while waiting'):
         wait()

@@ -16,36 +16,36 @@ from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate
-from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexplained
+from ecomp.model.explain import Cure, Provider, apply_cures, explain_uncovered, find_miss, find_smallest_miss
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.host import Living
-from ecomp.model.query import Amount, Unexplained, enabled_only, parse, words
+from ecomp.model.host import PresenceFacts
+from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, format_query, parse_query
 from ecomp.placement import providers
-from ecomp.placement.allocations import candidates
-from ecomp.placement.providers import SHARES
+from ecomp.placement.allocations import read_candidates
+from ecomp.placement.providers import SHARING_TRAIT
 from ecomp.scheduler.placing import explain
-from ecomp.scheduler.placing.explain import CALLS, Facts, Refusal, reasons
+from ecomp.scheduler.placing.explain import MAX_CALLS, ProviderFacts, Refusal, list_reasons
 from ecomp.store.client import Store
-from tests.kit.in_process import InProcess, empty, put
+from tests.kit.in_process import InProcessPlacement, put_with_generation, remove_providers
 from tests.kit.servers import Etcd
-from tests.kit.store_client import connected
+from tests.kit.store_client import open_store
 
 # The explanation of each host, the nearest miss, and the smallest change of the query that fits.
 
 
-GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+GUEST_QUERY = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 AVX2 = 'HW_CPU_X86_AVX2'
 
 
 @dataclass
-class World:
+class ExplainedCluster:
     """Live computes and their providers."""
 
     etcd: Etcd
     store: Store
-    placement: InProcess
+    placement: InProcessPlacement
 
-    def compute(self, host: str | None, alive: bool = True, parent: str | None = None, **sizes: int) -> str:
+    def make_compute(self, host: str | None, alive: bool = True, parent: str | None = None, **sizes: int) -> str:
         """Make a compute with 4 VCPU, 7800 MB and 25 GB.
 
         Args:
@@ -54,23 +54,23 @@ class World:
             parent: its provider's parent.
             sizes: other totals of resource classes; 0 reserves all of a class.
         """
-        compute = str(uuid.uuid5(uuid.NAMESPACE_DNS, f'{host} {len(self.etcd.keys(keys.COMPUTES))}'))
+        compute = str(uuid.uuid5(uuid.NAMESPACE_DNS, f'{host} {len(self.etcd.list_keys(keys.COMPUTES))}'))
         self.placement.write(
             'POST', '/resource_providers', {'uuid': compute, 'name': compute, 'parent_provider_uuid': parent}
         )
         totals = {'VCPU': 4, 'MEMORY_MB': 7800, 'DISK_GB': 25, **sizes}
         inventories = {name: {'total': size or 4, 'reserved': 0 if size else 4} for name, size in totals.items()}
-        put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        put_with_generation(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
         if alive:
-            self.says(compute, host)
+            self.publish(compute, host)
         return compute
 
-    def says(self, compute: str, host: str | None, **room: list[int]) -> None:
+    def publish(self, compute: str, host: str | None, **room: list[int]) -> None:
         """Write a live compute's presence key with its hints."""
         hints = {'room': room} if room else {}
         self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x', **hints}), self.etcd.grant())
 
-    def uses(self, compute: str, **amounts: int) -> None:
+    def allocate(self, compute: str, **amounts: int) -> None:
         """Allocate these amounts to another consumer."""
         body = {
             'allocations': {compute: {'resources': amounts}},
@@ -78,27 +78,27 @@ class World:
         }
         self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', body)
 
-    def has(self, compute: str, *traits: str) -> None:
-        put(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
+    def set_traits(self, compute: str, *traits: str) -> None:
+        put_with_generation(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
 
-    def why(self, query: str, **about: Any) -> list[str]:
+    def explain(self, query: str, **about: Any) -> list[str]:
         """Return the reasons of a refusal; `about` holds further fields of it."""
-        return reasons(self.store, self.placement, Refusal(query, **about))
+        return list_reasons(self.store, self.placement, Refusal(query, **about))
 
 
 @pytest.fixture
-def world(own_etcd: Etcd, in_process: InProcess) -> Iterator[World]:
-    with connected(own_etcd.endpoint) as store:
-        yield World(own_etcd, store, in_process)
+def world(own_etcd: Etcd, placement_in_process: InProcessPlacement) -> Iterator[ExplainedCluster]:
+    with open_store(own_etcd.endpoint) as store:
+        yield ExplainedCluster(own_etcd, store, placement_in_process)
 
 
-def test_every_failing_constraint_of_every_compute(world: World) -> None:
-    first, second, third = (world.compute(f'hv{number}') for number in (1, 2, 3))
-    world.uses(second, MEMORY_MB=7288)
-    world.uses(first, VCPU=4, MEMORY_MB=7000)
-    world.has(third, AVX2)
-    world.uses(third, DISK_GB=25)
-    assert world.why(f'resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required={AVX2}') == [
+def test_every_failing_constraint_of_every_compute_is_listed(world: ExplainedCluster) -> None:
+    first, second, third = (world.make_compute(f'hv{number}') for number in (1, 2, 3))
+    world.allocate(second, MEMORY_MB=7288)
+    world.allocate(first, VCPU=4, MEMORY_MB=7000)
+    world.set_traits(third, AVX2)
+    world.allocate(third, DISK_GB=25)
+    assert world.explain(f'resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required={AVX2}') == [
         f'hv1: VCPU short by 1 (free 0 of 4); MEMORY_MB short by 941 (free 800 of 7800); lacks {AVX2}',
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
         'hv3: DISK_GB short by 1 (free 0 of 25)',
@@ -107,79 +107,79 @@ def test_every_failing_constraint_of_every_compute(world: World) -> None:
     ]
 
 
-def test_where_nothing_helps_that_is_said(world: World) -> None:
-    world.compute('hv1', MEMORY_MB=0)
-    assert world.why(GUEST) == [
+def test_explanation_without_a_fitting_change(world: ExplainedCluster) -> None:
+    world.make_compute('hv1', MEMORY_MB=0)
+    assert world.explain(GUEST_QUERY) == [
         'hv1: MEMORY_MB short by 256 (free 0 of 0)',
         'the nearest miss is hv1',
         'no change of the query fits any of them',
     ]
 
 
-def test_computes_that_are_dead_closed_or_without_a_name(world: World) -> None:
-    dead, stopped = world.compute('hv8', alive=False), world.compute('hv9', alive=False, VCPU=0)
-    nameless = world.compute(None)
-    world.compute('hv2', VCPU=0)
+def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster) -> None:
+    dead, stopped = world.make_compute('hv8', alive=False), world.make_compute('hv9', alive=False, VCPU=0)
+    nameless = world.make_compute(None)
+    world.make_compute('hv2', VCPU=0)
     bare = str(uuid.uuid4())
     world.etcd.put(keys.compute(bare), '{"hostname": "hv1"}', world.etcd.grant())
     # A foreign provider in a shared placement.
     foreign = str(uuid.uuid4())
     world.placement.write('POST', '/resource_providers', {'uuid': foreign, 'name': 'nova'})
-    lines = world.why(f'{GUEST}&required={SHARES}')
+    lines = world.explain(f'{GUEST_QUERY}&required={SHARING_TRAIT}')
     assert lines[:3] == [
         'hv1: has no resource provider',
         'hv2: is closed: all its VCPU is reserved',
-        f'{nameless}: lacks {SHARES}',
+        f'{nameless}: lacks {SHARING_TRAIT}',
     ]
     assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
     assert lines[5:] == [
         f'the nearest miss is {nameless}',
-        f'the smallest change that fits: ask without required={SHARES} (on {nameless})',
+        f'the smallest change that fits: ask without required={SHARING_TRAIT} (on {nameless})',
     ]
 
 
-def test_what_has_room_by_now(world: World) -> None:
-    world.compute('hv1')
-    world.compute('hv2', MEMORY_MB=128)
-    assert world.why(GUEST) == [
+def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
+    world.make_compute('hv1')
+    world.make_compute('hv2', MEMORY_MB=128)
+    assert world.explain(GUEST_QUERY) == [
         'hv1: has room by now: ask again',
         'hv2: MEMORY_MB short by 128 (free 128 of 128)',
     ]
 
 
-def test_what_a_limit_leaves_out_is_not_to_be_asked_for_again(world: World) -> None:
-    named_compute, _ = world.compute('hv1'), world.compute('hv2')
-    assert world.why(f'{GUEST}&limit=1', named=[named_compute]) == [
+def test_compute_excluded_by_the_limit_is_explained(world: ExplainedCluster) -> None:
+    named_compute, _ = world.make_compute('hv1'), world.make_compute('hv2')
+    assert world.explain(f'{GUEST_QUERY}&limit=1', named=[named_compute]) == [
         'hv1: has room by now: ask again',
         'hv2: has room, but limit=1 has placement name fewer computes: ask without it',
     ]
     web = Group('web', ANTI_AFFINITY, True, {'a': named_compute})
-    (first, second) = world.why(f'{GUEST}&limit=1', group=web, named=[named_compute])
+    (first, second) = world.explain(f'{GUEST_QUERY}&limit=1', group=web, named=[named_compute])
     assert first == 'hv1: group web has a member there (strict anti-affinity)'
     assert second == 'hv2: has room, but limit=1 has placement name fewer computes: ask without it'
 
 
-def test_a_change_that_placement_would_not_take_is_not_named(world: World) -> None:
+def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedCluster) -> None:
     # Placement does not check the unknown trait, because the aggregate has no provider.
-    world.compute('hv1')
+    world.make_compute('hv1')
     aggregate = str(uuid.uuid4())
-    assert world.why(f'{GUEST}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
+    assert world.explain(f'{GUEST_QUERY}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
         f'hv1: is not in aggregate {aggregate}',
         'the nearest miss is hv1',
     ]
 
 
-def test_granular_nested_and_sharing_are_said_not_to_be_explained(world: World) -> None:
-    assert world.why('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
+def test_granular_nested_and_shared_providers_are_not_explained(world: ExplainedCluster) -> None:
+    assert world.explain('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
         'what each compute lacks is not explained for this query: it has granular groups (resources1)'
     ]
-    flat, tree, near = world.compute('hv1'), world.compute('hv2'), world.compute('hv3')
-    world.compute('child', alive=False, parent=tree)
-    shares = world.compute('storage', alive=False)
-    world.has(shares, SHARES)
+    flat, tree, near = world.make_compute('hv1'), world.make_compute('hv2'), world.make_compute('hv3')
+    world.make_compute('child', alive=False, parent=tree)
+    shares = world.make_compute('storage', alive=False)
+    world.set_traits(shares, SHARING_TRAIT)
     for provider in (near, shares):
-        put(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[flat])
-    lines = world.why(f'{GUEST}&required={AVX2}')
+        put_with_generation(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[flat])
+    lines = world.explain(f'{GUEST_QUERY}&required={AVX2}')
     assert lines[:3] == [
         f'hv1: lacks {AVX2}',
         'hv2: not explained: its resource providers are nested',
@@ -191,74 +191,76 @@ def test_granular_nested_and_sharing_are_said_not_to_be_explained(world: World) 
     ]
 
 
-def test_one_that_shares_is_named_for_what_another_has(world: World) -> None:
-    near, shares = world.compute('hv1', VCPU=1), world.compute('hv2')
-    world.has(near, AVX2)
-    world.has(shares, SHARES)
+def test_sharing_provider_is_not_explained(world: ExplainedCluster) -> None:
+    near, shares = world.make_compute('hv1', VCPU=1), world.make_compute('hv2')
+    world.set_traits(near, AVX2)
+    world.set_traits(shares, SHARING_TRAIT)
     for provider in (near, shares):
-        put(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[near])
-    query = f'{GUEST.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
-    assert [shares] in [list(provider) for provider in candidates(world.placement, query).candidates]
-    assert world.why(query) == [
+        put_with_generation(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[near])
+    query = f'{GUEST_QUERY.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
+    assert [shares] in [list(provider) for provider in read_candidates(world.placement, query).candidates]
+    assert world.explain(query) == [
         f'hv1: not explained: provider {shares} shares with it',
         'hv2: not explained: it shares with others',
     ]
 
 
-def test_of_very_many_the_nearest_are_shown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, 'MOST', 5)
-    monkeypatch.setattr(explain, 'SHOWN', 2)
+def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 5)
+    monkeypatch.setattr(explain, 'MAX_NEAREST_COMPUTES', 2)
     for number in range(1, 7):
-        compute = world.compute(f'hv{number}', MEMORY_MB=128 + 100 * (number == 5))
+        compute = world.make_compute(f'hv{number}', MEMORY_MB=128 + 100 * (number == 5))
         if number in (2, 5):
-            world.has(compute, AVX2)
-    dead = world.compute('hv9', alive=False)
-    query = f'{GUEST}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
-    assert world.why(query) == [
+            world.set_traits(compute, AVX2)
+    dead = world.make_compute('hv9', alive=False)
+    query = f'{GUEST_QUERY}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
+    assert world.explain(query) == [
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
         '5 more are not shown: no nearer, or not alive',
         'the nearest miss is hv5',
         f'the smallest change that fits: ask for MEMORY_MB:228, without in_tree={dead} (on hv5)',
     ]
-    monkeypatch.setattr(explain, 'MOST', 7)
-    assert len(world.why(query)) == 9
+    monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
+    assert len(world.explain(query)) == 9
 
 
-def test_what_was_asked_on_one_compute_is_told_of_that_and_with_the_words_that_were_typed(world: World) -> None:
-    first = world.compute('hv1')
-    world.compute('hv2')
-    world.uses(first, VCPU=4)
-    query = f'{GUEST}&in_tree={first}'
-    assert world.why(query, on='hv1') == [
+def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCluster) -> None:
+    first = world.make_compute('hv1')
+    world.make_compute('hv2')
+    world.allocate(first, VCPU=4)
+    query = f'{GUEST_QUERY}&in_tree={first}'
+    assert world.explain(query, on='hv1') == [
         'hv1: VCPU short by 1 (free 0 of 4)',
         'the smallest change that fits: ask without --on hv1 (on hv2)',
     ]
-    assert world.why(query, on=first[:8])[1].startswith(f'the smallest change that fits: ask without --on {first[:8]} ')
+    assert world.explain(query, on=first[:8])[1].startswith(
+        f'the smallest change that fits: ask without --on {first[:8]} '
+    )
     unknown = str(uuid.uuid4())
-    assert world.why(f'{GUEST}&in_tree={unknown}', on=unknown) == [
+    assert world.explain(f'{GUEST_QUERY}&in_tree={unknown}', on=unknown) == [
         f'{unknown}: there is no such compute', f'the smallest change that fits: ask without --on {unknown} (on hv2)'
     ]  # fmt: skip
 
 
-def test_a_disabled_one_that_was_asked_for_is_to_be_enabled(world: World) -> None:
-    first = world.compute('hv1')
-    world.compute('hv2')
-    world.has(first, 'COMPUTE_STATUS_DISABLED')
-    assert world.why(f'{GUEST}&in_tree={first}', on='hv1') == [
+def test_disabled_compute_requested_with_on_suggests_enabling_it(world: ExplainedCluster) -> None:
+    first = world.make_compute('hv1')
+    world.make_compute('hv2')
+    world.set_traits(first, 'COMPUTE_STATUS_DISABLED')
+    assert world.explain(f'{GUEST_QUERY}&in_tree={first}', on='hv1') == [
         'hv1: is disabled (eschedule host enable hv1)',
         'the smallest change that fits: eschedule host enable hv1, or ask without --on hv1 (on hv2)',
     ]
 
 
-def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: World) -> None:
-    first, second = world.compute('hv1'), world.compute('hv2', VCPU=1)
+def test_members_of_the_set_are_distinguished_from_group_members(world: ExplainedCluster) -> None:
+    first, second = world.make_compute('hv1'), world.make_compute('hv2', VCPU=1)
     size = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
     placed = [Candidate(first, {first: size}, None)]
 
     def explain_hosts(policy: str, **members: str) -> list[str]:
         group = Group('web', policy, True, members)
-        return [line for line in world.why(GUEST, group=group, taken=placed) if line.startswith('hv')]
+        return [line for line in world.explain(GUEST_QUERY, group=group, taken=placed) if line.startswith('hv')]
 
     assert explain_hosts(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
     assert explain_hosts(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
@@ -267,12 +269,12 @@ def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: Wo
 
 
 @pytest.mark.parametrize('number', [1, 3, 60])
-def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: World, number: int) -> None:
+def test_calls_of_a_refusal_do_not_grow_with_the_computes(world: ExplainedCluster, number: int) -> None:
     for index in range(number):
-        world.uses(world.compute(f'hv{index:02}', VCPU=2), VCPU=2)
+        world.allocate(world.make_compute(f'hv{index:02}', VCPU=2), VCPU=2)
     world.placement.calls.clear()
     before = world.placement.statements
-    lines = world.why(GUEST)
+    lines = world.explain(GUEST_QUERY)
     assert lines[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
     assert [line for line in lines if 'VCPU short' in line] == [
         f'hv{index:02}: VCPU short by 1 (free 0 of 2)' for index in range(min(number, 10))
@@ -284,18 +286,18 @@ def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: Wor
     assert world.placement.statements - before == 11 + 6 * len(limits)
 
 
-def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None:
-    computes = [world.compute(f'hv{number}', MEMORY_MB=512) for number in range(1, 5)]
+def test_totals_of_a_full_compute_come_from_its_hint(world: ExplainedCluster) -> None:
+    computes = [world.make_compute(f'hv{number}', MEMORY_MB=512) for number in range(1, 5)]
     for number, compute in enumerate(computes, 1):
-        world.uses(compute, VCPU=4, MEMORY_MB=512, DISK_GB=25)
-        world.says(compute, f'hv{number}', VCPU=[4, 25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
-    world.has(computes[1], 'COMPUTE_STATUS_DISABLED')
+        world.allocate(compute, VCPU=4, MEMORY_MB=512, DISK_GB=25)
+        world.publish(compute, f'hv{number}', VCPU=[4, 25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
+    world.set_traits(computes[1], 'COMPUTE_STATUS_DISABLED')
     # hv3 publishes no hint, and hv4's hint reports more allocated than it has.
-    world.says(computes[2], 'hv3')
-    world.says(computes[3], 'hv4', VCPU=[4, -25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
+    world.publish(computes[2], 'hv3')
+    world.publish(computes[3], 'hv4', VCPU=[4, -25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
     world.placement.calls.clear()
     full = 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 256 (free 0 of 512); DISK_GB short by 1 (free 0 of 25)'
-    lines = world.why(GUEST)
+    lines = world.explain(GUEST_QUERY)
     assert len(world.placement.calls) == 5, world.placement.calls
     assert lines == [
         f'hv1: {full}',
@@ -306,25 +308,28 @@ def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None
     ]
 
 
-def test_a_change_that_fits_is_asked_about_on_one_compute(world: World) -> None:
+def test_fitting_change_is_verified_on_one_compute(world: ExplainedCluster) -> None:
     for index in range(60):
-        world.compute(f'hv{index:02}', VCPU=2)
+        world.make_compute(f'hv{index:02}', VCPU=2)
     world.placement.calls.clear()
-    assert world.why(GUEST.replace('VCPU:1', 'VCPU:3'))[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
+    assert (
+        world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))[-1]
+        == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
+    )
     assert [call.rpartition('/')[2].partition('?')[0] for call in world.placement.calls] == [
         'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
     ]  # fmt: skip
     assert 'in_tree=' in world.placement.calls[-1]
 
 
-def test_a_limit_that_somebody_set_is_said(world: World) -> None:
+def test_max_unit_set_outside_ecomp_is_explained(world: ExplainedCluster) -> None:
     for number in (1, 2):
-        compute = world.compute(f'hv{number}')
+        compute = world.make_compute(f'hv{number}')
         inventories = {name: {'total': 64} for name in ('VCPU', 'DISK_GB')} | {'MEMORY_MB': {'total': 512}}
         inventories['VCPU']['max_unit'] = 2
-        put(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        put_with_generation(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
     world.placement.calls.clear()
-    lines = world.why(GUEST.replace('VCPU:1', 'VCPU:3'))
+    lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
     assert lines[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
     assert lines[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv1)'
     assert len(world.placement.calls) == 5
@@ -340,8 +345,8 @@ RATIOS = (1.0, 1.0, 1.0, 1.5, 16.0, 0.5, 0.1, 1 / 3, 1.1, 2.7)
 AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 
 
-def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
-    case_counts = ask(in_process, range(6), 10)
+def test_explanation_agrees_with_placement(placement_in_process: InProcessPlacement) -> None:
+    case_counts = run_random_requests(placement_in_process, range(6), 10)
     # Every case must have occurred.
     assert all(case_counts[case] > 1 for case in ('refused', 'fits', 'changed', 'freed', 'beyond', 'found')), (
         case_counts
@@ -351,108 +356,119 @@ def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('first', range(1000, 1200, 10))
-def test_what_is_said_is_what_placement_does_at_length(in_process: InProcess, first: int) -> None:
-    case_counts = ask(in_process, range(first, first + 10), 50)
+def test_explanation_agrees_with_placement_at_length(placement_in_process: InProcessPlacement, first: int) -> None:
+    case_counts = run_random_requests(placement_in_process, range(first, first + 10), 50)
     assert all(case_counts[case] > 10 for case in ('refused', 'fits', 'changed')), case_counts
 
 
-def ask(placement: InProcess, seeds: range, requests: int) -> Counter[str]:
+def run_random_requests(placement: InProcessPlacement, seeds: range, requests: int) -> Counter[str]:
     """Run this number of requests on a random cluster for each seed, and count the cases."""
     case_counts: Counter[str] = Counter()
     for seed in seeds:
-        case_counts += cluster_and_requests(placement, random.Random(seed), requests)
+        case_counts += run_random_cluster(placement, random.Random(seed), requests)
     assert case_counts['requests'] == len(seeds) * requests
     return case_counts
 
 
-def cluster_and_requests(placement: InProcess, rng: random.Random, count: int) -> Counter[str]:
+def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count: int) -> Counter[str]:
     """Run `count` random requests on a random cluster, and count the cases that occurred."""
     created = make_cluster(placement, rng)
-    listed = providers.everyone(placement)
+    listed = providers.list_all(placement)
     assert listed.keys() == set(created)
     provider_facts = (
-        providers.look(placement, listed_uuid, listed[listed_uuid].alone, traits=True, aggregates=True)
+        providers.read_provider(placement, listed_uuid, listed[listed_uuid].is_alone, traits=True, aggregates=True)
         for listed_uuid in listed
     )
     present = [facts for facts in provider_facts if facts is not None]
-    sharing = [provider for provider in present if providers.SHARES in provider.traits]
+    sharing = [provider for provider in present if providers.SHARING_TRAIT in provider.traits]
     case_counts: Counter[str] = Counter()
     while case_counts['requests'] < count:
         query = make_query(rng, present)
         try:
-            named = candidates(placement, query).candidates
+            named = read_candidates(placement, query).candidates
         except PlacementRefusal:
             continue  # the query contradicts itself
         case_counts['requests'] += 1
-        case_counts += judged(placement, query, present, sharing, named)
-        case_counts += in_few_calls(placement, query, present, sharing)
-    holds_by_itself(placement, make_query(rng, present), present, sharing)
-    empty(placement)
+        case_counts += compare_explanation(placement, query, present, sharing, named)
+        case_counts += compare_bulk_facts(placement, query, present, sharing)
+    check_single_constraints(placement, make_query(rng, present), present, sharing)
+    remove_providers(placement)
     return case_counts
 
 
-def judged(
-    placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider], named: list[Allocations]
+def compare_explanation(
+    placement: InProcessPlacement,
+    query: str,
+    providers: list[Provider],
+    sharing: list[Provider],
+    named: list[Allocations],
 ) -> Counter[str]:
     """Compare the explanation of a request with placement's answer."""
-    constraints = parse(enabled_only(query))
-    assert set(parse(words(constraints))) == set(constraints)
+    constraints = parse_query(exclude_disabled(query))
+    assert set(parse_query(format_query(constraints))) == set(constraints)
     misses = []
     case_counts: Counter[str] = Counter()
     for candidate in providers:
-        if unexplained(constraints, candidate, sharing) is not None:
+        if explain_uncovered(constraints, candidate, sharing) is not None:
             case_counts['beyond'] += 1
             continue
-        misses.append(miss(constraints, candidate))
-        assert misses[-1].fits == any(candidate.uuid in together for together in named), (query, candidate, misses[-1])
+        misses.append(find_miss(constraints, candidate))
+        assert misses[-1].is_candidate == any(candidate.uuid in together for together in named), (
+            query,
+            candidate,
+            misses[-1],
+        )
         case_counts['explained'] += 1
-        case_counts['fits'] += misses[-1].fits
+        case_counts['fits'] += misses[-1].is_candidate
     if named:
         return case_counts
     case_counts['refused'] += 1
-    best = smallest(misses)
+    best = find_smallest_miss(misses)
     if best is None:
         return case_counts
     assert best.cures
     changed_query, provider = (
-        changed(constraints, best.cures),
+        apply_cures(constraints, best.cures),
         next(candidate for candidate in providers if candidate.uuid == best.provider),
     )
-    if any(cure.freed for cure in best.cures):
+    if any(cure.amount_to_free for cure in best.cures):
         case_counts['freed'] += 1
-        assert miss(changed_query, freed(provider, best.cures)).fits, (query, provider, best)
+        assert find_miss(changed_query, free_amounts(provider, best.cures)).is_candidate, (query, provider, best)
         assert not any(
-            candidate_miss.cures and not any(cure.freed for cure in candidate_miss.cures) for candidate_miss in misses
+            candidate_miss.cures and not any(cure.amount_to_free for cure in candidate_miss.cures)
+            for candidate_miss in misses
         )
     else:
         case_counts['changed'] += 1
-        named = candidates(placement, words(changed_query)).candidates
+        named = read_candidates(placement, format_query(changed_query)).candidates
         assert any(best.provider in allocations for allocations in named), (query, provider, best)
     return case_counts
 
 
-def in_few_calls(placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]) -> Counter[str]:
+def compare_bulk_facts(
+    placement: InProcessPlacement, query: str, providers: list[Provider], sharing: list[Provider]
+) -> Counter[str]:
     """Check that a few bulk calls yield the same facts as one query for each provider."""
-    constraints, before = parse(enabled_only(query)), len(placement.calls)
+    constraints, before = parse_query(exclude_disabled(query)), len(placement.calls)
     exact = {candidate.uuid: candidate for candidate in providers}
     try:
-        facts = Facts(placement, constraints)
-        bulk = facts.find(exact, dict.fromkeys(exact, Living()), {})
-    except Unexplained:
+        facts = ProviderFacts(placement, constraints)
+        bulk = facts.find(exact, dict.fromkeys(exact, PresenceFacts()), {})
+    except UnsupportedQueryError:
         return Counter({'too much': 1})
-    assert len(placement.calls) - before <= CALLS, placement.calls[before:]
+    assert len(placement.calls) - before <= MAX_CALLS, placement.calls[before:]
     for bulk_provider in bulk.values():
         own = exact[bulk_provider.uuid]
         assert {name: (room.capacity, room.used) for name, room in bulk_provider.inventories.items()} == {
             name: (room.capacity, room.used) for name, room in own.inventories.items()
         }
         assert set(bulk_provider.traits) == set(own.traits)
-        assert (unexplained(constraints, bulk_provider, facts.sharing) is None) == (
-            unexplained(constraints, own, sharing) is None
+        assert (explain_uncovered(constraints, bulk_provider, facts.sharing) is None) == (
+            explain_uncovered(constraints, own, sharing) is None
         )
-        if unexplained(constraints, own, sharing) is None:
-            bulk_miss, exact_miss = miss(constraints, bulk_provider), miss(constraints, own)
-            assert bulk_miss.fits == exact_miss.fits
+        if explain_uncovered(constraints, own, sharing) is None:
+            bulk_miss, exact_miss = find_miss(constraints, bulk_provider), find_miss(constraints, own)
+            assert bulk_miss.is_candidate == exact_miss.is_candidate
             # The bulk facts may miss an amount's limit if the compute lacks something else, too.
             missed, lacking = (
                 {failure.constraint for failure in provider_miss.failures} for provider_miss in (bulk_miss, exact_miss)
@@ -461,29 +477,31 @@ def in_few_calls(placement: InProcess, query: str, providers: list[Provider], sh
     return Counter({'found': len(bulk), 'not found': len(exact) - len(bulk), 'plain': 1})
 
 
-def holds_by_itself(placement: InProcess, query: str, known: list[Provider], sharing: list[Provider]) -> None:
+def check_single_constraints(
+    placement: InProcessPlacement, query: str, present: list[Provider], sharing: list[Provider]
+) -> None:
     """Check that placement, queried for one constraint, names the providers that satisfy it."""
-    constraints = parse(enabled_only(query))
+    constraints = parse_query(exclude_disabled(query))
     for constraint in constraints:
-        holding = providers.holding(placement, constraint)
-        for provider in known:
-            if unexplained(constraints, provider, sharing) is None:
-                failing = {failure.constraint for failure in miss(constraints, provider).failures}
+        holding = providers.find_satisfying(placement, constraint)
+        for provider in present:
+            if explain_uncovered(constraints, provider, sharing) is None:
+                failing = {failure.constraint for failure in find_miss(constraints, provider).failures}
                 assert (constraint not in failing) == (provider.uuid in holding), (constraint, provider)
 
 
-def freed(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
+def free_amounts(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
     """Return the provider with the usage reduced by the freed amounts."""
     inventories = dict(provider.inventories)
     for cure in cures:
-        if cure.freed and isinstance(cure.constraint, Amount):
+        if cure.amount_to_free and isinstance(cure.constraint, Amount):
             name = cure.constraint.name
-            assert inventories[name].used >= cure.freed
-            inventories[name] = inventories[name]._replace(used=inventories[name].used - cure.freed)
+            assert inventories[name].used >= cure.amount_to_free
+            inventories[name] = inventories[name]._replace(used=inventories[name].used - cure.amount_to_free)
     return replace(provider, inventories=inventories)
 
 
-def make_cluster(placement: InProcess, rng: random.Random) -> list[str]:
+def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]:
     """Make two to six providers, sometimes with a nested and a sharing one."""
     created: list[str] = []
     nested, shares = rng.random() < 0.2, rng.random() < 0.3
@@ -495,9 +513,13 @@ def make_cluster(placement: InProcess, rng: random.Random) -> list[str]:
         placement.write('POST', '/resource_providers', body)
         created.append(provider)
         path = f'/resource_providers/{provider}'
-        inventories = {name: inventory(rng) for name in CLASSES if rng.random() < (0.3 if name == 'VGPU' else 0.95)}
+        inventories = {
+            name: make_inventory(rng) for name in CLASSES if rng.random() < (0.3 if name == 'VGPU' else 0.95)
+        }
         # Allocate before the final limits are set, so that usage may exceed them.
-        put(placement, f'{path}/inventories', inventories={name: {'total': 1000} for name in inventories})
+        put_with_generation(
+            placement, f'{path}/inventories', inventories={name: {'total': 1000} for name in inventories}
+        )
         full = rng.random() < 0.25
         used = {name: rng.randint(1, 12) for name in inventories if rng.random() < 0.3}
         if full and 'VCPU' in inventories:
@@ -511,18 +533,20 @@ def make_cluster(placement: InProcess, rng: random.Random) -> list[str]:
                 'consumer_type': 'INSTANCE',
             }
             placement.write(
-                'PUT', f'/allocations/{consumer_of(provider)}', {'allocations': allocation, **consumer_fields}
+                'PUT', f'/allocations/{make_consumer_uuid(provider)}', {'allocations': allocation, **consumer_fields}
             )
-        put(placement, f'{path}/inventories', inventories=inventories)
+        put_with_generation(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
         if shares and number == 1:
-            traits.append(providers.SHARES)
-        put(placement, f'{path}/traits', traits=traits)
-        put(placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4])
+            traits.append(providers.SHARING_TRAIT)
+        put_with_generation(placement, f'{path}/traits', traits=traits)
+        put_with_generation(
+            placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4]
+        )
     return created
 
 
-def inventory(rng: random.Random) -> dict[str, object]:
+def make_inventory(rng: random.Random) -> dict[str, object]:
     """Make the inventory of one class, sometimes with all limits."""
     total = rng.randint(1, 32)
     fields: dict[str, object] = {'total': total, 'allocation_ratio': rng.choice(RATIOS)}
@@ -568,6 +592,6 @@ def make_query(rng: random.Random, providers: list[Provider]) -> str:
     return '&'.join(parts)
 
 
-def consumer_of(provider: str) -> str:
+def make_consumer_uuid(provider: str) -> str:
     """Return the uuid of the provider's consumer."""
     return str(uuid.uuid5(uuid.UUID(provider), 'consumer'))

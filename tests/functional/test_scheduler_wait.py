@@ -17,203 +17,226 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAITS_FOR, Failure, Progress, Record, to_json
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    GONE,
+    WAIT_REASONS,
+    Failure,
+    Progress,
+    Record,
+    to_json,
+)
 from ecomp.scheduler.changing import wait as wait_module
-from ecomp.scheduler.changing.wait import Deadline, Wait, Whereabouts, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changing.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.sharing import Index
-from tests.functional.cloud import IMAGE, Cloud, new
-from tests.kit.servers import PATIENCE, free_port, until
+from ecomp.store.sharing import KeyIndex
+from tests.functional.cloud import IMAGE, Cloud, make_uuid
+from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @contextmanager
-def begin_wait(told: list[str], *call: Any) -> Iterator[Future[Any]]:
+def begin_wait(messages: list[str], *call: Any) -> Iterator[Future[Any]]:
     """Start a wait in another thread, and yield once etcd has answered it.
 
     Before that answer, the wait cannot report the stage that it waits for.
     """
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(*call)
-        until(
-            lambda: any(not message.startswith('waiting for: etcd to') for message in told), 10, 'etcd has answered it'
+        wait_until(
+            lambda: any(not message.startswith('waiting for: etcd to') for message in messages),
+            10,
+            'etcd has answered it',
         )
         yield waiting
 
 
-def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> None:
-    instance = new()
-    record = Record(instance, new(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
+def test_wait_reports_each_stage(cloud: Cloud, messages: list[str]) -> None:
+    instance = make_uuid()
+    record = Record(instance, make_uuid(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
 
-    def is_waiting_for(what: str) -> bool:
-        return any(f'waiting for: {what}' in message for message in told)
+    def is_waiting_for(event: str) -> bool:
+        return any(f'waiting for: {event}' in message for message in messages)
 
-    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed') as waiting:
+    with begin_wait(
+        messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'addressed'
+    ) as waiting:
         for stage in ('image', 'disk', 'started', 'addressed'):
-            record = record.at(ACTIVE, 't', stage)
+            record = record.enter_state(ACTIVE, 't', stage)
             cloud.etcd.put_record(to_json(record))
             if stage != 'addressed':
-                until(partial(is_waiting_for, _after(stage)), 10, f'{stage} is seen')
-        assert waiting.result(PATIENCE * 10) == record
+                wait_until(partial(is_waiting_for, _get_next_event(stage)), 10, f'{stage} is seen')
+        assert waiting.result(SLOWDOWN_FACTOR * 10) == record
 
 
-def test_an_end_is_seen_behind_rubbish_at_the_older_place(cloud: Cloud, told: list[str]) -> None:
+def test_end_is_found_despite_a_malformed_old_record(cloud: Cloud, messages: list[str]) -> None:
     """Check an instance that ended before the wait began.
 
     No request is left then that would tell which record counts.
     """
-    instance = new()
+    instance = make_uuid()
     cloud.etcd.put(keys.old_record(instance), 'rubbish')
-    cloud.etcd.put_record(to_json(Record(instance, new(), GONE, stages={'gone': 'now'})))
-    wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), told.append))
+    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), GONE, stages={'gone': 'now'})))
+    wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), messages.append))
 
 
-def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
-    instance = new()
-    record = Record(instance, new(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
+def test_wait_reports_the_progress_of_a_download(cloud: Cloud, messages: list[str]) -> None:
+    instance = make_uuid()
+    record = Record(instance, make_uuid(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
+        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started')
         progress = Progress('image', 34_000_000, 600_000_000)
         cloud.etcd.put_record(to_json(replace(record, progress=progress)))
-        until(
-            lambda: any(message.startswith('waiting for: image, 34 of 600 MB, ') for message in told), 10, 'it is told'
+        wait_until(
+            lambda: any(message.startswith('waiting for: image, 34 of 600 MB, ') for message in messages),
+            10,
+            'it is told',
         )
-        cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'image', 'disk', 'started')))
-        assert waiting.result(PATIENCE * 10).progress is None
+        cloud.etcd.put_record(to_json(record.enter_state(ACTIVE, 't', 'image', 'disk', 'started')))
+        assert waiting.result(SLOWDOWN_FACTOR * 10).progress is None
 
 
-def _after(stage: str) -> str:
-    return WAITS_FOR[{'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]]
+def _get_next_event(stage: str) -> str:
+    return WAIT_REASONS[{'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]]
 
 
-def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]) -> None:
+def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:
     config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
-    existing, compute = new(), new()
+    existing, compute = make_uuid(), make_uuid()
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
     with pytest.raises(StillGoing, match=r'0\.5 s are up'):
-        wait_for_stage(Wait(config, new(), deadline, told.append), 'started')
-    assert deadline.spent >= 0.5
+        wait_for_stage(Wait(config, make_uuid(), deadline, messages.append), 'started')
+    assert deadline.elapsed >= 0.5
     # The deadline has passed: each further instance is still checked once.
-    assert wait_for_stage(Wait(config, existing, deadline, told.append), 'started').instance == existing
+    assert wait_for_stage(Wait(config, existing, deadline, messages.append), 'started').instance == existing
     stages = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
     with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
-        wait_for_stage(Wait(config, existing, deadline, told.append), 'addressed')
+        wait_for_stage(Wait(config, existing, deadline, messages.append), 'addressed')
 
 
-def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
-    instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
-    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
-    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
-        cloud.etcd.delete(cloud.etcd.record_key(instance))
+def test_removed_record_ends_a_wait(cloud: Cloud, messages: list[str]) -> None:
+    instance, config = make_uuid(), EtcdConfig((cloud.etcd.endpoint,))
+    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
+    with begin_wait(
+        messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started'
+    ) as waiting:
+        cloud.etcd.delete(cloud.etcd.find_record_key(instance))
         with pytest.raises(NotFound, match='its record was removed'):
-            waiting.result(PATIENCE * 20)
+            waiting.result(SLOWDOWN_FACTOR * 20)
 
 
-def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[str]) -> None:
+def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messages: list[str]) -> None:
     config = EtcdConfig((cloud.etcd.endpoint,))
-    failed, gone, slow = new(), new(), new()
+    failed, gone, slow = make_uuid(), make_uuid(), make_uuid()
     error = Failure('image', 'HTTP 404', 'nothing is left')
-    cloud.etcd.put_record(to_json(Record(failed, new(), ERROR, image=IMAGE, error=error)))
-    cloud.etcd.put_record(to_json(Record(gone, new(), GONE, image=IMAGE)))
+    cloud.etcd.put_record(to_json(Record(failed, make_uuid(), ERROR, image=IMAGE, error=error)))
+    cloud.etcd.put_record(to_json(Record(gone, make_uuid(), GONE, image=IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
-        wait_for_stage(Wait(config, failed, Deadline(10), told.append), 'started')
+        wait_for_stage(Wait(config, failed, Deadline(10), messages.append), 'started')
     assert caught.value.exit_code == 1
     with pytest.raises(NotFound, match='destroyed while waiting'):
-        wait_for_stage(Wait(config, gone, Deadline(10), told.append), 'started')
+        wait_for_stage(Wait(config, gone, Deadline(10), messages.append), 'started')
     began = time.monotonic()
     with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: its compute to take it'):
-        wait_for_stage(Wait(config, slow, Deadline(0.3), told.append), 'started')
-    assert time.monotonic() - began < PATIENCE * 5
+        wait_for_stage(Wait(config, slow, Deadline(0.3), messages.append), 'started')
+    assert time.monotonic() - began < SLOWDOWN_FACTOR * 5
 
 
-def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_reports_an_unreachable_etcd(messages: list[str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
     with pytest.raises(StillGoing, match=r': 0\.5 s are up, and etcd did not answer; it goes on$'):
-        wait_for_stage(Wait(config, new(), Deadline(0.5), told.append), 'started')
+        wait_for_stage(Wait(config, make_uuid(), Deadline(0.5), messages.append), 'started')
     # The wait does not know the instance's stage, so it reports only etcd.
-    assert told
-    assert {message.partition(',')[0] for message in told} == {'waiting for: etcd to answer'}
+    assert messages
+    assert {message.partition(',')[0] for message in messages} == {'waiting for: etcd to answer'}
 
 
-def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
-    gone, removed, compute = new(), new(), new()
+def test_wait_for_the_end_of_an_instance(cloud: Cloud, messages: list[str]) -> None:
+    gone, removed, compute = make_uuid(), make_uuid(), make_uuid()
     config = EtcdConfig((cloud.etcd.endpoint,))
     for instance in (gone, removed):
-        told.clear()
+        messages.clear()
         cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
-        with begin_wait(told, wait_until_gone, Wait(config, instance, Deadline(30), told.append)) as waiting:
+        with begin_wait(messages, wait_until_gone, Wait(config, instance, Deadline(30), messages.append)) as waiting:
             if instance == gone:
                 cloud.etcd.put_record(to_json(Record(gone, compute, GONE, image=IMAGE)))
             else:  # the record of a failed instance is removed immediately
-                cloud.etcd.delete(cloud.etcd.record_key(removed))
-            waiting.result(PATIENCE * 20)
-    wait_until_gone(Wait(config, new(), Deadline(30), told.append))
+                cloud.etcd.delete(cloud.etcd.find_record_key(removed))
+            waiting.result(SLOWDOWN_FACTOR * 20)
+    wait_until_gone(Wait(config, make_uuid(), Deadline(30), messages.append))
 
 
-def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told: list[str]) -> None:
-    instance, compute = new(), new()
+def test_wait_follows_a_request_from_its_queue_to_its_compute(cloud: Cloud, messages: list[str]) -> None:
+    instance, compute = make_uuid(), make_uuid()
     config, queue_key = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
     cloud.etcd.put(queue_key, '{}')
-    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
+    with begin_wait(
+        messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started'
+    ) as waiting:
         request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
         cloud.store.commit([], [Delete(queue_key), Put(request, '{}')])
-        cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
-        assert waiting.result(PATIENCE * 20).compute == compute
+        cloud.etcd.put_record(to_json(record.enter_state(ACTIVE, 't', 'started')))
+        assert waiting.result(SLOWDOWN_FACTOR * 20).compute == compute
     cloud.etcd.delete(request)
 
 
-def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
-    instance, compute = new(), new()
+def test_instance_that_moves_during_an_etcd_outage_is_found(cloud: Cloud) -> None:
+    instance, compute = make_uuid(), make_uuid()
     queue_key, request = keys.queue('small', instance), keys.request(compute, instance)
     cloud.etcd.put(queue_key, '{}')
-    with Whereabouts(EtcdConfig((cloud.etcd.endpoint,)), instance) as whereabouts:
-        assert whereabouts.look() == (True, None)
+    with InstanceFollower(EtcdConfig((cloud.etcd.endpoint,)), instance) as whereabouts:
+        assert whereabouts.read() == (True, None)
         cloud.store.commit([], [Delete(queue_key), Put(request, '{}')])
-        real, whereabouts._find = whereabouts._find, _unreachable  # type: ignore[method-assign]
-        until(lambda: whereabouts.look() == (False, None), 10, 'it is seen to be gone, and not found')
-        whereabouts._find = real  # type: ignore[method-assign]
+        real, whereabouts._find_key = whereabouts._find_key, _raise_unreachable  # type: ignore[method-assign]
+        wait_until(lambda: whereabouts.read() == (False, None), 10, 'it is seen to be gone, and not found')
+        whereabouts._find_key = real  # type: ignore[method-assign]
         cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
-        until(lambda: whereabouts.look()[1] is not None, 10, 'it is found')
+        wait_until(lambda: whereabouts.read()[1] is not None, 10, 'it is found')
     cloud.etcd.delete(request)
 
 
 @pytest.mark.parametrize('state', [ACTIVE, GONE])
 @pytest.mark.parametrize('has_written', [True, False])
-def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(
-    cloud: Cloud, told: list[str], has_written: bool, state: str
+def test_wait_from_the_queue_follows_the_compute_with_the_claim(
+    cloud: Cloud, messages: list[str], has_written: bool, state: str
 ) -> None:
     """Check that the record of a compute without the claim is ignored.
 
     The wait once failed with "its record was removed" (exit status 4) if the taker had not written a record yet.
     """
-    config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     foreign, record = (Record(instance, compute, BUILDING, image=IMAGE) for compute in (other, taker))
     cloud.etcd.put(keys.request(other, instance), '{}')
     cloud.etcd.put(keys.record(other, instance), to_json(foreign))
-    wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: [instance] if each == taker else [])
-    with begin_wait(told, wait_for_stage, wait, 'started') as waiting:
+    wait = Wait(
+        config, instance, Deadline(30), messages.append, claims=lambda each: [instance] if each == taker else []
+    )
+    with begin_wait(messages, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(taker, instance), '{}')
         if has_written:
             cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        cloud.etcd.put(keys.record(other, instance), to_json(foreign.at(state, 't', 'started')))
+        cloud.etcd.put(keys.record(other, instance), to_json(foreign.enter_state(state, 't', 'started')))
         time.sleep(1.5)
         assert not waiting.done()
-        record = record.at(ACTIVE, 't', 'started')
+        record = record.enter_state(ACTIVE, 't', 'started')
         cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        assert waiting.result(PATIENCE * 10) == record
-    removed(cloud, instance, other, taker)
+        assert waiting.result(SLOWDOWN_FACTOR * 10) == record
+    remove_keys(cloud, instance, other, taker)
 
 
-def test_nobody_is_believed_of_two_while_placement_does_not_answer(cloud: Cloud, told: list[str]) -> None:
-    config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+def test_two_records_are_not_trusted_until_placement_answers(cloud: Cloud, messages: list[str]) -> None:
+    config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     foreign, record = (Record(instance, host, BUILDING, image=IMAGE) for host in (other, taker))
     cloud.etcd.put(keys.request(other, instance), '{}')
     cloud.etcd.put(keys.record(other, instance), to_json(foreign))
@@ -225,78 +248,78 @@ def test_nobody_is_believed_of_two_while_placement_does_not_answer(cloud: Cloud,
             raise Unreachable('placement cannot be reached', 'placement at http://localhost:8080/')
         return [instance] if compute == taker else []
 
-    wait = Wait(config, instance, Deadline(30), told.append, claims=list_claims)
-    with begin_wait(told, wait_for_stage, wait, 'started') as waiting:
+    wait = Wait(config, instance, Deadline(30), messages.append, claims=list_claims)
+    with begin_wait(messages, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(taker, instance), '{}')
         cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        cloud.etcd.put(keys.record(other, instance), to_json(foreign.at(ACTIVE, 't', 'started')))
-        until(lambda: told[-1].startswith('waiting for: placement to answer'), 10, 'it says whom it waits for')
+        cloud.etcd.put(keys.record(other, instance), to_json(foreign.enter_state(ACTIVE, 't', 'started')))
+        wait_until(lambda: messages[-1].startswith('waiting for: placement to answer'), 10, 'it says whom it waits for')
         is_away.clear()
-        record = record.at(ACTIVE, 't', 'started')
+        record = record.enter_state(ACTIVE, 't', 'started')
         cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        assert waiting.result(PATIENCE * 10) == record
-    removed(cloud, instance, other, taker)
+        assert waiting.result(SLOWDOWN_FACTOR * 10) == record
+    remove_keys(cloud, instance, other, taker)
 
 
-def removed(cloud: Cloud, instance: str, *computes: str) -> None:
+def remove_keys(cloud: Cloud, instance: str, *computes: str) -> None:
     """Delete the instance's requests and records of these computes."""
     for compute in computes:
         cloud.etcd.delete(keys.request(compute, instance))
         cloud.etcd.delete(keys.record(compute, instance))
 
 
-def test_who_waits_for_a_destroy_hears_its_end_though_another_is_asked_by_nobody(cloud: Cloud, told: list[str]) -> None:
+def test_wait_for_a_destroy_ignores_a_compute_without_a_claim(cloud: Cloud, messages: list[str]) -> None:
     """Check stale keys of a compute that holds no claim of the instance."""
-    config, instance, other, owner = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    config, instance, other, owner = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     request, record = keys.request(owner, instance), Record(instance, owner, DESTROYING, image=IMAGE)
     for compute in (owner, other):
         cloud.etcd.put(keys.request(compute, instance), '{}')
         cloud.etcd.put(keys.record(compute, instance), to_json(replace(record, compute=compute)))
     claims = {owner: [instance]}
-    wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: claims.get(each, []))
-    with begin_wait(told, wait_until_gone, wait) as waiting:
+    wait = Wait(config, instance, Deadline(30), messages.append, claims=lambda each: claims.get(each, []))
+    with begin_wait(messages, wait_until_gone, wait) as waiting:
         claims.clear()
-        gone = to_json(record.at(GONE, 't', 'gone'))
+        gone = to_json(record.enter_state(GONE, 't', 'gone'))
         cloud.store.commit([], [Delete(request), Put(keys.record(owner, instance), gone)])
-        waiting.result(PATIENCE * 10)
-    removed(cloud, instance, other, owner)
+        waiting.result(SLOWDOWN_FACTOR * 10)
+    remove_keys(cloud, instance, other, owner)
 
 
-def test_it_says_that_placement_does_not_answer_where_that_is_asked(cloud: Cloud, told: list[str]) -> None:
+def test_wait_reports_an_unreachable_placement(cloud: Cloud, messages: list[str]) -> None:
     def raise_unreachable(_: str) -> NoReturn:
         raise Unreachable('placement cannot be reached', 'placement at http://localhost:8080/')
 
-    config, instance, computes = EtcdConfig((cloud.etcd.endpoint,), timeout=1), new(), (new(), new())
+    config, instance, computes = EtcdConfig((cloud.etcd.endpoint,), timeout=1), make_uuid(), (make_uuid(), make_uuid())
     for compute in computes:
         cloud.etcd.put(keys.request(compute, instance), '{}')
     with pytest.raises(StillGoing, match='and placement did not answer'):
-        wait_for_stage(Wait(config, instance, Deadline(0.2), told.append, claims=raise_unreachable), 'started')
-    assert told[0].startswith('waiting for: placement to answer')
+        wait_for_stage(Wait(config, instance, Deadline(0.2), messages.append, claims=raise_unreachable), 'started')
+    assert messages[0].startswith('waiting for: placement to answer')
     for compute in computes:
         cloud.etcd.delete(keys.request(compute, instance))
 
 
-def test_of_many_each_is_looked_for_where_it_was(
-    cloud: Cloud, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, instance, compute = EtcdConfig((cloud.etcd.endpoint,)), new(), new()
-    started = Record(instance, compute, ACTIVE, image=IMAGE).at(ACTIVE, 't', 'started')
+def test_wait_with_an_index_takes_one_read(cloud: Cloud, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, instance, compute = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid()
+    started = Record(instance, compute, ACTIVE, image=IMAGE).enter_state(ACTIVE, 't', 'started')
     cloud.etcd.put_record(to_json(started))
-    located, mislocated = (Index({instance: [keys.request(host, instance)]}) for host in (compute, new()))
-    assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=mislocated), 'started') == started
-    monkeypatch.setattr(Store, 'snapshot', _unreachable)
-    monkeypatch.setattr(wait_module, 'Follower', _unreachable)
-    assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=located), 'started') == started
+    located, mislocated = (KeyIndex({instance: [keys.request(host, instance)]}) for host in (compute, make_uuid()))
+    assert (
+        wait_for_stage(Wait(config, instance, Deadline(5), messages.append, key_index=mislocated), 'started') == started
+    )
+    monkeypatch.setattr(Store, 'snapshot', _raise_unreachable)
+    monkeypatch.setattr(wait_module, 'Follower', _raise_unreachable)
+    assert wait_for_stage(Wait(config, instance, Deadline(5), messages.append, key_index=located), 'started') == started
 
 
-def _unreachable(*_: object) -> NoReturn:
+def _raise_unreachable(*_: object) -> NoReturn:
     raise Unreachable('etcd is away')
 
 
-def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
+def test_wait_leaves_no_thread_behind(cloud: Cloud, messages: list[str]) -> None:
     before = threading.active_count()
-    instance = new()
-    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
+    instance = make_uuid()
+    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
     with pytest.raises(StillGoing):
-        wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), told.append))
-    until(lambda: threading.active_count() <= before, 5, 'as many threads as before')
+        wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), messages.append))
+    wait_until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

@@ -21,14 +21,22 @@ from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
 from ecomp.scheduler.placing.claim import deliver
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end
-from tests.functional.cloud import IMAGE, SMALL, Cloud, new
+from ecomp.store.sharing import (
+    Change,
+    Excluded,
+    load_group,
+    load_quota,
+    rejoin_group,
+    release_shared_keys,
+    write_final_record,
+)
+from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid
 
-GROUP = keys.group('web')
-QUOTA = keys.quota('shop')
+GROUP_KEY = keys.group('web')
+QUOTA_KEY = keys.quota('shop')
 
 
-class Away(Store):
+class UnreachableStore(Store):
     """A store whose etcd is unreachable whenever it reads one key."""
 
     def __init__(self, endpoint: str, key: str) -> None:
@@ -45,78 +53,83 @@ class Away(Store):
 def member(cloud: Cloud) -> Record:
     """Provide one of two instances in a group and in a project with a quota."""
     instance_record = Record(
-        new(), new(), ACTIVE, image=IMAGE, resources=SMALL, project_id='shop', group=Membership('web')
+        make_uuid(), make_uuid(), ACTIVE, image=IMAGE, resources=SMALL, project_id='shop', group=Membership('web')
     )
     cloud.etcd.put(
-        GROUP,
+        GROUP_KEY,
         group_to_json(
-            Group('web', 'affinity', True, {instance_record.instance: instance_record.compute, new(): new()})
+            Group(
+                'web', 'affinity', True, {instance_record.instance: instance_record.compute, make_uuid(): make_uuid()}
+            )
         ),
     )
     used = {'instances': 2, **{name: 2 * amount for name, amount in SMALL.items()}}
-    cloud.etcd.put(QUOTA, quota_to_json(Quota('shop', {'instances': 5}, used)))
+    cloud.etcd.put(QUOTA_KEY, quota_to_json(Quota('shop', {'instances': 5}, used)))
     return instance_record
 
 
-def test_what_ends_leaves_its_group_and_its_quota(cloud: Cloud, member: Record) -> None:
-    conditions, operations = ended(cloud.store, member)
-    assert {condition.key for condition in conditions} == {GROUP, QUOTA}
+def test_end_removes_the_instance_from_its_group_and_quota(cloud: Cloud, member: Record) -> None:
+    conditions, operations = release_shared_keys(cloud.store, member)
+    assert {condition.key for condition in conditions} == {GROUP_KEY, QUOTA_KEY}
     assert cloud.store.commit(conditions, operations) is not None
-    web, _ = group(cloud.store, 'web')
+    web, _ = load_group(cloud.store, 'web')
     assert web is not None
     assert len(web.members) == 1
     assert member.instance not in web.members
-    shop, _ = quota(cloud.store, 'shop')
+    shop, _ = load_quota(cloud.store, 'shop')
     assert shop is not None
     assert shop.used == {'instances': 1, **SMALL}
 
 
-@pytest.mark.parametrize('key', [GROUP, QUOTA])
-def test_nothing_ends_while_what_it_shares_cannot_be_asked_for(cloud: Cloud, member: Record, key: str) -> None:
+@pytest.mark.parametrize('key', [GROUP_KEY, QUOTA_KEY])
+def test_end_fails_while_a_shared_key_is_unreachable(cloud: Cloud, member: Record, key: str) -> None:
     """Check that no end is written that would leave the instance counted for ever."""
-    with closing(Away(cloud.etcd.endpoint, key)) as store, pytest.raises(Unreachable, match='away'):
-        ended(store, member)
+    with closing(UnreachableStore(cloud.etcd.endpoint, key)) as store, pytest.raises(Unreachable, match='away'):
+        release_shared_keys(store, member)
 
 
-@pytest.mark.parametrize('key', [GROUP, QUOTA])
-def test_what_ends_leaves_alone_what_cannot_be_read(cloud: Cloud, member: Record, key: str) -> None:
+@pytest.mark.parametrize('key', [GROUP_KEY, QUOTA_KEY])
+def test_end_keeps_a_malformed_shared_key(cloud: Cloud, member: Record, key: str) -> None:
     cloud.etcd.put(key, 'rubbish')
-    conditions, operations = ended(cloud.store, member)
-    assert {condition.key for condition in conditions} == {GROUP, QUOTA} - {key}
+    conditions, operations = release_shared_keys(cloud.store, member)
+    assert {condition.key for condition in conditions} == {GROUP_KEY, QUOTA_KEY} - {key}
     assert cloud.store.commit(conditions, operations) is not None
     assert cloud.etcd.get(key) == b'rubbish'
-    if key == GROUP:
-        assert quota_from_json('shop', cloud.etcd.get(QUOTA) or b'').used == {'instances': 1, **SMALL}
+    if key == GROUP_KEY:
+        assert quota_from_json('shop', cloud.etcd.get(QUOTA_KEY) or b'').used == {'instances': 1, **SMALL}
     else:
-        assert member.instance not in json.loads(cloud.etcd.get(GROUP) or b'')['members']
+        assert member.instance not in json.loads(cloud.etcd.get(GROUP_KEY) or b'')['members']
 
 
-def test_who_asks_for_what_cannot_be_read_is_told_the_key_and_the_cure(cloud: Cloud) -> None:
-    for key, read in ((GROUP, lambda: group(cloud.store, 'web')), (QUOTA, lambda: quota(cloud.store, 'shop'))):
+def test_error_of_a_malformed_key_names_the_key_and_the_fix(cloud: Cloud) -> None:
+    for key, read in (
+        (GROUP_KEY, lambda: load_group(cloud.store, 'web')),
+        (QUOTA_KEY, lambda: load_quota(cloud.store, 'shop')),
+    ):
         cloud.etcd.put(key, '{"version": 99}')
         with pytest.raises(Unreadable, match=f'^{key}: .*; unless a newer ecomp wrote it: etcdctl del {key}$'):
             read()
 
 
-def test_the_living_are_members_whatever_the_group_says_by_now(cloud: Cloud, member: Record) -> None:
+def test_live_instance_rejoins_a_deleted_group(cloud: Cloud, member: Record) -> None:
     membership = Membership('web', 'affinity', True)
-    assert rejoined(cloud.store, membership, member.instance, member.compute) == ([], [])
-    cloud.etcd.delete(GROUP)
-    conditions, operations = rejoined(cloud.store, membership, member.instance, member.compute)
+    assert rejoin_group(cloud.store, membership, member.instance, member.compute) == ([], [])
+    cloud.etcd.delete(GROUP_KEY)
+    conditions, operations = rejoin_group(cloud.store, membership, member.instance, member.compute)
     assert cloud.store.commit(conditions, operations) is not None
-    web, _ = group(cloud.store, 'web')
+    web, _ = load_group(cloud.store, 'web')
     assert web == Group('web', 'affinity', True, {member.instance: member.compute})
 
 
-def leases(cloud: Cloud) -> set[str]:
+def list_leases(cloud: Cloud) -> set[str]:
     return {lease['ID'] for lease in cloud.etcd.call('lease/leases', {}).get('leases', [])}
 
 
-LEFT = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (NoSpace, 1)]
+LEASES_BY_ERROR = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (NoSpace, 1)]
 
 
-@pytest.mark.parametrize(('error', 'left'), LEFT)
-def test_an_end_that_is_not_written_leaves_no_lease(
+@pytest.mark.parametrize(('error', 'left'), LEASES_BY_ERROR)
+def test_failed_end_leaves_no_lease(
     cloud: Cloud, member: Record, monkeypatch: pytest.MonkeyPatch, error: type[EcompError], left: int
 ) -> None:
     """Check that a lease is kept only if the end may have been written with its record on it."""
@@ -124,24 +137,24 @@ def test_an_end_that_is_not_written_leaves_no_lease(
     def fail(*_: object) -> int:
         raise error('etcd says no')
 
-    before = leases(cloud)
+    before = list_leases(cloud)
     with closing(Store(EtcdConfig((cloud.etcd.endpoint,)))) as store:
         monkeypatch.setattr(store, 'commit', fail)
         for _ in range(3):
             with pytest.raises(error):
-                write_end(store, replace(member, state=GONE), [], [])
-    assert len(leases(cloud) - before) == 3 * left
+                write_final_record(store, replace(member, state=GONE), [], [])
+    assert len(list_leases(cloud) - before) == 3 * left
 
 
-def test_a_delivery_that_is_refused_leaves_no_lease_of_its_user_data(cloud: Cloud) -> None:
-    request = Request(new(), {}, image=IMAGE)
-    data = SharedUserData.of(request.instance.encode())
+def test_refused_delivery_leaves_no_user_data_lease(cloud: Cloud) -> None:
+    request = Request(make_uuid(), {}, image=IMAGE)
+    data = SharedUserData.from_bytes(request.instance.encode())
 
     def refuse() -> Change:
         raise Excluded(())
 
-    before = leases(cloud)
-    assert not deliver(cloud.store, [(new(), request)], new(), 7, data, lambda: ([], []))
+    before = list_leases(cloud)
+    assert not deliver(cloud.store, [(make_uuid(), request)], make_uuid(), 7, data, lambda: ([], []))
     with pytest.raises(Excluded):
-        deliver(cloud.store, [(new(), request)], new(), 7, data, refuse)
-    assert leases(cloud) <= before
+        deliver(cloud.store, [(make_uuid(), request)], make_uuid(), 7, data, refuse)
+    assert list_leases(cloud) <= before

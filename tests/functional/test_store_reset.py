@@ -15,7 +15,7 @@ from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import Cloud
-from tests.kit.resetting import Resetting
+from tests.kit.resetting import ResettingProxy
 from tests.kit.servers import Etcd
 from tests.kit.store_client import read_entry
 
@@ -32,21 +32,21 @@ CODES = [
 
 
 @pytest.fixture
-def front(etcd: Etcd) -> Iterator[Resetting]:
-    with Resetting(etcd.endpoint) as server:
+def front(etcd: Etcd) -> Iterator[ResettingProxy]:
+    with ResettingProxy(etcd.endpoint) as server:
         yield server
 
 
 @pytest.fixture
-def store(front: Resetting) -> Iterator[Store]:
+def store(front: ResettingProxy) -> Iterator[Store]:
     with closing(Store(EtcdConfig((front.address,), timeout=5.0))) as resetting_store:
         yield resetting_store
 
 
 @pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)
 @pytest.mark.parametrize('sends_answer', [False, True], ids=['before the answer', 'behind the message'])
-def test_a_write_whose_stream_is_reset_has_an_unknown_outcome(
-    front: Resetting, store: Store, prefix: str, code: ErrorCodes, sends_answer: bool
+def test_reset_write_has_an_unknown_outcome(
+    front: ResettingProxy, store: Store, prefix: str, code: ErrorCodes, sends_answer: bool
 ) -> None:
     key = f'{prefix}x'
     front.reset(key.encode(), code, sends_answer)
@@ -58,7 +58,7 @@ def test_a_write_whose_stream_is_reset_has_an_unknown_outcome(
     assert (entry.value, entry.created) == (b'written', entry.revision)
 
 
-def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: Store, prefix: str) -> None:
+def test_reset_read_is_sent_again(front: ResettingProxy, store: Store, prefix: str) -> None:
     key = f'{prefix}x'
     store.commit([], [Put(key, 'written')])
     front.reset(key.encode(), ErrorCodes.INTERNAL_ERROR)
@@ -67,21 +67,19 @@ def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: St
 
 
 @pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)
-def test_a_delivery_whose_stream_is_reset_was_one(
-    cloud: Cloud, front: Resetting, store: Store, code: ErrorCodes
-) -> None:
+def test_reset_delivery_is_made_once(cloud: Cloud, front: ResettingProxy, store: Store, code: ErrorCodes) -> None:
     compute, order = cloud.make_order()
     front.reset(keys.request(compute, order.instance).encode(), code)
     assert cloud.create(order, store=store) == DeliveryOutcome(compute)
     assert front.has_reset
-    cloud.is_whole(compute, order)
+    cloud.assert_placed(compute, order)
 
 
-def test_a_destroy_whose_stream_is_reset_is_accepted_once(cloud: Cloud, front: Resetting, store: Store) -> None:
+def test_reset_destroy_is_accepted_once(cloud: Cloud, front: ResettingProxy, store: Store) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     front.reset(b'"allocations": {}', ErrorCodes.INTERNAL_ERROR)
     assert 'is being destroyed' in destroy(store, order.instance)
     assert front.has_reset
-    assert cloud.delivered(compute, order.instance).is_tombstone
+    assert cloud.read_request(compute, order.instance).is_tombstone
     assert front.count(b'"allocations": {}') == 1

@@ -22,7 +22,7 @@ import ecomp.conf
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
-from ecomp.store.by_h2 import Member as H2Member
+from ecomp.store.by_h2 import EtcdMember as H2Member
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.connection import Connection
 from ecomp.store.messages import (
@@ -31,85 +31,90 @@ from ecomp.store.messages import (
     UNAVAILABLE,
     CallFailure,
     WatchCreate,
-    may_work_elsewhere,
-    was_not_sent,
+    can_retry_elsewhere,
+    is_unsent,
 )
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
-from tests.kit.holes import hole
-from tests.kit.listening import Listening
-from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
+from tests.kit.holes import open_hole
+from tests.kit.listening import ThreadedServer
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, wait_until
 
 # Connections with unreachable addresses, stopped members, and certificates that are being replaced.
 
 
-OFF = ('127.0.0.2', '127.0.0.3')
-NAME = 'localhost'
+UNREACHABLE_ADDRESSES = ('127.0.0.2', '127.0.0.3')
+HOST_NAME = 'localhost'
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> None:
+def resolver_with_dead_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the resolver return unreachable addresses first for HOST_NAME."""
 
     def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
-        if host not in (NAME, NAME.encode()):
+        if host not in (HOST_NAME, HOST_NAME.encode()):
             return real(host, port, *given, **named)
-        return [info for address in (*OFF, '127.0.0.1') for info in real(address, port, *given, **named)]
+        return [
+            info for address in (*UNREACHABLE_ADDRESSES, '127.0.0.1') for info in real(address, port, *given, **named)
+        ]
 
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
 
 
-def config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
+def make_config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
     return EtcdConfig(endpoints, timeout=timeout)
 
 
 @pytest.mark.fast
-@pytest.mark.usefixtures('names')
-def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str) -> None:
-    with hole(etcd.port, *OFF):
-        for endpoints in ((f'{NAME}:{etcd.port}',), (f'{NAME}:{etcd.port}',) * 3):
-            with closing(Store(config(*endpoints))) as store:
+@pytest.mark.usefixtures('resolver_with_dead_addresses')
+def test_unreachable_first_addresses_of_a_name_are_skipped(etcd: Etcd, prefix: str) -> None:
+    with open_hole(etcd.port, *UNREACHABLE_ADDRESSES):
+        for endpoints in ((f'{HOST_NAME}:{etcd.port}',), (f'{HOST_NAME}:{etcd.port}',) * 3):
+            with closing(Store(make_config(*endpoints))) as store:
                 assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
                 assert store.get(prefix) is not None
             prefix += 'x'
 
 
 @pytest.mark.fast
-@pytest.mark.usefixtures('names')
-def test_placement_is_reached_at_the_address_that_answers(placement: PlacementServer) -> None:
-    with hole(placement.port, *OFF), closing(Placement(f'http://{NAME}:{placement.port}')) as client:
+@pytest.mark.usefixtures('resolver_with_dead_addresses')
+def test_placement_is_reached_at_the_answering_address(placement: PlacementServer) -> None:
+    with (
+        open_hole(placement.port, *UNREACHABLE_ADDRESSES),
+        closing(Placement(f'http://{HOST_NAME}:{placement.port}')) as client,
+    ):
         began = time.monotonic()
         assert client.get('/traits')['traits']
         assert time.monotonic() - began < 3
 
 
 @pytest.mark.fast
-def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str) -> None:
-    endpoints = [*(f'{address}:{etcd.port}' for address in OFF), *(etcd.endpoint,) * 3]
-    with hole(etcd.port, *OFF):
-        with closing(Store(config(*endpoints))) as store:
+def test_two_unreachable_members_of_five_are_skipped(etcd: Etcd, prefix: str) -> None:
+    endpoints = [*(f'{address}:{etcd.port}' for address in UNREACHABLE_ADDRESSES), *(etcd.endpoint,) * 3]
+    with open_hole(etcd.port, *UNREACHABLE_ADDRESSES):
+        with closing(Store(make_config(*endpoints))) as store:
             assert store.get(prefix) is None
-        with closing(Store(config(*endpoints))) as store:
+        with closing(Store(make_config(*endpoints))) as store:
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
 
 
-class Electing:
+class ElectingMembers:
     """Members whose leader has just died.
 
     The dead one refuses connections, and the others have no leader for `calls` calls.
     """
 
     def __init__(self, calls: int) -> None:
-        self.left = calls
+        self.remaining_calls = calls
 
     def begin(self, _: EtcdConfig, endpoint: str) -> SimpleNamespace:
         def call(*_: object) -> str:
             if endpoint == 'dead:1':
                 raise CallFailure(UNAVAILABLE, 'Connection refused', unsent=True)
-            self.left -= 1
-            if self.left > 0:
+            self.remaining_calls -= 1
+            if self.remaining_calls > 0:
                 raise CallFailure(UNAVAILABLE, 'etcdserver: no leader')
             return endpoint
 
@@ -118,19 +123,22 @@ class Electing:
 
 @pytest.mark.fast
 @pytest.mark.parametrize('unanswered', [Unreachable, UnknownOutcome])
-def test_election_is_waited_for_though_the_dead_leader_refuses(unanswered: type[Unreachable]) -> None:
-    connection = Connection(config('dead:1', 'alive:2', 'alive:3'), Electing(6).begin)
+def test_call_waits_for_the_election_of_a_new_leader(unanswered: type[Unreachable]) -> None:
+    connection = Connection(make_config('dead:1', 'alive:2', 'alive:3'), ElectingMembers(6).begin)
     assert connection.ask(lambda member, _: member.call(), unanswered).startswith('alive')
 
 
 @pytest.mark.fast
-def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str) -> None:
+def test_slow_connections_succeed_within_the_timeout(etcd: Etcd, prefix: str) -> None:
     """Check members that each take longer than a fifth of the timeout, as on a slow link."""
-    with closing(Slow(etcd.port, 1.4)) as slow_proxy, closing(Store(config(*(slow_proxy.address,) * 5))) as store:
+    with (
+        closing(SlowProxy(etcd.port, 1.4)) as slow_proxy,
+        closing(Store(make_config(*(slow_proxy.address,) * 5))) as store,
+    ):
         assert store.get(prefix) is None
 
 
-class Slow(Listening):
+class SlowProxy(ThreadedServer):
     """A proxy of the etcd at this port that delays each new connection by `seconds`."""
 
     def __init__(self, port: int, seconds: float) -> None:
@@ -153,12 +161,12 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.mark.fast
-def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses() -> None:
+def test_slow_address_is_retried_if_the_last_one_refuses() -> None:
     attempts: list[tuple[str, float]] = []
 
-    def connect(found: str, limit: float, timeout: float) -> socket.socket:
-        attempts.append((found, limit))
-        if found == 'refuses':
+    def connect(address: str, limit: float, timeout: float) -> socket.socket:
+        attempts.append((address, limit))
+        if address == 'refuses':
             raise ConnectionRefusedError
         if limit < timeout:
             raise TimeoutError
@@ -166,8 +174,8 @@ def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, 'getaddrinfo', lambda *_, **__: ['slow', 'refuses'])
-        patch.setattr(ecomp.conf, '_connected', connect)
-        sock = ecomp.conf.connection_to('x', 1, 5.0, 5.0)
+        patch.setattr(ecomp.conf, '_connect', connect)
+        sock = ecomp.conf.connect_tcp('x', 1, 5.0, 5.0)
     sock.close()
     assert attempts == [('slow', 1.0), ('refuses', 5.0), ('slow', 5.0)]
 
@@ -181,13 +189,13 @@ def with_learner(tmp_path: Path) -> Iterator[tuple[str, str]]:
         learner.initial, learner.state = f'{voter.initial},{learner.initial}', 'existing'
         try:
             learner.launch()
-            until(lambda: _learns(learner), 20, 'it learns')
+            wait_until(lambda: _is_learner(learner), 20, 'it learns')
             yield learner.endpoint, voter.endpoint
         finally:
             learner.close()
 
 
-def _learns(member: Member) -> bool:
+def _is_learner(member: Member) -> bool:
     try:
         member.get('/x')
     except HTTPError as error:
@@ -198,9 +206,9 @@ def _learns(member: Member) -> bool:
 
 
 @pytest.mark.fast
-def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str]) -> None:
+def test_call_refused_by_a_learner_is_sent_to_another_member(with_learner: tuple[str, str]) -> None:
     def run_call(call: Callable[[Store], Any]) -> Any:
-        with closing(Store(config(*with_learner))) as store:  # each store tries the learner first
+        with closing(Store(make_config(*with_learner))) as store:  # each store tries the learner first
             return call(store)
 
     assert run_call(lambda store: store.commit([Unchanged('/x', 0)], [Put('/x', 'y')]))
@@ -213,14 +221,14 @@ def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str
 
 @pytest.mark.fast
 @pytest.mark.parametrize('code', [UNAVAILABLE, FAILED_PRECONDITION])
-def test_whatever_code_a_learner_says_it_with(code: str) -> None:
+def test_refusal_by_a_learner_is_recognised_by_its_message(code: str) -> None:
     error = CallFailure(code, 'etcdserver: rpc not supported for learner')
-    assert was_not_sent(error)
-    assert may_work_elsewhere(error, repeatable=True)
-    assert may_work_elsewhere(error, repeatable=False)
+    assert is_unsent(error)
+    assert can_retry_elsewhere(error, is_repeatable=True)
+    assert can_retry_elsewhere(error, is_repeatable=False)
 
 
-class Secured:
+class SecuredEtcd:
     """An etcd that requires client certificates, and a client's configuration for it."""
 
     def __init__(self, directory: Path) -> None:
@@ -231,25 +239,25 @@ class Secured:
         certificate, key = self.authority.issue(directory, 'client')
         self.config = EtcdConfig((self.etcd.endpoint,), self.authority.certificate, key, certificate)
 
-    def hidden(self, path: Path | None) -> Path:
+    def hide_file(self, path: Path | None) -> Path:
         """Rename a file of the client, and return its new path."""
         assert path is not None
         return path.rename(path.with_suffix('.hidden'))
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Iterator[Secured]:
-    server = Secured(tmp_path)
+def secured(tmp_path: Path) -> Iterator[SecuredEtcd]:
+    server = SecuredEtcd(tmp_path)
     with server.etcd:
         yield server
 
 
 @pytest.mark.fast
-def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured: Secured) -> None:
+def test_unreadable_certificate_is_named_until_it_is_restored(secured: SecuredEtcd) -> None:
     key = secured.config.cert_key
     with closing(Store(secured.config)) as store:
         assert store.get('/x') is None
-        hidden = secured.hidden(key)
+        hidden = secured.hide_file(key)
         secured.etcd.restart()
         for _ in range(2):
             with pytest.raises(Unreachable, match=f'cannot be reached: certificate {key}: No such file') as caught:
@@ -274,13 +282,13 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
         (None, 'it does not speak HTTP/2'),
     ],
 )
-def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str) -> None:
+def test_server_behind_tls_that_is_not_etcd_is_reported(tmp_path: Path, says: bytes | None, why: str) -> None:
     """Check a server that sends clear text, or (None) speaks only HTTP/1.1 over TLS."""
     authority = Authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue(tmp_path / 'server', 'server', '127.0.0.1'))
 
-    class Other(Listening):
+    class Other(ThreadedServer):
         def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
             with suppress(OSError):
                 if says is None:
@@ -298,12 +306,14 @@ def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str
 
 
 @pytest.mark.fast
-def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secured, tmp_path: Path) -> None:
+def test_certificates_being_replaced_raise_unreachable(secured: SecuredEtcd, tmp_path: Path) -> None:
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)
     with closing(Store(secured.config)) as store:
-        until(lambda: not store._connection.client._transport._maker.is_alive(), 10, 'it has no connection')
-        secured.hidden(secured.config.cert_cert)
+        wait_until(
+            lambda: not store._connection.client._transport._connect_thread.is_alive(), 10, 'it has no connection'
+        )
+        secured.hide_file(secured.config.cert_cert)
         with pytest.raises(CallFailure):
             list(store.watch([WatchCreate(b'/', b'0', 1)], 5))
         for call in (lambda: store.get('/x'), lambda: store.revoke(1), lambda: store.commit([], [Put('/x', 'y')])):
@@ -316,37 +326,37 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
 
 
 # The flood ends after this time.
-SECONDS = 20
+FLOOD_SECONDS = 20
 # Frames of an unknown type, which a receiver must ignore (RFC 9113, section 4.1). The client never reads the last one.
-UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10_000
+UNKNOWN_FRAMES = b'\0\0\0\x42\0\0\0\0\0' * 10_000
 
 
-class Flood(Listening):
+class FloodingServer(ThreadedServer):
     """A server that sends unknown frames without an end."""
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
         http = H2Connection(H2Configuration(client_side=False))
         http.initiate_connection()
-        deadline = time.monotonic() + SECONDS * PATIENCE
+        deadline = time.monotonic() + FLOOD_SECONDS * SLOWDOWN_FACTOR
         connection.sendall(http.data_to_send())
         while time.monotonic() < deadline:
-            connection.sendall(UNKNOWN)  # requests are never read
+            connection.sendall(UNKNOWN_FRAMES)  # requests are never read
 
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    with closing(Flood()) as flood:
+    with closing(FloodingServer()) as flood:
         yield flood.address
 
 
-def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:
+def test_call_to_a_flooding_server_times_out(endpoint: str) -> None:
     began = time.monotonic()
     with closing(Store(EtcdConfig((endpoint,), timeout=1.0))) as store, pytest.raises(Unreachable):
         store.get('/x')
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < FLOOD_SECONDS
 
 
-def test_a_watch_of_it_ends_with_its_time(endpoint: str) -> None:
+def test_watch_of_a_flooding_server_times_out(endpoint: str) -> None:
     began = time.monotonic()
     member = H2Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)
     try:
@@ -355,4 +365,4 @@ def test_a_watch_of_it_ends_with_its_time(endpoint: str) -> None:
     finally:
         member.close()
     assert caught.value.code in (DEADLINE_EXCEEDED, UNAVAILABLE)
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < FLOOD_SECONDS

@@ -14,13 +14,13 @@ from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
-from tests.functional.cloud import Cloud, new
-from tests.functional.toy import Toy
+from tests.functional.cloud import Cloud, make_uuid
+from tests.functional.toy import ToyCompute
 from tests.kit.servers import Etcd, PlacementServer
 from tests.kit.store_client import read_entry
 
 
-def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
+def test_proxy_in_the_environment_is_ignored(
     etcd: Etcd, placement: PlacementServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ('http_proxy', 'HTTP_PROXY', 'https_proxy', 'grpc_proxy', 'all_proxy'):
@@ -32,19 +32,17 @@ def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
         assert 'resource_providers' in client.get('/resource_providers')
 
 
-def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_first_answer_of_the_metadata_server_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that no answer and then a valid one is not taken for a foreign server."""
     answers = iter([None, b'2009-04-04/\nlatest/\n'])
-    monkeypatch.setattr(metadata, 'answer', lambda: next(answers))
-    monkeypatch.setattr(metadata, 'mdserver', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
+    monkeypatch.setattr(metadata, 'fetch_root_page', lambda: next(answers))
+    monkeypatch.setattr(metadata, 'make_command', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
     server = metadata.MetadataServer(tmp_path, tmp_path, 'virbr0')
     server.ensure()
     server.stop()
 
 
-def test_only_a_metadata_server_counts_as_one() -> None:
+def test_only_a_metadata_server_is_recognised() -> None:
     assert is_metadata(b'2009-04-04/\nlatest/\n')
     assert is_metadata(b'1.0\n2009-04-04\nlatest')
     assert not is_metadata(b'<html>It works!</html>')
@@ -53,11 +51,13 @@ def test_only_a_metadata_server_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize(('state', 'after'), [(BUILDING, ERROR), (ACTIVE, ACTIVE)])
-def test_a_build_whose_request_was_deleted_says_so(one: Toy, cloud: Cloud, state: str, after: str) -> None:
-    instance = new()
-    key = keys.record(one.compute, instance)
-    cloud.store.commit([], [Put(key, to_json(Record(instance, one.compute, state, image='http://h/i')))])
-    one.instances.end_without_request(instance, None)
+def test_build_without_a_request_fails_with_the_reason(
+    toy_compute: ToyCompute, cloud: Cloud, state: str, after: str
+) -> None:
+    instance = make_uuid()
+    key = keys.record(toy_compute.compute, instance)
+    cloud.store.commit([], [Put(key, to_json(Record(instance, toy_compute.compute, state, image='http://h/i')))])
+    toy_compute.instances.end_without_request(instance, None)
     entry = read_entry(cloud.store, key)
     record = from_json(entry.value)
     assert record.state == after

@@ -19,7 +19,7 @@ from ecomp.virt.domains import Domains  # noqa: E402
 from ecomp.virt.xml import MARK_NAMESPACE  # noqa: E402
 
 COMPUTE = str(uuid4())
-DOMAIN = f"""<domain type='test'><name>{{0}}</name><uuid>{{0}}</uuid><memory>65536</memory><os><type>hvm</type></os>
+DOMAIN_XML = f"""<domain type='test'><name>{{0}}</name><uuid>{{0}}</uuid><memory>65536</memory><os><type>hvm</type></os>
 <metadata><ecomp:instance xmlns:ecomp='{MARK_NAMESPACE}' uuid='{{0}}' compute='{COMPUTE}'/></metadata></domain>"""
 
 
@@ -33,25 +33,25 @@ def driver() -> Iterator[Any]:
 @pytest.mark.parametrize(
     'ask',
     [
-        partial(Domains.end, undefine=True),
-        partial(Domains.end, undefine=False),
-        lambda on, instance, _: on.is_running(instance),
+        partial(Domains.force_off, undefine=True),
+        partial(Domains.force_off, undefine=False),
+        lambda on, instance, _: on.is_domain_running(instance),
     ],
 )
-def test_it_ends_between_two_questions(
+def test_domain_that_ends_between_two_calls(
     driver: Any, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Domains, str, str], object]
 ) -> None:
     instance, connection = str(uuid4()), Connection('test:///default')
-    connection._open = driver  # the usual opening sets a keepalive, which this driver does not support
-    domain = driver.createXML(DOMAIN.format(instance))
-    find = domains._named
+    connection._current = driver  # the usual opening sets a keepalive, which this driver does not support
+    domain = driver.createXML(DOMAIN_XML.format(instance))
+    find = domains._find_domains
 
-    def find_and_destroy(*asked: Any) -> list[Any]:
-        domains_found = find(*asked)
+    def find_and_destroy(*args: Any) -> list[Any]:
+        domains_found = find(*args)
         if domains_found:
             domain.destroy()
         return domains_found
 
-    monkeypatch.setattr(domains, '_named', find_and_destroy)
+    monkeypatch.setattr(domains, '_find_domains', find_and_destroy)
     assert not ask(Domains(connection), instance, COMPUTE)
     assert find(driver, instance) == []

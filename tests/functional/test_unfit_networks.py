@@ -13,18 +13,18 @@ from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
 from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt.libvirt_host import Filters, Libvirt, look
+from ecomp.virt.libvirt_host import Filters, Libvirt, probe_libvirt
 
-MACVTAP = "<network><name>odd</name><forward mode='bridge'><interface dev='lo'/></forward></network>"
-OPEN_VSWITCH = """<network><name>odd</name><forward mode='bridge'/><bridge name='ovsbr0'/>
+MACVTAP_NETWORK = "<network><name>odd</name><forward mode='bridge'><interface dev='lo'/></forward></network>"
+OPEN_VSWITCH_NETWORK = """<network><name>odd</name><forward mode='bridge'/><bridge name='ovsbr0'/>
 <virtualport type='openvswitch'/></network>"""
-STATIC = """<network><name>odd</name><bridge name='virbr5'/><ip address='10.79.1.1' netmask='255.255.255.0'>
+STATIC_NETWORK = """<network><name>odd</name><bridge name='virbr5'/><ip address='10.79.1.1' netmask='255.255.255.0'>
 <dhcp><host mac='52:54:00:00:00:99' name='printer' ip='10.79.1.9'/></dhcp></ip></network>"""
-IPV6 = """<network><name>odd</name><bridge name='virbr5'/><ip family='ipv6' address='fd00:77::1' prefix='64'>
+IPV6_NETWORK = """<network><name>odd</name><bridge name='virbr5'/><ip family='ipv6' address='fd00:77::1' prefix='64'>
 <dhcp><range start='fd00:77::100' end='fd00:77::1ff'/></dhcp></ip></network>"""
-IPV6_BY_ROUTER = IPV6.partition('<dhcp>')[0] + '</ip></network>'
-NO_DHCP = "<network><name>odd</name><bridge name='virbr5'/></network>"
-ODD = Attachment('network', 'odd')
+IPV6_NETWORK_WITHOUT_DHCP = IPV6_NETWORK.partition('<dhcp>')[0] + '</ip></network>'
+NETWORK_WITHOUT_DHCP = "<network><name>odd</name><bridge name='virbr5'/></network>"
+ODD_ATTACHMENT = Attachment('network', 'odd')
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def define(connection: Any) -> Iterator[Any]:
             network.undefine()
 
 
-def at_start(host: LibvirtHost, *attachments: Attachment) -> str:
+def read_start_error(host: LibvirtHost, *attachments: Attachment) -> str:
     """Return the error of ecompute's check at start, or '' if there is none."""
     libvirt = Libvirt(host.root / 'state', attachments, host.uri)
     try:
@@ -49,52 +49,52 @@ def at_start(host: LibvirtHost, *attachments: Attachment) -> str:
     return ''
 
 
-@pytest.mark.usefixtures('real')
+@pytest.mark.usefixtures('real_libvirt')
 @pytest.mark.parametrize(
     ('definition', 'says', 'as_second'),
     [
-        (MACVTAP, 'is the network card itself (macvtap or hostdev), where libvirt cannot filter', True),
-        (OPEN_VSWITCH, 'is a port of openvswitch, where libvirt cannot filter', True),
-        (STATIC, 'without a <range>', False),
-        (IPV6, 'has IPv6 alone', False),
-        (IPV6_BY_ROUTER, 'has IPv6 alone', False),
+        (MACVTAP_NETWORK, 'is the network card itself (macvtap or hostdev), where libvirt cannot filter', True),
+        (OPEN_VSWITCH_NETWORK, 'is a port of openvswitch, where libvirt cannot filter', True),
+        (STATIC_NETWORK, 'without a <range>', False),
+        (IPV6_NETWORK, 'has IPv6 alone', False),
+        (IPV6_NETWORK_WITHOUT_DHCP, 'has IPv6 alone', False),
     ],
 )
-def test_a_host_does_not_start_with_it(
+def test_ecompute_does_not_start_with_an_unfit_network(
     host: LibvirtHost, define: Any, definition: str, says: str, as_second: bool
 ) -> None:
     define(definition)
-    refused = at_start(host, ODD)
+    refused = read_start_error(host, ODD_ATTACHMENT)
     assert says in refused
     assert refused.count('. Fix: ') == 1
-    assert look(host.root / 'state', [ODD], host.uri).unfit == (refused,)
+    assert probe_libvirt(host.root / 'state', [ODD_ATTACHMENT], host.uri).network_problems == (refused,)
     # A guest has its address on the first network: the second one may lack DHCP intentionally.
-    assert at_start(host, *DEFAULT_NETWORKS, ODD) == (refused if as_second else '')
+    assert read_start_error(host, *DEFAULT_NETWORKS, ODD_ATTACHMENT) == (refused if as_second else '')
 
 
-@pytest.mark.usefixtures('real')
-def test_a_host_starts_with_what_somebody_else_may_serve(host: LibvirtHost, define: Any) -> None:
-    define(NO_DHCP)
-    assert at_start(host, ODD) == ''
-    assert look(host.root / 'state', [ODD, *DEFAULT_NETWORKS], host.uri).unfit == ()
+@pytest.mark.usefixtures('real_libvirt')
+def test_ecompute_starts_with_a_network_without_dhcp(host: LibvirtHost, define: Any) -> None:
+    define(NETWORK_WITHOUT_DHCP)
+    assert read_start_error(host, ODD_ATTACHMENT) == ''
+    assert probe_libvirt(host.root / 'state', [ODD_ATTACHMENT, *DEFAULT_NETWORKS], host.uri).network_problems == ()
 
 
-@pytest.mark.usefixtures('real')
-def test_the_fix_of_a_network_without_a_range_mends_it(host: LibvirtHost, define: Any) -> None:
-    network = define(STATIC)
+@pytest.mark.usefixtures('real_libvirt')
+def test_suggested_fix_of_a_missing_range_works(host: LibvirtHost, define: Any) -> None:
+    network = define(STATIC_NETWORK)
     network.create()
-    cure = at_start(host, ODD).partition('. Fix: ')[2]
-    host.inside(['sh', '-e', '-c', cure.replace('FIRST', '10.79.1.100').replace('LAST', '10.79.1.199')])
-    assert at_start(host, ODD) == ''
+    cure = read_start_error(host, ODD_ATTACHMENT).partition('. Fix: ')[2]
+    host.run_inside(['sh', '-e', '-c', cure.replace('FIRST', '10.79.1.100').replace('LAST', '10.79.1.199')])
+    assert read_start_error(host, ODD_ATTACHMENT) == ''
 
 
-def test_a_guest_on_the_network_card_itself_is_made_without_filters_alone(
-    host: LibvirtHost, real: Libvirt, spec: GuestSpec, define: Any, monkeypatch: pytest.MonkeyPatch
+def test_macvtap_guest_needs_a_host_without_filters(
+    host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec, define: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    define(MACVTAP).create()
-    real.create_disk(spec)
+    define(MACVTAP_NETWORK).create()
+    real_libvirt.create_disk(spec)
     with pytest.raises(BuildFailed, match='filterref'):
-        real.start(replace(spec, networks=(ODD,)))
-    monkeypatch.setattr(Filters, 'missing', lambda _: 'ebtables is not installed')
-    assert at_start(host, ODD) == ''
-    assert look(host.root / 'state', [ODD], host.uri).unfit == ()
+        real_libvirt.start(replace(spec, networks=(ODD_ATTACHMENT,)))
+    monkeypatch.setattr(Filters, 'explain_missing', lambda _: 'ebtables is not installed')
+    assert read_start_error(host, ODD_ATTACHMENT) == ''
+    assert probe_libvirt(host.root / 'state', [ODD_ATTACHMENT], host.uri).network_problems == ()

@@ -10,11 +10,11 @@ from pathlib import Path
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.images.cache import FakeImages
-from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import Inline
+from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
+from ecomp.agent.instance.pool import InlineRunner
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner, Work
-from ecomp.agent.turns import Complaints
+from ecomp.agent.turns import FailureLog
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
 from ecomp.model.order import Request, to_json
@@ -27,13 +27,13 @@ NOW = '2026-11-21T09:00:00.000Z'
 
 
 @dataclass
-class Toy:
+class ToyCompute:
     """A compute whose planning steps the test makes one by one."""
 
     cloud: Cloud
     compute: str
     hypervisor: FakeHypervisor
-    host: Host
+    host: HostServices
     state: Path
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
 
@@ -43,22 +43,22 @@ class Toy:
     def restart(self) -> None:
         """Restart its process with the state of its host."""
         self.memory = Memory(self.state, self.compute, lambda: NOW)
-        shape = Shape('qemu', True, self.networks, 'here')
+        shape = GuestTemplate('qemu', True, self.networks, 'here')
         control = ControlPlane(self.compute, self.cloud.store, self.cloud.placement, lambda: NOW)
         self.instances = Instances(control, self.host, shape, self.memory)
-        self.complaints = Complaints()
+        self.complaints = FailureLog()
         self.planner = Planner(self.instances, self.complaints)
 
     def reboot(self) -> None:
         """Reboot its machine, with all guests off, and restart its process."""
-        for instance in self.hypervisor.guests():
+        for instance in self.hypervisor.list_guests():
             self.hypervisor.switch_off(instance, self.compute)
         (self.state / 'boot').write_text('an earlier one\n')
         self.restart()
 
     def place(self) -> str:
         """Deliver a small instance to it, and return the instance's uuid."""
-        order = self.cloud.wanted(self.compute)
+        order = self.cloud.make_order_on(self.compute)
         self.cloud.create(order)
         return order.instance
 
@@ -79,7 +79,7 @@ class Toy:
 
     def list_keys(self, instance: str) -> tuple[str, str, str]:
         """Return the keys of an instance's request, record and address."""
-        return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.booted(instance)
+        return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.address(instance)
 
     def republish(self, here: Collection[str]) -> None:
         """Write the remembered state to a restored etcd, with the guests `here` on the host."""
@@ -88,25 +88,25 @@ class Toy:
     def read_failure(self, instance: str) -> tuple[Record, Failure]:
         """Read the record of a failed instance from etcd again, and return it with its error."""
         self.instances.records.forget(instance)
-        record = self.record(instance)
+        record = self.read_record(instance)
         assert record.error is not None
         assert record.state == ERROR
         return record, record.error
 
-    def planned(self) -> list[Work]:
+    def plan(self) -> list[Work]:
         """Return the tasks that are due."""
         return self.planner.step(self.cloud.store.snapshot(keys.request_prefix(self.compute)).entries)
 
     def step(self) -> list[str]:
         """Plan and carry out all due tasks, and return the kind and instance of each."""
         done = []
-        for work in self.planned():
+        for work in self.plan():
             self.planner.begin(work)
             self.planner.carry_out(work)
             done.append(f'{work.task.kind.value} {work.task.instance}')
         return done
 
-    def record(self, instance: str) -> Record:
+    def read_record(self, instance: str) -> Record:
         """Return the record as the compute has it."""
         record = self.instances.records.get(instance)
         assert record is not None
@@ -114,18 +114,18 @@ class Toy:
 
 
 @contextmanager
-def toy(
+def make_toy_compute(
     cloud: Cloud,
     state: Path,
     hypervisor: FakeHypervisor | None = None,
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS,
-) -> Iterator[Toy]:
+) -> Iterator[ToyCompute]:
     """Make a compute with room for ten small instances."""
-    compute = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
+    compute = cloud.make_compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
-    runner = Inline(hypervisor, FakeImages())
-    host = Host(hypervisor, runner, GuestData(state / 'metadata'))
-    toy_compute = Toy(cloud, compute, hypervisor, host, state, networks)
+    runner = InlineRunner(hypervisor, FakeImages())
+    host = HostServices(hypervisor, runner, GuestData(state / 'metadata'))
+    toy_compute = ToyCompute(cloud, compute, hypervisor, host, state, networks)
     try:
         yield toy_compute
     finally:

@@ -29,20 +29,20 @@ from ecomp import schedule
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Store, Unchanged
 from ecomp.store.watch import Follower
-from tests.kit.in_process import InProcess, empty, put
+from tests.kit.in_process import InProcessPlacement, put_with_generation, remove_providers
 
 HERE = Path(__file__).parent
 HV1, HV2, DEAD = (f'c0000000-0000-4000-8000-00000000000{number}' for number in (1, 2, 3))
 INVENTORY = {HV1: (8, 4096, 50), HV2: (4, 2048, 20), DEAD: (2, 1024, 10)}
 SIZE = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
 # {compute: numbers of the instances that have an allocation there}
-LIVES = {HV1: (1, 3), HV2: (2, 4, 6)}
+ALLOCATED_INSTANCES = {HV1: (1, 3), HV2: (2, 4, 6)}
 # The lease of presences, attempts and taker keys.
-LIFE = 1
+ALIVE_LEASE = 1
 # The current time. All times in scene.txt are in 2021.
 NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 FILES = {
-    'schedule.yaml': "image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: "
+    'schedule.yaml': 'image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: '
     "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\n",
     'a.pub': 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n',
     'no.pub': 'not a key\n',
@@ -51,7 +51,7 @@ FILES = {
 }
 
 
-def entries() -> dict[str, str]:
+def read_entries() -> dict[str, str]:
     """Read scene.txt, which has one key and its value on each line."""
     lines = (HERE / 'scene.txt').read_text().splitlines()
     return {key: value for key, _, value in (line.partition(' ') for line in lines)}
@@ -61,41 +61,41 @@ class Scene:
     """The contents of etcd; `writes` logs each write to etcd and placement."""
 
     def __init__(self) -> None:
-        self.revision, self.leases, self.told = 100, {LIFE: 60}, list[str]()
-        self.there: dict[str, Entry] = {}
-        for number, (key, value) in enumerate(entries().items()):
-            lease = LIFE if key.startswith(('/computes/', '/requests/')) or key.endswith('/taker') else 0
-            self.there[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
+        self.revision, self.leases, self.writes = 100, {ALIVE_LEASE: 60}, list[str]()
+        self.entries: dict[str, Entry] = {}
+        for number, (key, value) in enumerate(read_entries().items()):
+            lease = ALIVE_LEASE if key.startswith(('/computes/', '/requests/')) or key.endswith('/taker') else 0
+            self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
         """Apply the operations if all conditions hold, and return the new revision."""
         for check in conditions:
-            entry = self.there.get(check.key)
+            entry = self.entries.get(check.key)
             if entry is None if isinstance(check, Exists) else (entry.revision if entry else 0) != check.revision:
                 return None
         self.revision += 1
         for operation in sorted(operations, key=lambda each: each.key):
-            before = self.there.pop(operation.key, None)
+            before = self.entries.pop(operation.key, None)
             if isinstance(operation, Put):
                 created = before.created if before else self.revision
                 value = operation.value.encode()
-                self.there[operation.key] = Entry(
+                self.entries[operation.key] = Entry(
                     operation.key, value, self.revision, operation.lease, created=created
                 )
                 ttl = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
-                self.told.append(f'+ {operation.key}{ttl} {operation.value}')
+                self.writes.append(f'+ {operation.key}{ttl} {operation.value}')
             elif before:
-                self.told.append(f'- {operation.key}')
-        self._answer(operations)
+                self.writes.append(f'- {operation.key}')
+        self._answer_audit(operations)
         return self.revision
 
-    def end(self, lease: int) -> None:
+    def expire_lease(self, lease: int) -> None:
         """Delete all keys on a lease."""
-        gone = [key for key, entry in self.there.items() if entry.lease == lease]
+        gone = [key for key, entry in self.entries.items() if entry.lease == lease]
         if gone:
             self.commit([], [Delete(key) for key in gone])
 
-    def _answer(self, operations: Sequence[Put | Delete]) -> None:
+    def _answer_audit(self, operations: Sequence[Put | Delete]) -> None:
         """Answer audits in place of the living computes.
 
         The digests are in digests.txt. A request to remove something is answered as done.
@@ -119,32 +119,32 @@ class SceneStore(Store):
     scene: Scene
 
     def get(self, key: str) -> Entry | None:
-        return self.scene.there.get(key)
+        return self.scene.entries.get(key)
 
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
+    def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
+        return {key: self.scene.entries[key] for key in requested_keys if key in self.scene.entries}
 
-    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+    def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         entries_found = self.snapshot(prefix).entries
         order = sorted(entries_found, key=lambda key: key < start)
         return [entries_found[key] for key in order[:limit]], len(entries_found)
 
     def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
-        selected = {key: entry for key, entry in sorted(self.scene.there.items()) if key.startswith(prefix)}
+        selected = {key: entry for key, entry in sorted(self.scene.entries.items()) if key.startswith(prefix)}
         if keys_only:
             selected = {key: replace(entry, value=b'') for key, entry in selected.items()}
         return Snapshot(self.scene.revision, selected)
 
-    def version(self) -> str:
+    def read_version(self) -> str:
         return '3.5.33'
 
     def count(self, prefix: str) -> int:
         return len(self.snapshot(prefix).entries)
 
     def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
     ) -> int | None:
-        del fenced
+        del use_fence
         return self.scene.commit(conditions, operations)
 
     def grant(self, seconds: int) -> int:
@@ -156,35 +156,35 @@ class SceneStore(Store):
         return self.scene.leases[lease]
 
     def revoke(self, lease: int) -> None:
-        self.scene.end(lease)
+        self.scene.expire_lease(lease)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
 
-def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> None:
+def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch the product to use this scene and placement, with fixed uuids and without threads."""
     numbers, random = itertools.count(1), uuid.uuid4
     SceneStore.scene = scene
 
-    def made() -> uuid.UUID:
+    def make_uuid() -> uuid.UUID:
         return uuid.UUID(int=(0xF0 << 120) + next(numbers), version=4)
 
     def uuid4() -> uuid.UUID:
         is_ours = sys._getframe(1).f_globals['__name__'].startswith('ecomp')  # placement makes a uuid for each request
-        return made() if is_ours else random()
+        return make_uuid() if is_ours else random()
 
     def connect(self: Placement, *_: object, **__: object) -> None:
         self.__dict__ |= vars(application)
 
     def send(self: Placement, method: str, path: str, body: dict[str, Any] | None, *rest: object) -> object:
         if method != 'GET':
-            scene.told.append(f'> {method} {path} {json.dumps(body)}')
-        return InProcess._send(self, method, path, body, *rest)  # type: ignore[arg-type]
+            scene.writes.append(f'> {method} {path} {json.dumps(body)}')
+        return InProcessPlacement._send(self, method, path, body, *rest)  # type: ignore[arg-type]
 
     def start(self: Follower) -> None:
-        for followed in self._all:
-            state = {key: entry for key, entry in scene.there.items() if key.startswith(followed.prefix)}
+        for followed in self._watches:
+            state = {key: entry for key, entry in scene.entries.items() if key.startswith(followed.prefix)}
             followed.on_state(state)
 
     def submit(_: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -193,39 +193,39 @@ def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> No
         return future
 
     # Placement's database is in memory and usable by one thread only.
-    change.setattr(threading.Thread, 'start', lambda thread: thread.run())
-    change.setattr(ThreadPoolExecutor, 'submit', submit)
-    change.setattr(Store, '__init__', lambda *_, **__: None)
-    change.setattr(Store, 'scene', scene, raising=False)
+    monkeypatch.setattr(threading.Thread, 'start', lambda thread: thread.run())
+    monkeypatch.setattr(ThreadPoolExecutor, 'submit', submit)
+    monkeypatch.setattr(Store, '__init__', lambda *_, **__: None)
+    monkeypatch.setattr(Store, 'scene', scene, raising=False)
     for name, method in vars(SceneStore).items():
         if callable(method):
-            change.setattr(Store, name, method)
-    change.setattr(Placement, '__init__', connect)
-    change.setattr(Placement, '_send', send)
-    change.setattr(Placement, 'close', lambda _: None)
-    change.setattr(Follower, 'start', start)
-    change.setattr(Follower, 'stop', lambda _: None)
-    change.setattr(uuid, 'uuid4', uuid4)
+            monkeypatch.setattr(Store, name, method)
+    monkeypatch.setattr(Placement, '__init__', connect)
+    monkeypatch.setattr(Placement, '_send', send)
+    monkeypatch.setattr(Placement, 'close', lambda _: None)
+    monkeypatch.setattr(Follower, 'start', start)
+    monkeypatch.setattr(Follower, 'stop', lambda _: None)
+    monkeypatch.setattr(uuid, 'uuid4', uuid4)
     for module in ('create', 'change'):
-        change.setattr(f'ecomp.cli.{module}.new_uuid', lambda _: str(made()))
-    change.setattr(socket, 'gethostname', lambda: 'laptop')
-    change.setattr(time, 'sleep', lambda _: None)
+        monkeypatch.setattr(f'ecomp.cli.{module}.make_uuid', lambda _: str(make_uuid()))
+    monkeypatch.setattr(socket, 'gethostname', lambda: 'laptop')
+    monkeypatch.setattr(time, 'sleep', lambda _: None)
 
 
-def furnish(application: InProcess) -> None:
+def fill_placement(application: InProcessPlacement) -> None:
     """Reset placement to the providers, inventories and allocations of the scene."""
-    empty(application)
+    remove_providers(application)
     for host, sizes in INVENTORY.items():
         application.write('POST', '/resource_providers', {'uuid': host, 'name': host})
         inventories = {name: {'total': total, 'max_unit': total} for name, total in zip(SIZE, sizes, strict=True)}
-        put(application, f'/resource_providers/{host}/inventories', inventories=inventories)
-        for number in LIVES.get(host, ()):
+        put_with_generation(application, f'/resource_providers/{host}/inventories', inventories=inventories)
+        for number in ALLOCATED_INSTANCES.get(host, ()):
             owner = {'user_id': 'me', 'project_id': 'db' if number == 3 else 'web', 'consumer_type': 'INSTANCE'}
             allocation = {'allocations': {host: {'resources': SIZE}}, 'consumer_generation': None, **owner}
             application.write('PUT', f'/allocations/{number}a5c0de0-0000-4000-8000-00000000000{number}', allocation)
 
 
-def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
+def run_eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
     """Run a command and yield its output: `|` stdout, `!` stderr, `=` the exit code."""
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as change, redirect_stdout(out), redirect_stderr(err):
@@ -236,7 +236,7 @@ def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
     yield f'= {code}'
 
 
-def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]:
+def make_transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]:
     """Run a command, and return its output and its writes.
 
     `+` and `-` are keys of etcd, `>` is a request to placement.
@@ -244,14 +244,14 @@ def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]
     for name, text in FILES.items():
         (directory / name).write_text(text)
     with chdir(directory):
-        lines = list(eschedule(words))
+        lines = list(run_eschedule(words))
     own = f'"pid": {os.getpid()}'
     return [
-        alike(NOW.sub('<now>', line).replace(own, '"pid": <pid>'))
-        for line in [*lines[:-1], *scene.told, lines[-1]]
+        normalize_line(NOW.sub('<now>', line).replace(own, '"pid": <pid>'))
+        for line in [*lines[:-1], *scene.writes, lines[-1]]
     ]
 
 
-def alike(line: str) -> str:
+def normalize_line(line: str) -> str:
     """Normalize a line across Python versions: from 3.12 on, argparse does not quote choices."""
     return re.sub(r'\(choose from .*?\)', lambda found: found[0].replace("'", ''), line)

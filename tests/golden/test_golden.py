@@ -26,25 +26,25 @@ from ecomp.model.audit import CODES
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
-from tests.kit.in_process import InProcess, empty, start
-from tests.kit.servers import environment
+from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
+from tests.kit.servers import make_environment
 
 HERE = Path(__file__).parent
-WRITES = os.environ.get('ECOMP_GOLDEN') == 'write'
+IS_WRITING = os.environ.get('ECOMP_GOLDEN') == 'write'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
-OTHERS = {'ecompute': 'ecomp.compute', 'elab': 'ecomp.lab.elab', 'mdserver': 'mdserver.server'}
+OTHER_PROGRAMS = {'ecompute': 'ecomp.compute', 'elab': 'ecomp.lab.elab', 'mdserver': 'mdserver.server'}
 
 pytestmark = pytest.mark.fast
 
 
 @pytest.fixture(scope='module')
-def application() -> Iterator[InProcess]:
+def application() -> Iterator[InProcessPlacement]:
     """Placement in this process, which is emptied afterwards because other tests share it."""
-    yield start()
-    empty(start())
+    yield start_placement()
+    remove_providers(start_placement())
 
 
-def commands(path: Path) -> Iterator[tuple[list[str], str]]:
+def split_commands(path: Path) -> Iterator[tuple[list[str], str]]:
     """Yield (the comment and blank lines before it, the command) for each command of a file.
 
     The last pair has the lines after all commands and an empty command.
@@ -59,56 +59,60 @@ def commands(path: Path) -> Iterator[tuple[list[str], str]]:
     yield before, ''
 
 
-def compare(path: Path, now: str) -> None:
-    if WRITES:
-        path.write_text(now)
-    assert now == path.read_text(), f'{path.name}: see test_golden.py for what to do about it'
+def compare_with_file(path: Path, text: str) -> None:
+    if IS_WRITING:
+        path.write_text(text)
+    assert text == path.read_text(), f'{path.name}: see test_golden.py for what to do about it'
 
 
 @pytest.mark.parametrize('name', sorted(path.name for path in (HERE / 'commands').glob('eschedule*.txt')))
-def test_eschedule(name: str, application: InProcess, tmp_path: Path) -> None:
+def test_eschedule_commands(name: str, application: InProcessPlacement, tmp_path: Path) -> None:
     def answer(words: list[str]) -> list[str]:
         cloud = scene.Scene()
         with pytest.MonkeyPatch.context() as change:
-            scene.play(cloud, application, change)
-            lines = scene.transcript(words, cloud, tmp_path)
+            scene.patch_product(cloud, application, change)
+            lines = scene.make_transcript(words, cloud, tmp_path)
         if any(line.startswith('> ') for line in lines):
-            scene.furnish(application)
+            scene.fill_placement(application)
         return [line.replace(str(tmp_path), 'HERE') for line in lines]
 
-    scene.furnish(application)
+    scene.fill_placement(application)
     path = HERE / 'commands' / name
-    compare(path, transcript(path, answer))
+    compare_with_file(path, rerun_commands(path, answer))
 
 
 # An attribute to patch: (object, name, value).
 Change = tuple[object, str, Any]
 
 
-def transcript_with(
-    words: list[str], application: InProcess, path: Path, *changes: Change, at: scene.Scene | None = None
+def run_patched(
+    words: list[str],
+    application: InProcessPlacement,
+    path: Path,
+    *changes: Change,
+    initial_scene: scene.Scene | None = None,
 ) -> list[str]:
     """Run a command in a scene with patched attributes, and return its transcript."""
-    scene.furnish(application)
-    cloud = at or scene.Scene()
+    scene.fill_placement(application)
+    cloud = initial_scene or scene.Scene()
     with pytest.MonkeyPatch.context() as change:
-        scene.play(cloud, application, change)
+        scene.patch_product(cloud, application, change)
         for changed, name, value in changes:
             change.setattr(changed, name, value)
-        return scene.transcript(words, cloud, path)
+        return scene.make_transcript(words, cloud, path)
 
 
-def interrupted(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(('form', 'config'), [('json', ''), ('yaml', ' --config schedule.yaml')])
-def test_what_is_placed_is_said_to_whoever_interrupts(
-    form: str, config: str, application: InProcess, tmp_path: Path
+def test_interrupt_after_delivery_prints_the_instance(
+    form: str, config: str, application: InProcessPlacement, tmp_path: Path
 ) -> None:
     """Only the output has the new uuid; the suggested command must name the same cluster."""
     words = [*config.split(), '-f', form, '--wait', SMALL]
-    lines = transcript_with(words, application, tmp_path, (Context, 'name_computes', interrupted))
+    lines = run_patched(words, application, tmp_path, (Context, 'name_computes', interrupt))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith(f'+ /hosts/c0000000-0000-4000-8000-000000000001/{instance} ') for line in lines)
     assert any(line.startswith('|') and instance in line for line in lines)
@@ -118,26 +122,26 @@ def test_what_is_placed_is_said_to_whoever_interrupts(
 
 @pytest.mark.parametrize('words', [SMALL, '--flavor small --queue'])
 @pytest.mark.parametrize('form', ['table', 'json'])
-def test_nor_does_one_end_it_before_the_wait_has_begun(
-    words: str, form: str, application: InProcess, tmp_path: Path
+def test_interrupt_before_the_wait_prints_the_instance(
+    words: str, form: str, application: InProcessPlacement, tmp_path: Path
 ) -> None:
     """A plain "interrupted" would look as if nothing had been requested."""
     arguments = [*words.split(), '-f', form, '--wait']
-    lines = transcript_with(arguments, application, tmp_path, (create, '_waited', interrupted))
+    lines = run_patched(arguments, application, tmp_path, (create, '_wait', interrupt))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith('|') and instance in line for line in lines)
     expected = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
     assert [line for line in lines if line.startswith(('!', '='))][-2:] == expected
 
 
-def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProcess, tmp_path: Path) -> None:
+def test_queued_request_is_printed_if_etcd_fails_afterwards(application: InProcessPlacement, tmp_path: Path) -> None:
     """Without etcd it is not known whether any compute takes from queues."""
 
-    def away(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise Unreachable('etcd does not answer')
 
     words = ['--flavor', 'small', '--queue', 'http://images.invalid/x.img']
-    lines = transcript_with(words, application, tmp_path, (Store, 'around', away), (Store, 'snapshot', away))
+    lines = run_patched(words, application, tmp_path, (Store, 'sample', fail), (Store, 'snapshot', fail))
     printed = [line for line in lines if line.startswith(('|', '!', '='))]
     assert printed == ['| QUEUED INSTANCE f0000000-0000-4000-8000-000000000001', '= 0']
 
@@ -146,134 +150,138 @@ def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProc
     ('word', 'hints'),
     [('hots', ['hots is not a command: did you mean eschedule hosts?']), ('web-1', [])],
 )
-def test_a_misspelt_command_is_named_when_etcd_is_away(
-    word: str, hints: list[str], application: InProcess, tmp_path: Path
+def test_misspelt_command_is_suggested_without_etcd(
+    word: str, hints: list[str], application: InProcessPlacement, tmp_path: Path
 ) -> None:
     """The word may be the name of an instance, which only etcd knows."""
 
-    def away(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise Unreachable('etcd does not answer')
 
-    lines = transcript_with([word], application, tmp_path, (Store, 'get', away))
+    lines = run_patched([word], application, tmp_path, (Store, 'get', fail))
     message = '; '.join(['etcd does not answer', *hints])
     assert lines == [f'! eschedule: {message}', '= 7']
 
 
 @pytest.mark.parametrize(
-    ('words', 'says'),
+    ('words', 'hint'),
     [
         ('destroy web-1 web-2', 'eschedule show web-1 says, and of 1 more nothing was asked'),
         ('destroy web-1 --wait -f json', 'eschedule show web-1 says'),
         ('quota set web VCPU=4', 'eschedule quota show web says'),
     ],
 )
-def test_what_was_written_before_an_interrupt_may_be_done(
-    words: str, says: str, application: InProcess, tmp_path: Path
+def test_interrupt_during_a_write_says_it_may_be_accepted(
+    words: str, hint: str, application: InProcessPlacement, tmp_path: Path
 ) -> None:
-    def commit(*written: Any) -> None:
+    def commit_and_interrupt(*written: Any) -> None:
         real_commit(*written)
         raise KeyboardInterrupt
 
     cloud = scene.Scene()
     real_commit = cloud.commit
-    lines = transcript_with(words.split(), application, tmp_path, (cloud, 'commit', commit), at=cloud)
+    lines = run_patched(
+        words.split(), application, tmp_path, (cloud, 'commit', commit_and_interrupt), initial_scene=cloud
+    )
     assert len([line for line in lines if line.startswith('+ ')]) == 1
     subject = 'web' if words.startswith('quota') else 'web-1'
-    message = f'! eschedule: interrupted; {subject}: it may have been accepted: {says}'
+    message = f'! eschedule: interrupted; {subject}: it may have been accepted: {hint}'
     assert [line for line in lines if line.startswith(('|', '!'))] == [message]
     assert lines[-1] == '= 1'
 
 
-@pytest.mark.parametrize('command', OTHERS)
-def test_the_other_commands(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize('command', OTHER_PROGRAMS)
+def test_commands_of_the_other_programs(command: str, tmp_path: Path) -> None:
     def answer(words: list[str]) -> list[str]:
-        run = [sys.executable, '-m', OTHERS[command], *words]
+        run = [sys.executable, '-m', OTHER_PROGRAMS[command], *words]
         process = subprocess.run(
-            run, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60
+            run, cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=False, timeout=60
         )
         assert process.stdout == ''
         # mdserver's argparse prints its usage first.
         errors_printed = [line for line in process.stderr.splitlines() if not line.startswith(('usage:', ' '))]
-        return [*(f'! {scene.alike(line)}' for line in errors_printed), f'= {process.returncode}']
+        return [*(f'! {scene.normalize_line(line)}' for line in errors_printed), f'= {process.returncode}']
 
     path = HERE / 'commands' / f'{command}.txt'
-    compare(path, transcript(path, answer))
+    compare_with_file(path, rerun_commands(path, answer))
 
 
-def transcript(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
+def rerun_commands(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
     lines: list[str] = []
-    for before, command in commands(path):
+    for before, command in split_commands(path):
         lines += [*before, *([command, *answer(shlex.split(command)[2:])] if command else [])]
     return '\n'.join(lines) + '\n'
 
 
-def request(key: str, value: bytes) -> str:
+def rewrite_request(key: str, value: bytes) -> str:
     parsed = order.parse_request(key.split('/')[2], key, value)
     assert isinstance(parsed, order.Request), parsed
     return order.to_json(parsed)
 
 
-def waiting(key: str, value: bytes) -> str:
-    parsed = queue.parse_waiting(key, value)
+def rewrite_queued(key: str, value: bytes) -> str:
+    parsed = queue.parse_queue_entry(key, value)
     assert isinstance(parsed, queue.QueueEntry), parsed
     return queue.to_json(parsed)
 
 
-def user_data(key: str, value: bytes) -> str:
-    return guest.SharedUserData.of(guest.shared_user_data(value, keys.last(key))).text
+def rewrite_user_data(key: str, value: bytes) -> str:
+    return guest.SharedUserData.from_bytes(guest.parse_shared_user_data(value, keys.get_last_part(key))).text
 
 
 # {prefix of a key, or suffix of a taker key: parses a value and writes it again}
-AGAIN: dict[str, Callable[[str, bytes], str]] = {
-    keys.HOSTS: request,
-    keys.QUEUES: waiting,
-    keys.TAKER: lambda _, value: queue.mark_to_json(queue.marked_by(value) or ''),
-    keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.last(key))),
-    keys.NAMES: lambda _, value: order.name_to_json(order.named(value)),
-    keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.last(key), value)),
-    keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.last(key), value)),
-    keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.last(key), value)),
-    keys.USER_DATA: user_data,
+REWRITERS: dict[str, Callable[[str, bytes], str]] = {
+    keys.HOSTS: rewrite_request,
+    keys.QUEUES: rewrite_queued,
+    keys.TAKER: lambda _, value: queue.taker_to_json(queue.parse_taker(value) or ''),
+    keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.get_last_part(key))),
+    keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
+    keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.get_last_part(key), value)),
+    keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.get_last_part(key), value)),
+    keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.get_last_part(key), value)),
+    keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
     keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),
     keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
-    keys.CLUSTER: lambda _, value: cluster.new(cluster.identity(value), '2021-03-04T05:06:00.000Z'),
+    keys.CLUSTER: lambda _, value: cluster.make_identity_value(
+        cluster.read_identity(value), '2021-03-04T05:06:00.000Z'
+    ),
     'the known etcd': lambda _, value: cluster.to_json(cluster.from_json(value)),
 }
 
 
 @pytest.mark.parametrize('name', ['scene.txt', 'values.txt'])
-def test_what_is_read_is_written_as_it_was(name: str) -> None:
+def test_values_are_parsed_and_written_unchanged(name: str) -> None:
     lines = (HERE / name).read_text().splitlines()
-    parsed_lines = {rewritten for line in lines if (rewritten := written_anew(line)) is not None}
+    parsed_lines = {rewritten for line in lines if (rewritten := rewrite_line(line)) is not None}
     assert parsed_lines <= set(lines)
     assert len(parsed_lines) > len(lines) - 6  # no reader parses a presence, an attempt or an address completely
 
 
-def written_anew(line: str) -> str | None:
+def rewrite_line(line: str) -> str | None:
     """Parse the value of a line and write it again; None for a key without a parser."""
     key, _, value = line.partition(' ' if line.startswith('/') else ' {')
     value = value if line.startswith('/') else '{' + value
     kind = (
         keys.TAKER
         if key.endswith(keys.TAKER)
-        else next((prefix for prefix in AGAIN if key.startswith(prefix)), None)
+        else next((prefix for prefix in REWRITERS if key.startswith(prefix)), None)
     )
-    return f'{key} {AGAIN[kind](key, value.encode())}' if kind else None
+    return f'{key} {REWRITERS[kind](key, value.encode())}' if kind else None
 
 
-def test_a_digest_of_each_compute() -> None:
+def test_digests_are_parsed_and_written_unchanged() -> None:
     lines = (HERE / 'digests.txt').read_text().splitlines()
     assert [planes.to_pages(planes.from_pages([line.encode()])) for line in lines] == [[line] for line in lines]
 
 
-def test_the_keys() -> None:
+def test_layout_of_keys() -> None:
     host, instance = scene.HV1, '1a5c0de0-0000-4000-8000-000000000001'
     examples = {
         'what one compute watches': keys.request_prefix(host),
         'a request': keys.request(host, instance),
         'an attempt': keys.attempt(instance),
-        'an address': keys.booted(instance),
+        'an address': keys.address(instance),
         'a record': keys.record(host, instance),
         'a record of no compute': keys.record('', instance),
         'a record of 1.0': keys.old_record(instance),
@@ -283,7 +291,7 @@ def test_the_keys() -> None:
         'a flavor': keys.flavor('small'),
         'what waits': keys.queue('small', instance),
         'who takes it': keys.taker(keys.queue('small', instance)),
-        'generations released': keys.released(instance, 255),
+        'generations released': keys.released_claims(instance, 255),
         'user-data': keys.user_data('0' * 64),
         'a compute': keys.compute(host),
         'the cluster': keys.CLUSTER,
@@ -292,7 +300,7 @@ def test_the_keys() -> None:
         'a page of a digest': keys.digest(instance, host, 0),
         'what was cleared': keys.digest(instance, host, 'cleared'),
     }
-    compare(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))
+    compare_with_file(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))
 
 
 def test_codes_states_and_stages() -> None:
@@ -301,5 +309,5 @@ def test_codes_states_and_stages() -> None:
     lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CODES.items())]
     lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
     lines += [f'stage {stage}' for stage in record.STAGES]
-    lines += [f'kept {state} {seconds} s' for state, seconds in sorted(record.KEPT.items())]
-    compare(HERE / 'codes.txt', '\n'.join(lines) + '\n')
+    lines += [f'kept {state} {seconds} s' for state, seconds in sorted(record.RETENTION_SECONDS.items())]
+    compare_with_file(HERE / 'codes.txt', '\n'.join(lines) + '\n')

@@ -7,17 +7,17 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 if TYPE_CHECKING:
     from tests.kit.commands import Control
     from tests.kit.lab import Lab
 
-CLEAN = 0
-FINDINGS = 8
+EXIT_CLEAN = 0
+EXIT_FINDINGS = 8
 
 
-def findings(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
+def run_audit(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the findings of one audit, except those about `foreign` subjects.
 
     The test planted the foreign ones.
@@ -25,13 +25,13 @@ def findings(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict
     Silent computes are left out: the test itself killed or froze them.
     """
     result = cluster.eschedule('audit', '-f', 'json')
-    assert result.code in (CLEAN, FINDINGS), result
+    assert result.code in (EXIT_CLEAN, EXIT_FINDINGS), result
     entries = json.loads(result.stdout)
-    assert bool(entries) == (result.code == FINDINGS), result
+    assert bool(entries) == (result.code == EXIT_FINDINGS), result
     return [finding for finding in entries if finding['subject'] not in foreign and finding['code'] != 'compute-silent']
 
 
-def audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
+def wait_audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
     """Wait until an audit finds nothing but `foreign`.
 
     Raises:
@@ -40,12 +40,12 @@ def audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collecti
     remaining: list[object] = []
 
     def clean() -> bool:
-        remaining[:] = findings(cluster, foreign)
+        remaining[:] = run_audit(cluster, foreign)
         return not remaining
 
     try:
-        until(clean, seconds, 'the audit finds nothing')
+        wait_until(clean, seconds, 'the audit finds nothing')
     except AssertionError as error:
         raise AssertionError('\n'.join([str(error), *map(str, remaining)])) from None
-    cluster.audited = True
+    cluster.is_audited = True
     JOURNAL.foreign |= set(foreign)

@@ -15,26 +15,26 @@ import yaml
 
 from ecomp.lab import certs
 from ecomp.store.client import Store
-from tests.kit.secured import Secured, certify, etcd_of
+from tests.kit.secured import SecuredEtcd, certify, load_etcd_config
 
 USERS = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
 
 
-class BehindRoles:
+class EtcdWithRoles:
     """An etcd with roles; `stores` by user use the user's certificate, `computes` are uuids."""
 
     def __init__(self, directory: Path, at_exit: ExitStack) -> None:
         self.certs = directory / 'certs'
         self._at_exit = at_exit
         certify(self.certs, 1)
-        self.etcd = at_exit.enter_context(Secured(directory / 'etcd', self.certs))
+        self.etcd = at_exit.enter_context(SecuredEtcd(directory / 'etcd', self.certs))
         self.computes = {f'compute-hv{number}': str(uuid.uuid4()) for number in (1, 2)}
         uuids_by_host = {user.removeprefix('compute-'): compute for user, compute in self.computes.items()}
         certify(self.certs, self.etcd.port, uuids_by_host, ('shell',), ('ann',))
-        self.stores = {user: self.store(user) for user in USERS}
+        self.stores = {user: self.open_store(user) for user in USERS}
 
-    def store(self, user: str) -> Store:
-        store = Store(etcd_of(self.certs, user))
+    def open_store(self, user: str) -> Store:
+        store = Store(load_etcd_config(self.certs, user))
         self._at_exit.callback(store.close)
         return store
 
@@ -44,16 +44,16 @@ class BehindRoles:
         The warning about this etcd's version is left out.
         """
         output: list[str] = []
-        certs.enable(self.certs, datetime.now(UTC), output.append)
+        certs.enable_roles(self.certs, datetime.now(UTC), output.append)
         return [line for line in output if not line.startswith('warning: ')]
 
     def disable(self) -> list[str]:
         """Do what elab certs --disable does; return its output."""
         output: list[str] = []
-        certs.disable(self.certs, output.append)
+        certs.disable_roles(self.certs, output.append)
         return output
 
-    def configured(self, user: str, placement: str, **settings: Any) -> Path:
+    def write_config(self, user: str, placement: str, **settings: Any) -> Path:
         """Write a user's configuration for a placement without authentication; return its path."""
         etcd = {'endpoints': [f'localhost:{self.etcd.port}'], 'ca_cert': 'ca.crt'}
         etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
@@ -72,7 +72,7 @@ class BehindRoles:
 
 
 @contextmanager
-def behind_roles(directory: Path) -> Iterator[BehindRoles]:
+def start_etcd_with_roles(directory: Path) -> Iterator[EtcdWithRoles]:
     """Start an etcd whose roles are not enabled yet."""
     with ExitStack() as at_exit:
-        yield BehindRoles(directory, at_exit)
+        yield EtcdWithRoles(directory, at_exit)

@@ -16,5 +16,5 @@ POWER_BUTTON = bytes.fromhex(
 )
 
 
-def boot_disk(sector: bytes) -> bytes:
+def make_boot_disk(sector: bytes) -> bytes:
     return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)

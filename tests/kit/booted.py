@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kit import machine
-from tests.kit.kept import kept
+from tests.kit.kept import cache_file
 from tests.kit.machine import Machine
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 from tests.kit.tree import copy_tree
 
 # Required commands and their Debian packages, in addition to machine.REQUIRED_PACKAGES.
-NEEDED = {
+REQUIRED_PACKAGES = {
     'systemd-nspawn': 'systemd-container',
     'mmdebstrap': 'mmdebstrap',
     'iptables': 'iptables',
@@ -33,21 +33,21 @@ NEEDED = {
 GATEWAY = '10.0.0.1'
 # The account that types commands on the machines; it may use sudo.
 USER = 'ann'
-CLONE = Path('/home') / USER / 'ecomp'
+CLONE_PATH = Path('/home') / USER / 'ecomp'
 # The time systemd takes to boot.
 BOOT_SECONDS = 60.0
 # The time of a shutdown, which includes asking guests to power off.
-END_SECONDS = 90.0
+SHUTDOWN_SECONDS = 90.0
 # systemd-nspawn's exit code when the container wants to reboot. See --keep-unit in systemd-nspawn(1).
-REBOOTS = 133
+REBOOT_EXIT_CODE = 133
 
 # A minimal Debian with systemd, ssh and sudo.
-INCLUDE = (
+BASE_PACKAGES = (
     *('systemd-sysv', 'dbus', 'sudo', 'openssh-server', 'openssh-client'),
     *('iproute2', 'procps', 'netbase', 'ca-certificates'),
 )
 # Packages that a documentation page installs are downloaded in advance, so that an old cached root needs no mirror.
-SETUP = f"""
+SETUP_SCRIPT = f"""
 set -eu
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 apt-get update
@@ -60,15 +60,15 @@ systemctl -q enable systemd-networkd systemd-networkd-wait-online
 systemctl -q mask apt-daily.timer apt-daily-upgrade.timer
 """
 # Version of the recipe below, part of the name in the cache.
-VERSION = 1
+RECIPE_VERSION = 1
 # Needed where the machine's packages come through a private proxy: its certificate authority, and pip's index.
-PASSED_ON = ('/etc/ssl/certs/ca-certificates.crt', '/etc/pip.conf')
+COPIED_FILES = ('/etc/ssl/certs/ca-certificates.crt', '/etc/pip.conf')
 FILES = {
     # apt answers yes to itself.
     'etc/apt/apt.conf.d/99answers': 'APT::Get::Assume-Yes "true";\n',
     'etc/resolv.conf': 'nameserver 10.0.2.3\n',
 }
-NETWORK = """\
+NETWORK_UNIT = """\
 [Match]
 Name=host0
 
@@ -78,7 +78,7 @@ Gateway={gateway}
 LinkLocalAddressing=no
 """
 # Only cgroup2, so that releases whose systemd knows nothing else boot, too.
-INSIDE = f"""
+OUTER_SCRIPT = f"""
 set -eu
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir /sys/fs/cgroup/$1
@@ -88,18 +88,18 @@ ip link set br0 up
 echo 1 >/proc/sys/net/ipv4/ip_forward
 iptables -t nat -A POSTROUTING -s {GATEWAY}/24 -o tap0 -j MASQUERADE
 """
-BOOT = """
+BOOT_SCRIPT = """
 set -eu
 cgroup=/sys/fs/cgroup/$1; shift
 mkdir -p "$cgroup"
 echo 0 >"$cgroup/cgroup.procs"
 exec "$@"
 """
-CLEAN = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin']
+CLEAN_ENVIRONMENT = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin']
 
 
 @dataclass
-class Booted:
+class BootedMachine:
     """A machine that has booted; `directory` holds its file system layer and its console log."""
 
     name: str
@@ -113,21 +113,34 @@ class Booted:
         return self.directory / 'console.log'
 
     @property
-    def first(self) -> int:
+    def init_pid(self) -> int:
         """The pid of the machine's process 1 as seen from this process, or 0.
 
         It changes with a reboot.
         """
-        nspawn = _children(self._nspawn.pid) if self._nspawn else []
-        return next((pid for parent in nspawn for pid in _children(parent) if _innermost(pid) == 1), 0)
+        nspawn = _list_children(self._nspawn.pid) if self._nspawn else []
+        return next((pid for parent in nspawn for pid in _list_children(parent) if _find_inner_pid(pid) == 1), 0)
 
-    def inside(self, command: Sequence[str]) -> list[str]:
+    def wrap_command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` on the machine as root."""
-        return ['nsenter', '-t', str(self.first), '-m', '-u', '-i', '-n', '-p', '-C', '--', *CLEAN, *command]
+        return [
+            'nsenter',
+            '-t',
+            str(self.init_pid),
+            '-m',
+            '-u',
+            '-i',
+            '-n',
+            '-p',
+            '-C',
+            '--',
+            *CLEAN_ENVIRONMENT,
+            *command,
+        ]
 
-    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run_unchecked(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command on the machine as root, and return its result, which may be a failure."""
-        inside = self.inside(command)
+        inside = self.wrap_command(command)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     def run(self, *command: str) -> str:
@@ -136,21 +149,21 @@ class Booted:
         Raises:
             AssertionError: it failed.
         """
-        return self._succeeded(self.ask(*command), ' '.join(command))
+        return self._check_output(self.run_unchecked(*command), ' '.join(command))
 
-    def type(self, text: str) -> str:
+    def type_as_user(self, text: str) -> str:
         """Type text into a shell of USER in the clone, and return what it prints.
 
         Raises:
             AssertionError: a command failed.
         """
-        script = f'cd {CLONE}\nset -eo pipefail\n{text}'
-        return self._succeeded(self.ask('runuser', '-l', USER, '-c', script), text)
+        script = f'cd {CLONE_PATH}\nset -eo pipefail\n{text}'
+        return self._check_output(self.run_unchecked('runuser', '-l', USER, '-c', script), text)
 
-    def _succeeded(self, done: subprocess.CompletedProcess[str], what: str) -> str:
-        output = f'{done.stdout[-3000:]}{done.stderr[-3000:]}'
-        assert done.returncode == 0, f'{self.name}: {done.returncode} of\n{what}\n{output}'
-        return done.stdout
+    def _check_output(self, result: subprocess.CompletedProcess[str], command: str) -> str:
+        output = f'{result.stdout[-3000:]}{result.stderr[-3000:]}'
+        assert result.returncode == 0, f'{self.name}: {result.returncode} of\n{command}\n{output}'
+        return result.stdout
 
     def boot_id(self) -> str:
         return self.run('cat', '/proc/sys/kernel/random/boot_id').strip()
@@ -161,10 +174,10 @@ class Booted:
         def is_up() -> bool:
             assert self._nspawn
             assert self._nspawn.poll() is None, f'{self.name} ended:\n{self.log.read_text(errors="replace")[-3000:]}'
-            system_state = self.ask('systemctl', 'is-system-running').stdout.strip() if self.first else ''
+            system_state = self.run_unchecked('systemctl', 'is-system-running').stdout.strip() if self.init_pid else ''
             return system_state in ('running', 'degraded')
 
-        until(is_up, BOOT_SECONDS, f'{self.name} has booted')
+        wait_until(is_up, BOOT_SECONDS, f'{self.name} has booted')
 
     def start(self) -> None:
         with self.log.open('ab') as log:
@@ -173,29 +186,29 @@ class Booted:
         self.wait_booted()
 
     def reboot(self) -> None:
-        assert self._shut_down('reboot') == REBOOTS
+        assert self._shut_down('reboot') == REBOOT_EXIT_CODE
         self.start()
 
     def power_off(self) -> None:
         assert self._shut_down('poweroff') == 0
 
-    def _shut_down(self, how: str) -> int:
+    def _shut_down(self, verb: str) -> int:
         """Shut the machine down, and return systemd-nspawn's exit code."""
         nspawn = self._nspawn
         assert nspawn
-        self.ask('systemctl', '--no-block', how)
-        until(lambda: nspawn.poll() is not None, END_SECONDS, f'{self.name} has shut down')
+        self.run_unchecked('systemctl', '--no-block', verb)
+        wait_until(lambda: nspawn.poll() is not None, SHUTDOWN_SECONDS, f'{self.name} has shut down')
         return nspawn.wait()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         nspawn = self._nspawn
         if nspawn is None or nspawn.poll() is not None:
             return
-        if init_pid := self.first:
+        if init_pid := self.init_pid:
             os.kill(init_pid, signal.SIGKILL)
         try:
             # systemd-nspawn ends when its process 1 does.
-            nspawn.wait(END_SECONDS)
+            nspawn.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             nspawn.kill()
             nspawn.wait()
@@ -205,24 +218,24 @@ class Booted:
 class Lan:
     """The machines and their bridge, inside `outer_machine`."""
 
-    outside: Machine
+    outer_machine: Machine
     directory: Path
     cgroup: str
     hosts: Mapping[str, str]
-    machines: list[Booted] = field(default_factory=list)
+    machines: list[BootedMachine] = field(default_factory=list)
 
-    def boot(self, name: str, release: str, packages: Sequence[str]) -> Booted:
+    def boot(self, name: str, release: str, packages: Sequence[str]) -> BootedMachine:
         """Boot a new machine of a Debian release; it can install `packages` without a mirror."""
         machine_directory = self.directory / name
         root = machine_directory / 'root'
         for part in ('upper', 'work', 'root'):
             (machine_directory / part).mkdir(parents=True)
-        lower = debian(release, packages)
+        lower = make_debian_root(release, packages)
         layers = f'lowerdir={lower},upperdir={machine_directory}/upper,workdir={machine_directory}/work'
-        mount = self.outside.run(['mount', '-t', 'overlay', '-o', layers, name, str(root)])
+        mount = self.outer_machine.run(['mount', '-t', 'overlay', '-o', layers, name, str(root)])
         assert mount.returncode == 0, f'mount of {layers}: {mount.stderr}'
         # Reach its mounts through its first process.
-        self._furnish(Path(f'/proc/{self.outside.pid}/root', *root.parts[1:]), name)
+        self._write_files(Path(f'/proc/{self.outer_machine.pid}/root', *root.parts[1:]), name)
         # pip's cache is shared by all machines, mainly for libvirt's bindings, which are built from source.
         pip = lower.parent / 'pip'
         pip.mkdir(exist_ok=True)
@@ -232,19 +245,19 @@ class Lan:
             '--private-network', '--network-bridge=br0', f'--bind={pip}:/root/.cache/pip', '--console=pipe',
             'systemd.show_status=1',
         ]  # fmt: skip
-        inside = self.outside.inside(['bash', '-c', BOOT, 'bash', f'{self.cgroup}/{name}', *spawn])
-        booted = Booted(name, self.hosts[name], machine_directory, inside)
+        inside = self.outer_machine.wrap_command(['bash', '-c', BOOT_SCRIPT, 'bash', f'{self.cgroup}/{name}', *spawn])
+        booted = BootedMachine(name, self.hosts[name], machine_directory, inside)
         self.machines.append(booted)
         booted.start()
         return booted
 
-    def _furnish(self, root: Path, name: str) -> None:
+    def _write_files(self, root: Path, name: str) -> None:
         hosts = ''.join(f'{address} {host}\n' for host, address in self.hosts.items())
         files = {
             **FILES,
             'etc/hostname': f'{name}\n',
             'etc/hosts': f'127.0.0.1 localhost\n{hosts}',
-            'etc/systemd/network/10-host0.network': NETWORK.format(address=self.hosts[name], gateway=GATEWAY),
+            'etc/systemd/network/10-host0.network': NETWORK_UNIT.format(address=self.hosts[name], gateway=GATEWAY),
             'root/.ssh/authorized_keys': (self.directory / 'key.pub').read_text(),
             'root/.ssh/id_ed25519': (self.directory / 'key').read_text(),
             'root/.ssh/config': 'StrictHostKeyChecking accept-new\n',
@@ -254,23 +267,23 @@ class Lan:
         for path, text in files.items():
             (root / path).write_text(text)
         (root / 'root/.ssh/id_ed25519').chmod(0o600)
-        for source in map(Path, PASSED_ON):
+        for source in map(Path, COPIED_FILES):
             if source.exists():
                 shutil.copyfile(source, root / source.relative_to('/'))
-        clone = root / CLONE.relative_to('/')
+        clone = root / CLONE_PATH.relative_to('/')
         copy_tree(clone)
         owner = clone.parent.stat()
         for entry in (clone, *clone.rglob('*')):
             os.chown(entry, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def lacking() -> str:
+def explain_missing() -> str:
     """Return why machines cannot boot here; '' if they can."""
-    return machine.lacking() or machine.not_installed(NEEDED)
+    return machine.explain_missing() or machine.explain_missing_packages(REQUIRED_PACKAGES)
 
 
 @contextmanager
-def lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
+def start_lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
     """Start a bridge for machines of these names and addresses (of 10.0.0.0/24).
 
     All of them are removed afterwards.
@@ -283,23 +296,23 @@ def lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
         directory.chmod(0o755)
         subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', str(directory / 'key')], check=True)
         undo.callback(_remove_cgroups, directory.name)
-        outside = undo.enter_context(machine.machine())
+        outside = undo.enter_context(machine.start_machine())
         network = Lan(outside, directory, directory.name, hosts)
-        setup = outside.run(['bash', '-c', INSIDE, 'bash', directory.name])
+        setup = outside.run(['bash', '-c', OUTER_SCRIPT, 'bash', directory.name])
         assert setup.returncode == 0, setup.stderr
         try:
             yield network
         finally:
             for booted in network.machines:
-                booted.end()
+                booted.kill()
 
 
-def debian(release: str, packages: Sequence[str]) -> Path:
+def make_debian_root(release: str, packages: Sequence[str]) -> Path:
     """Return the cached, read-only root of a machine with this Debian release."""
     recipe = [
         '--mode=root',
         '--variant=minbase',
-        f'--include={",".join(INCLUDE)}',
+        f'--include={",".join(BASE_PACKAGES)}',
         *(f'--dpkgopt=path-exclude=/usr/share/{part}/*' for part in ('doc', 'man', 'locale')),
         '--dpkgopt=force-unsafe-io',
         release,
@@ -310,17 +323,28 @@ def debian(release: str, packages: Sequence[str]) -> Path:
         tree = work / 'tree'
         for command in (
             ['mmdebstrap', '--quiet', *recipe, str(tree)],
-            ['env', '-i', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', 'chroot', str(tree), 'sh', '-c', SETUP, 'sh', *names],
+            [
+                'env',
+                '-i',
+                'PATH=/usr/sbin:/usr/bin:/sbin:/bin',
+                'chroot',
+                str(tree),
+                'sh',
+                '-c',
+                SETUP_SCRIPT,
+                'sh',
+                *names,
+            ],
         ):
             completed = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
             assert completed.returncode == 0, f'{command[0]} cannot make {release}: {completed.stderr[-3000:]}'
         tree.chmod(0o755)
         return tree
 
-    return kept(f'machine-{release}', (VERSION, recipe, SETUP, names), make)
+    return cache_file(f'machine-{release}', (RECIPE_VERSION, recipe, SETUP_SCRIPT, names), make)
 
 
-def _children(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     pids: list[int] = []
     for task in Path(f'/proc/{pid}/task').glob('*/children'):
         try:
@@ -330,7 +354,7 @@ def _children(pid: int) -> list[int]:
     return pids
 
 
-def _innermost(pid: int) -> int:
+def _find_inner_pid(pid: int) -> int:
     """Return a process's pid in its own pid namespace; 0 if it has ended. See proc(5)."""
     try:
         lines = Path(f'/proc/{pid}/status').read_text().splitlines()
@@ -352,4 +376,4 @@ def _remove_cgroups(name: str) -> None:
             return False
         return True
 
-    until(removed, 10, f'the cgroup {name} is empty')
+    wait_until(removed, 10, f'the cgroup {name} is empty')

@@ -8,17 +8,17 @@ from typing import Any
 from tests.kit.commands import Control
 from tests.kit.story import IMAGE
 
-ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
 
-def request(compute: str, instance: str, **room: int) -> dict[str, Any]:
-    allocations = {compute: {'resources': {**ROOM, **room}}}
+def make_request(compute: str, instance: str, **amounts: int) -> dict[str, Any]:
+    allocations = {compute: {'resources': {**RESOURCES, **amounts}}}
     return {'allocations': allocations, 'instance': instance, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p'}
 
 
-def claim(control: Control, instance: str, *computes: str, room: Mapping[str, int] = ROOM) -> None:
+def put_claim(control: Control, instance: str, *computes: str, amounts: Mapping[str, int] = RESOURCES) -> None:
     body = {
-        'allocations': {compute: {'resources': room} for compute in computes},
+        'allocations': {compute: {'resources': amounts} for compute in computes},
         'user_id': 'u',
         'project_id': 'p',
         'consumer_generation': None,

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-SIGNS = x509.KeyUsage(
+KEY_PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+CA_KEY_USAGE = x509.KeyUsage(
     digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
     data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
 )  # fmt: skip
@@ -28,14 +28,14 @@ class Authority:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.certificate = directory / 'ca.crt'
-        self._name, self._key = _name(directory.name), ec.generate_private_key(ec.SECP256R1())
+        self._name, self._key = _make_name(directory.name), ec.generate_private_key(ec.SECP256R1())
         builder = (
-            _dated(self._name, self._name, self._key, 10)
+            _make_builder(self._name, self._name, self._key, 10)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .add_extension(SIGNS, critical=True)
+            .add_extension(CA_KEY_USAGE, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
         )
-        _write(self.certificate, builder.sign(self._key, hashes.SHA256()))
+        _write_certificate(self.certificate, builder.sign(self._key, hashes.SHA256()))
 
     def issue(self, directory: Path, name: str, *hosts: str, days: int = 10) -> tuple[Path, Path]:
         """Write <directory>/<name>.crt and .key for these host names and addresses.
@@ -47,9 +47,9 @@ class Authority:
         certificate, key = directory / f'{name}.crt', directory / f'{name}.key'
         private_key = ec.generate_private_key(ec.SECP256R1())
         builder = (
-            _dated(_name(name), self._name, private_key, days)
+            _make_builder(_make_name(name), self._name, private_key, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(PURPOSES, critical=False)
+            .add_extension(KEY_PURPOSES, critical=False)
             # Python 3.13 rejects a certificate without it.
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
@@ -62,15 +62,15 @@ class Authority:
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             )
         )
-        _write(certificate, builder.sign(self._key, hashes.SHA256()))
+        _write_certificate(certificate, builder.sign(self._key, hashes.SHA256()))
         return certificate, key
 
 
-def _name(text: str) -> x509.Name:
+def _make_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _dated(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
@@ -85,5 +85,5 @@ def _dated(
     )
 
 
-def _write(path: Path, certificate: x509.Certificate) -> None:
+def _write_certificate(path: Path, certificate: x509.Certificate) -> None:
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from ecomp import schedule
-from tests.kit.journal import JOURNAL, own
-from tests.kit.process import begin
-from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, environment
-from tests.kit.witness import Watched, judged, started_here
+from tests.kit.journal import JOURNAL, parse_eschedule_arguments
+from tests.kit.process import start_process
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, b64, make_environment
+from tests.kit.witness import Witness, is_working_here, require_clean
 
 
 class Ecompute(Server):
@@ -51,7 +51,7 @@ class Ecompute(Server):
         self.options: list[str] = []
         self._etcd = etcd
         write_config(self.config, etcd, placement, **{'state': str(self.directory / 'state'), **settings})
-        JOURNAL.runs(self)
+        JOURNAL.add_compute(self)
 
     def command(self) -> list[str]:
         fake = ['--fake', self.inventory] if self.inventory is not None else []
@@ -69,7 +69,7 @@ class Ecompute(Server):
                 has_presence = bool(json.load(answer).get('kvs'))
         except OSError:
             return False
-        return has_presence and f' {self.pid} ready: ' in self.last_words(1000)
+        return has_presence and f' {self.pid} ready: ' in self.tail_log(1000)
 
 
 class Result(NamedTuple):
@@ -82,9 +82,9 @@ class Command:
     """A running command; `with` kills it."""
 
     def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
-        self._words, self._began = own(command), time.monotonic()
+        self._arguments, self._began = parse_eschedule_arguments(command), time.monotonic()
         self._stdout, self._stderr = os.memfd_create('stdout'), os.memfd_create('stderr')
-        self._process = begin(command, cwd, {**environment(), **(extra or {})}, self._stdout, self._stderr)
+        self._process = start_process(command, cwd, {**make_environment(), **(extra or {})}, self._stdout, self._stderr)
         self.pid = self._process.pid
 
     def __enter__(self) -> Self:
@@ -93,9 +93,9 @@ class Command:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        if self._words is not None:
+        if self._arguments is not None:
             output = self.stdout, self.stderr
-            JOURNAL.ended(self._words, self._process.returncode, output, self._began, self.pid)
+            JOURNAL.add_run(self._arguments, self._process.returncode, output, self._began, self.pid)
         os.close(self._stdout)
         os.close(self._stderr)
 
@@ -105,40 +105,40 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        return _read(self._stdout)
+        return _read_all(self._stdout)
 
     @property
     def stderr(self) -> str:
-        return _read(self._stderr)
+        return _read_all(self._stderr)
 
-    def end(self, seconds: float = 90.0) -> Result:
+    def wait(self, seconds: float = 90.0) -> Result:
         """Wait for the command, and return its result; a negative code is the number of a signal.
 
         Raises:
             subprocess.TimeoutExpired: it did not finish in time.
         """
-        return Result(self._process.wait(PATIENCE * seconds), self.stdout, self.stderr)
+        return Result(self._process.wait(SLOWDOWN_FACTOR * seconds), self.stdout, self.stderr)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send the command a signal, unless it has finished."""
         self._process.send_signal(number)
 
-    def go_on(self) -> None:
-        self.send(signal.SIGCONT)
+    def resume(self) -> None:
+        self.send_signal(signal.SIGCONT)
 
 
-def _read(file: int) -> str:
+def _read_all(file: int) -> str:
     # Not seek and read: the command shares this descriptor's position.
     return os.pread(file, os.fstat(file).st_size, 0).decode()
 
 
-def eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
+def run_eschedule_process(config: Path, *words: str, timeout: float = 120.0) -> Result:
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words]
     with Command(command, config.parent) as process:
-        return process.end(timeout)
+        return process.wait(timeout)
 
 
-def called(config: Path, *words: str) -> Result:
+def run_in_process(config: Path, *words: str) -> Result:
     """Run eschedule to its end in this process; only in the main thread.
 
     Its directory is that of its configuration. The output is that of a separate process, and thousands of runs are much
@@ -149,29 +149,31 @@ def called(config: Path, *words: str) -> Result:
         try:
             code = schedule.main(['--config', str(config), *words])
         finally:
-            JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), started, os.getpid())
+            JOURNAL.add_run(words, code, (out.getvalue(), err.getvalue()), started, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def asked(config: Path, *words: str, timeout: float = 120.0) -> Result:
+def run_eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
     """Run eschedule to its end: in this process if possible, else as a separate process."""
     # A library in LD_PRELOAD, such as a fake clock, is not loaded into this process.
     if threading.current_thread() is threading.main_thread() and 'LD_PRELOAD' not in os.environ:
-        return called(config, *words)
-    return eschedule(config, *words, timeout=timeout)
+        return run_in_process(config, *words)
+    return run_eschedule_process(config, *words, timeout=timeout)
 
 
-def run(module: str, *words: str, directory: Path, closed: bool = False, stdout: int = subprocess.PIPE) -> Result:
+def run_module(
+    module: str, *words: str, directory: Path, without_stdout: bool = False, stdout: int = subprocess.PIPE
+) -> Result:
     """Run a command in a directory, as a user would, with or without stdout."""
     command = [sys.executable, '-m', module, *words]
-    if not closed and stdout == subprocess.PIPE:
+    if not without_stdout and stdout == subprocess.PIPE:
         with Command(command, directory) as process:
-            result = process.end(60)
+            result = process.wait(60)
         assert not re.search('Traceback|Exception ignored', result.stderr), result
         return result
-    if closed:
+    if without_stdout:
         command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
-    started, arguments = time.monotonic(), own(command)
+    started, arguments = time.monotonic(), parse_eschedule_arguments(command)
     completed = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -181,10 +183,10 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         check=False,
         timeout=60,
         cwd=directory,
-        env=environment(),
+        env=make_environment(),
     )
     if arguments is not None:
-        JOURNAL.ended(arguments, None, ('', completed.stderr), started, 0)  # its answer was not read
+        JOURNAL.add_run(arguments, None, ('', completed.stderr), started, 0)  # its answer was not read
     assert not re.search('Traceback|Exception ignored', completed.stderr), completed
     return Result(completed.returncode, completed.stdout or '', completed.stderr)
 
@@ -215,21 +217,21 @@ class Control:
     placement: PlacementServer
     directory: Path
     at_exit: ExitStack = field(default_factory=ExitStack)
-    audited: bool = False
+    is_audited: bool = False
     # True if a test may kill or freeze the servers.
-    mortal: bool = False
+    is_mortal: bool = False
 
     def __post_init__(self) -> None:
-        self.watched = Watched(self.etcd.ask, self.placement.database, started_here, self.etcd, self.placement)
+        self.witness = Witness(self.etcd.ask, self.placement.database, is_working_here, self.etcd, self.placement)
         self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         state = str(self.directory / 'state')
         self.compute_yaml = write_config(
             self.directory / 'compute.yaml', self.etcd.endpoint, self.placement.url, state=state
         )
-        JOURNAL.made(self.watched)
+        JOURNAL.add_witness(self.witness)
 
     def eschedule(self, *words: str, timeout: float = 120.0) -> Result:
-        return (eschedule if self.mortal else asked)(self.schedule_yaml, *words, timeout=timeout)
+        return (run_eschedule_process if self.is_mortal else run_eschedule)(self.schedule_yaml, *words, timeout=timeout)
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
         """Start a fake ecompute that is stopped with this."""
@@ -241,7 +243,7 @@ class Control:
         If the running test created this Control and has not failed, its history is judged first.
         """
         try:
-            if JOURNAL.leave(self.watched) and sys.exception() is None:
-                judged(self.watched)
+            if JOURNAL.remove_witness(self.witness) and sys.exception() is None:
+                require_clean(self.witness)
         finally:
             self.at_exit.close()

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.kit.servers import PATIENCE
+from tests.kit.servers import SLOWDOWN_FACTOR
 
 
-class Ear:
+class NotifySocket:
     """Receives the notifications of a service, and the pids of their senders; `with` closes it."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Ear:
         os.unlink(self.path)
         self._directory.rmdir()
 
-    def environment(self, watchdog: float | None = None) -> dict[str, str]:
+    def make_environment(self, watchdog: float | None = None) -> dict[str, str]:
         """Return what systemd puts in a service's environment; `watchdog` is in seconds."""
         watchdog_variable = {} if watchdog is None else {'WATCHDOG_USEC': str(round(watchdog * 1e6))}
         return {'NOTIFY_SOCKET': self.path, **watchdog_variable}
 
-    def heard(self, seconds: float = 30.0) -> tuple[int, list[str]]:
+    def receive(self, seconds: float = 30.0) -> tuple[int, list[str]]:
         """Receive the next notification.
 
         Returns:
@@ -46,19 +46,19 @@ class Ear:
         Raises:
             AssertionError: none came in time.
         """
-        ready, _, _ = select.select([self._socket], [], [], PATIENCE * seconds)
+        ready, _, _ = select.select([self._socket], [], [], SLOWDOWN_FACTOR * seconds)
         assert ready, f'nothing was said for {seconds:g} s'
         message, credentials, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
         return int.from_bytes(credentials[0][2][:4], 'little'), message.decode().splitlines()
 
-    def until(self, line: str, seconds: float = 60.0) -> tuple[int, list[str]]:
-        deadline = time.monotonic() + PATIENCE * seconds
+    def receive_until(self, line: str, seconds: float = 60.0) -> tuple[int, list[str]]:
+        deadline = time.monotonic() + SLOWDOWN_FACTOR * seconds
         while True:
-            notification = self.heard(max(0.0, deadline - time.monotonic()) / PATIENCE)
+            notification = self.receive(max(0.0, deadline - time.monotonic()) / SLOWDOWN_FACTOR)
             if line in notification[1]:
                 return notification
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 STATES = {'scheduled', 'building', 'active', 'stopped', 'destroying', 'gone', 'error'}
-ENDED = {'gone', 'error'}
-LIVING = {'active', 'stopped'}
+TERMINAL_STATES = {'gone', 'error'}
+LIVING_STATES = {'active', 'stopped'}
 FAMILIES = ('hosts', 'queues', 'instances', 'requests', 'booted', 'names', 'computes', 'groups', 'quotas')
 
 # The allocations of placement: {consumer: {provider: {class: amount}}}.
-Held = Mapping[str, Mapping[str, Mapping[str, int]]]
+Allocations = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
-class Kept(NamedTuple):
+class StoredValue(NamedTuple):
     """The value of an etcd key, and the lease it is bound to (0: none)."""
 
     value: bytes
     lease: int
 
 
-def ending(
-    etcd: Mapping[str, Kept],
-    held: Held,
+def find_contradictions(
+    etcd: Mapping[str, StoredValue],
+    allocations: Allocations,
     capacity: Mapping[str, Mapping[str, int]],
     foreign: Collection[str] = (),
     away: Collection[str] = (),
@@ -40,8 +40,8 @@ def ending(
     `foreign` are subjects outside ecomp (instances, consumers, names, groups, projects, computes), which are not
     checked. `away` are computes that do not work now: their unfinished requests stay unfinished.
     """
-    held = {consumer: each for consumer, each in held.items() if consumer not in foreign}
-    under = {family: _under(etcd, f'/{family}/') for family in FAMILIES}
+    allocations = {consumer: each for consumer, each in allocations.items() if consumer not in foreign}
+    under = {family: _select_prefix(etcd, f'/{family}/') for family in FAMILIES}
     places = under['instances']
     # An instance has two records if one compute refused it and another has it: the living one counts.
     ended = {path for path, stored in places.items() if stored.lease}
@@ -63,11 +63,11 @@ def ending(
     violations += [
         f'{name}: is requested of {names.count(name)} computes' for name in set(names) if names.count(name) > 1
     ]
-    alive = {name for name, record in records.items() if record['state'] not in ENDED}
+    alive = {name for name, record in records.items() if record['state'] not in TERMINAL_STATES}
     # A request that its compute has not read yet is an instance, too.
     instances = alive | (set(names) - set(records))
     # The unfinished requests of a compute that went away stay as they are until it returns.
-    halted = {name for compute, name in requested if compute in away and _state(records, name) not in LIVING}
+    halted = {name for compute, name in requested if compute in away and _get_state(records, name) not in LIVING_STATES}
     # A queued request is in one queue only. Only a compute with a taker key may hold an allocation for it.
     being_taken = {path.removesuffix('/taker').partition('/')[2] for path in under['queues'] if path.endswith('/taker')}
     queued = [path.partition('/')[2] for path in under['queues'] if not path.endswith('/taker')]
@@ -77,20 +77,24 @@ def ending(
     violations += [f'{name}: waits, and has a record' for name in waiting & set(records)]
     violations += [f'{name}: is being taken, and does not wait' for name in being_taken - set(queued) - set(foreign)]
     # An attempt in flight may hold its allocation already.
-    in_flight = {name for key, stored in under['requests'].items() if key not in foreign for name in _announced(stored)}
+    in_flight = {
+        name for key, stored in under['requests'].items() if key not in foreign for name in _parse_attempt(stored)
+    }
     violations += [
         f'{name}: allocation without an instance'
-        for name in held.keys() - instances - halted - in_flight - being_taken
+        for name in allocations.keys() - instances - halted - in_flight - being_taken
     ]
-    violations += [f'{name}: instance without an allocation' for name in instances - held.keys() - halted]
+    violations += [f'{name}: instance without an allocation' for name in instances - allocations.keys() - halted]
     violations += [f'{name}: request without an instance' for name in set(names) - instances]
     violations += [f'{name}: instance without a request' for name in instances - set(names)]
     for compute, name in requested:
         if name not in halted:
-            violations += _compare(name, compute, json.loads(under['hosts'][f'{compute}/{name}'].value), held, records)
+            violations += _check_request(
+                name, compute, json.loads(under['hosts'][f'{compute}/{name}'].value), allocations, records
+            )
 
     for name, record in records.items():
-        violations += _record(name, record, under['instances'][name].lease)
+        violations += _check_record(name, record, under['instances'][name].lease)
     for name, stored in under['booted'].items():
         address = (records.get(name, {}).get('addresses') or [{'address': None}])[0]['address']
         if name in foreign:
@@ -100,7 +104,7 @@ def ending(
         elif stored.value.decode() != address:
             violations.append(f'{name}: /booted says {stored.value.decode()}, its record {address}')
     for name, stored in under['names'].items():
-        violations += _name(name, stored, records, instances | waiting, foreign)
+        violations += _check_name(name, stored, records, instances | waiting, foreign)
     for name in alive:
         display_name = records[name].get('name')
         if display_name and display_name not in {*under['names'], *foreign}:
@@ -113,43 +117,48 @@ def ending(
     ]
     for name, stored in under['groups'].items():
         if name not in foreign and not set(foreign) & set(json.loads(stored.value)['members']):
-            violations += _group(name, json.loads(stored.value), requests)
+            violations += _check_group(name, json.loads(stored.value), requests)
     # Foreign requests of a project may have been counted or not.
-    foreign_projects = {_project(stored) for _, name, stored in paths if name in foreign}
+    foreign_projects = {_parse_project(stored) for _, name, stored in paths if name in foreign}
     for project, stored in under['quotas'].items():
         if project not in {*foreign, *foreign_projects}:
-            violations += _quota(project, json.loads(stored.value), requests)
-    violations += [f'/requests/{name}: without a lease' for name, stored in under['requests'].items()
-                   if not stored.lease and name not in foreign]
+            violations += _check_quota(project, json.loads(stored.value), requests)
+    violations += [
+        f'/requests/{name}: without a lease'
+        for name, stored in under['requests'].items()
+        if not stored.lease and name not in foreign
+    ]
     takers = {name: stored for name, stored in under['queues'].items() if name.endswith('/taker')}
     violations += [f'{name}: a mark without a lease' for name, stored in takers.items() if not stored.lease]
     unleased = {name for name, stored in under['computes'].items() if not stored.lease} - set(foreign)
     violations += [f'{name}: /computes without a lease' for name in unleased]
-    return [*violations, *_full(held, capacity, foreign)]
+    return [*violations, *_check_capacity(allocations, capacity, foreign)]
 
 
-def _under(etcd: Mapping[str, Kept], prefix: str) -> dict[str, Kept]:
+def _select_prefix(etcd: Mapping[str, StoredValue], prefix: str) -> dict[str, StoredValue]:
     return {key.removeprefix(prefix): stored for key, stored in etcd.items() if key.startswith(prefix)}
 
 
-def _project(kept: Kept) -> str | None:
+def _parse_project(stored: StoredValue) -> str | None:
     try:
-        return str(json.loads(kept.value).get('project_id'))
+        return str(json.loads(stored.value).get('project_id'))
     except (ValueError, AttributeError, RecursionError):
         return None
 
 
-def _state(records: Mapping[str, dict[str, Any]], name: str) -> str | None:
+def _get_state(records: Mapping[str, dict[str, Any]], name: str) -> str | None:
     return records.get(name, {}).get('state')
 
 
-def _announced(kept: Kept) -> list[str]:
-    return [str(name) for name in json.loads(kept.value)['instances']]
+def _parse_attempt(stored: StoredValue) -> list[str]:
+    return [str(name) for name in json.loads(stored.value)['instances']]
 
 
-def _full(held: Held, capacity: Mapping[str, Mapping[str, int]], foreign: Collection[str]) -> Iterator[str]:
+def _check_capacity(
+    allocations: Allocations, capacity: Mapping[str, Mapping[str, int]], foreign: Collection[str]
+) -> Iterator[str]:
     used: dict[tuple[str, str], int] = {}
-    for by_provider in held.values():
+    for by_provider in allocations.values():
         for provider, resources in by_provider.items():
             for name, amount in resources.items():
                 used[provider, name] = used.get((provider, name), 0) + amount
@@ -159,41 +168,43 @@ def _full(held: Held, capacity: Mapping[str, Mapping[str, int]], foreign: Collec
             yield f'{provider}: {amount} {name} are claimed, and it has {capacity_amount}'
 
 
-def _compare(
-    name: str, compute: str, request: dict[str, Any], held: Held, records: Mapping[str, dict[str, Any]]
+def _check_request(
+    name: str, compute: str, request: dict[str, Any], allocations: Allocations, records: Mapping[str, dict[str, Any]]
 ) -> list[str]:
     violations = []
     requested = {provider: allocation['resources'] for provider, allocation in request['allocations'].items()}
-    if requested and requested != held.get(name, {}):
-        violations.append(f'{name}: requested {requested}, held {held.get(name)}')
+    if requested and requested != allocations.get(name, {}):
+        violations.append(f'{name}: requested {requested}, held {allocations.get(name)}')
     if name in records and records[name]['compute'] != compute:
         violations.append(f'{name}: requested of {compute}, its record is of {records[name]["compute"]}')
     return violations
 
 
-def _name(
-    name: str, kept: Kept, records: Mapping[str, dict[str, Any]], there: Collection[str], foreign: Collection[str]
+def _check_name(
+    name: str,
+    stored: StoredValue,
+    records: Mapping[str, dict[str, Any]],
+    living: Collection[str],
+    foreign: Collection[str],
 ) -> list[str]:
-    instance = json.loads(kept.value)['instance'] if name not in foreign else ''
+    instance = json.loads(stored.value)['instance'] if name not in foreign else ''
     if name in foreign or instance in foreign:
         return []
-    failed = _state(records, instance) == 'error' and kept.lease
-    if instance not in there and not failed:
+    failed = _get_state(records, instance) == 'error' and stored.lease
+    if instance not in living and not failed:
         return [f'{name}: a name, and no living instance']
-    if instance in records and not failed and (records[instance].get('name') != name or kept.lease):
+    if instance in records and not failed and (records[instance].get('name') != name or stored.lease):
         return [f'{name}: a name of {instance}, which is called {records[instance].get("name")}']
     return []
 
 
 # (compute, instance, request) of each request; the compute of a queued request is ''.
-Asked = list[tuple[str, str, dict[str, Any]]]
+Requests = list[tuple[str, str, dict[str, Any]]]
 
 
-def _group(name: str, group: dict[str, Any], asked: Asked) -> list[str]:
+def _check_group(name: str, group: dict[str, Any], requests: Requests) -> list[str]:
     members = {
-        instance: compute
-        for compute, instance, request in asked
-        if (request.get('group') or {}).get('name') == name
+        instance: compute for compute, instance, request in requests if (request.get('group') or {}).get('name') == name
     }
     violations = (
         [] if group['members'] == members else [f'group {name}: has {group["members"]}, asked for are {members}']
@@ -205,16 +216,16 @@ def _group(name: str, group: dict[str, Any], asked: Asked) -> list[str]:
     return violations
 
 
-def _quota(project: str, quota: dict[str, Any], asked: Asked) -> list[str]:
+def _check_quota(project: str, quota: dict[str, Any], requests: Requests) -> list[str]:
     used: Counter[str] = Counter()
-    for _, _, request in asked:
+    for _, _, request in requests:
         if request['project_id'] == project:
-            used.update({**_amounts(request), 'instances': 1})
+            used.update({**_count_amounts(request), 'instances': 1})
     counted = {name: amount for name, amount in used.items() if amount}
     return [] if quota['used'] == counted else [f'quota {project}: counts {quota["used"]}, asked for is {counted}']
 
 
-def _amounts(request: dict[str, Any]) -> dict[str, int]:
+def _count_amounts(request: dict[str, Any]) -> dict[str, int]:
     """Return the amounts a request counts for.
 
     These are the allocated amounts; for a tombstone those of the former request; for a queued request those of its
@@ -229,7 +240,7 @@ def _amounts(request: dict[str, Any]) -> dict[str, int]:
     return dict(amounts)
 
 
-def _record(name: str, record: dict[str, Any], lease: int) -> list[str]:
+def _check_record(name: str, record: dict[str, Any], lease: int) -> list[str]:
     violations = []
     state = record['state']
     if record['instance'] != name or record['version'] != 1 or state not in STATES:
@@ -238,7 +249,7 @@ def _record(name: str, record: dict[str, Any], lease: int) -> list[str]:
         violations.append(f'{name}: {state}, with error {record["error"]}')
     if state == 'error' and 'started' in record['stages']:
         violations.append(f'{name}: in error after it was active')
-    if (state in ENDED) != bool(lease):
+    if (state in TERMINAL_STATES) != bool(lease):
         violations.append(f'{name}: {state}, on lease {lease}')
     if state == 'active' and not {'scheduled', 'image', 'disk', 'started'} <= set(record['stages']):
         violations.append(f'{name}: active, with stages {record["stages"]}')

@@ -11,8 +11,12 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
-RACE = b'{"errors": [{"status": 409, "code": "placement.concurrent_update", "detail": "a generation has moved"}]}'
-WRONG = itertools.cycle([b'{"hello": "world"}', b'[]', b'{"allocations": 7}', b'null', b'{"resource_providers"', b'"'])
+CONFLICT_BODY = (
+    b'{"errors": [{"status": 409, "code": "placement.concurrent_update", "detail": "a generation has moved"}]}'
+)
+WRONG_BODIES = itertools.cycle(
+    [b'{"hello": "world"}', b'[]', b'{"allocations": 7}', b'null', b'{"resource_providers"', b'"']
+)
 
 KINDS = {
     'refused': 'nobody listens',
@@ -27,7 +31,7 @@ KINDS = {
     'slow': 'the answer takes `seconds`: the request itself arrives that late',
 }
 # The kinds of failure that apply only to some methods.
-METHODS = {'409': {'PUT'}, 'lost': {'PUT', 'POST', 'DELETE'}}
+METHODS_BY_KIND = {'409': {'PUT'}, 'lost': {'PUT', 'POST', 'DELETE'}}
 
 
 class FaultyPlacement:
@@ -36,7 +40,7 @@ class FaultyPlacement:
     def __init__(self, port: int) -> None:
         self._target = port
         self._kind = ''
-        self._which: Callable[[str, str], bool] = lambda *_: True
+        self._matches: Callable[[str, str], bool] = lambda *_: True
         self._seconds = 0.0
         self._closing = threading.Event()
         self._open: set[socket.socket] = set()
@@ -52,12 +56,10 @@ class FaultyPlacement:
         self._closing.set()
         self._close()
 
-    def fail(
-        self, kind: str, which: Callable[[str, str], bool] = lambda *_: True, seconds: float = 0.0
-    ) -> None:
+    def fail(self, kind: str, matches: Callable[[str, str], bool] = lambda *_: True, seconds: float = 0.0) -> None:
         """Fail the requests for which which(method, path) is true, until heal()."""
         assert kind in KINDS, kind
-        self._kind, self._which, self._seconds = kind, which, seconds
+        self._kind, self._matches, self._seconds = kind, matches, seconds
         if kind == 'refused':
             self._close()
         else:
@@ -71,7 +73,7 @@ class FaultyPlacement:
     def fails(self, method: str, path: str) -> str:
         """Return the kind of failure for a request, '' for none."""
         kind = self._kind
-        if not kind or not self._which(method, path) or method not in METHODS.get(kind, {method}):
+        if not kind or not self._matches(method, path) or method not in METHODS_BY_KIND.get(kind, {method}):
             return ''
         self.hits += 1
         return kind
@@ -149,11 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == '503':
             self._answer(503, 'text/html', b'<html>come again</html>', {'retry-after': '3600'})
         elif kind == '409':
-            self._answer(409, 'application/json', RACE)
+            self._answer(409, 'application/json', CONFLICT_BODY)
         elif kind == 'html':
             self._answer(200, 'text/html', b'<html><body>Welcome</body></html>')
         elif kind == 'wrong':
-            self._answer(200, 'application/json', next(WRONG))
+            self._answer(200, 'application/json', next(WRONG_BODIES))
         elif kind == 'truncated':
             self._answer(200, 'application/json', b'{"allocations": {"', {'content-length': '4096'})
         self.close_connection = self.close_connection or kind in ('lost', 'truncated', 'broken')

@@ -48,10 +48,10 @@ class Gate:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.break_off()
+        self.break_connections()
         self._open.set()
 
-    def break_off(self) -> None:
+    def break_connections(self) -> None:
         """Break the open connections, and hold nothing; new connections are accepted."""
         self._marker = None
         for connection in self._sockets:
@@ -69,23 +69,23 @@ class Gate:
                 return
             self._sockets += [client, server]
             marker_seen = threading.Event()
-            threading.Thread(target=self._there, args=(client, server, marker_seen), daemon=True).start()
-            threading.Thread(target=self._back, args=(server, client, marker_seen), daemon=True).start()
+            threading.Thread(target=self._relay_requests, args=(client, server, marker_seen), daemon=True).start()
+            threading.Thread(target=self._relay_answers, args=(server, client, marker_seen), daemon=True).start()
 
-    def _there(self, client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
+    def _relay_requests(self, client: socket.socket, server: socket.socket, marker_seen: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
                 if self._marker is not None and self._marker in data:
-                    asked.set()
+                    marker_seen.set()
                 server.sendall(data)
             server.shutdown(socket.SHUT_WR)
 
-    def _back(self, server: socket.socket, client: socket.socket, asked: threading.Event) -> None:
+    def _relay_answers(self, server: socket.socket, client: socket.socket, marker_seen: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
-                if asked.is_set():
+                if marker_seen.is_set():
                     self.held.set()
                     self._open.wait()
-                    asked.clear()
+                    marker_seen.clear()
                 client.sendall(data)
             client.shutdown(socket.SHUT_WR)

@@ -12,7 +12,7 @@ import grpc
 
 from ecomp.store.roles import etcdrpc  # imported from the module that makes protobuf load it
 
-CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
+CALLS_BY_PATH: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
     'kv/range': (etcdrpc.KVStub, 'Range', etcdrpc.RangeRequest),
     'kv/put': (etcdrpc.KVStub, 'Put', etcdrpc.PutRequest),
     'kv/compaction': (etcdrpc.KVStub, 'Compact', etcdrpc.CompactionRequest),
@@ -30,28 +30,28 @@ class Reply:
     """
 
     def __init__(
-        self, where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
+        self, endpoint: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
     ) -> None:
         # Imported here, after the import of etcdrpc has chosen the protobuf implementation.
         from google.protobuf import json_format
 
-        stub, method, kind = CALLS[path]
+        stub, method, kind = CALLS_BY_PATH[path]
         request = json_format.ParseDict(dict(body), kind())
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         # A proxy configured in the environment cannot reach a lab.
         options = [('grpc.enable_http_proxy', 0)]
         if certs is None:
-            self._channel = grpc.insecure_channel(where, options)
+            self._channel = grpc.insecure_channel(endpoint, options)
         else:
             files = [(certs / name).read_bytes() for name in ('ca.crt', 'client.key', 'client.crt')]
-            self._channel = grpc.secure_channel(where, grpc.ssl_channel_credentials(*files), options)
+            self._channel = grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(*files), options)
         call = getattr(stub(self._channel), method)
         try:
-            self._replies = call(self._asked(request), timeout=timeout) if path == 'watch' else None
+            self._replies = call(self._send_request(request), timeout=timeout) if path == 'watch' else None
             self._reply = None if path == 'watch' else call(request, timeout=timeout)
         except grpc.RpcError as error:
             self.close()
-            raise OSError(f'etcd at {where}: {error}') from error
+            raise OSError(f'etcd at {endpoint}: {error}') from error
 
     def __enter__(self) -> Self:
         return self
@@ -60,27 +60,27 @@ class Reply:
         self.close()
 
     def read(self) -> bytes:
-        return json.dumps(_as_json(self._reply)).encode()
+        return json.dumps(_to_dict(self._reply)).encode()
 
     def readline(self) -> bytes:
         assert self._replies is not None
         try:
-            return json.dumps({'result': _as_json(next(self._replies))}).encode()
+            return json.dumps({'result': _to_dict(next(self._replies))}).encode()
         except grpc.RpcError as error:
             raise OSError(f'the watch ended: {error}') from error
 
     def close(self) -> None:
         """Close the connection; this also ends a stream."""
-        self._ended.set()
+        self._closed.set()
         self._channel.close()
 
-    def _asked(self, request: Any) -> Iterator[Any]:
+    def _send_request(self, request: Any) -> Iterator[Any]:
         yield request
         # etcd ends a watch when its client closes its side of the stream.
-        self._ended.wait()
+        self._closed.wait()
 
 
-def _as_json(message: Any) -> dict[str, Any]:
+def _to_dict(message: Any) -> dict[str, Any]:
     from google.protobuf import json_format
 
     value: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)

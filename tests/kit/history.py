@@ -15,21 +15,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.kit.course import Course, Life, object_of
-from tests.kit.ending import ENDED, Held, Kept, ending
+from tests.kit.course import HistoryReplay, Lifecycle, parse_object
+from tests.kit.ending import TERMINAL_STATES, Allocations, StoredValue, find_contradictions
 
-NOTIFIED = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
-QUEUED = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
-CANARY = re.compile(r'\bcanary-([0-9a-f]{8})\b')
-ACCEPTED = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is being destroyed)', re.M)
-GONE = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|taken out of its queue|its record is removed)', re.M)
+NOTIFIED_PATTERN = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
+QUEUED_PATTERN = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
+CANARY_PATTERN = re.compile(r'\bcanary-([0-9a-f]{8})\b')
+ACCEPTED_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is being destroyed)', re.M)
+GONE_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|taken out of its queue|its record is removed)', re.M)
 # Exit codes that mean that nothing was placed.
-REFUSED = {2, 3, 5}
+REFUSED_CODES = {2, 3, 5}
 # Exit codes after which the outcome is known: it was reported, or nothing was placed.
-CERTAIN = {0, *REFUSED}
+CERTAIN_CODES = {0, *REFUSED_CODES}
 
 
-class Ask(NamedTuple):
+class CommandRun(NamedTuple):
     """One run of eschedule: its arguments, exit code and output.
 
     Attributes:
@@ -38,7 +38,7 @@ class Ask(NamedTuple):
         ended: end, on the same clock.
     """
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     code: int | None
     stdout: str
     stderr: str
@@ -47,16 +47,18 @@ class Ask(NamedTuple):
     pid: int = 0
 
     def __str__(self) -> str:
-        return f'eschedule {" ".join(self.words)[:200]} (exit {self.code}, {self.ended - self.began:.1f} s)'
+        return f'eschedule {" ".join(self.arguments)[:200]} (exit {self.code}, {self.ended - self.began:.1f} s)'
 
     @property
     def is_create(self) -> bool:
         """True if the arguments request instances."""
-        is_query = any('resources' in word and '=' in word for word in self.words)
-        return (is_query or self.named('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(self.words)
+        is_query = any('resources' in word and '=' in word for word in self.arguments)
+        return (is_query or self.get_option('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(
+            self.arguments
+        )
 
-    def named(self, option: str) -> str | None:
-        for word, next_word in zip(self.words, (*self.words[1:], ''), strict=True):
+    def get_option(self, option: str) -> str | None:
+        for word, next_word in zip(self.arguments, (*self.arguments[1:], ''), strict=True):
             if word == option:
                 return next_word
             if word.startswith(f'{option}='):
@@ -64,31 +66,31 @@ class Ask(NamedTuple):
         return None
 
     @property
-    def asked(self) -> set[str]:
+    def requested_instances(self) -> set[str]:
         """The requested instances, if --uuid gives their uuids."""
-        uuid_text = self.named('--uuid')
+        uuid_text = self.get_option('--uuid')
         try:
-            base, count = uuid.UUID(uuid_text or ''), int(self.named('--count') or 1)
+            base, count = uuid.UUID(uuid_text or ''), int(self.get_option('--count') or 1)
         except ValueError:
             return set()
         return {str(base)} if count == 1 else {str(uuid.uuid5(base, str(number))) for number in range(1, count + 1)}
 
     @property
-    def placed(self) -> dict[str, str]:
+    def placed_instances(self) -> dict[str, str]:
         """The instances reported as placed: {instance: compute}, with '' for a queue."""
         if not self.is_create:
             return {}
-        placed = {instance: compute for compute, instance in NOTIFIED.findall(self.stdout)}
-        placed |= dict.fromkeys(QUEUED.findall(self.stdout), '')
+        placed = {instance: compute for compute, instance in NOTIFIED_PATTERN.findall(self.stdout)}
+        placed |= dict.fromkeys(QUEUED_PATTERN.findall(self.stdout), '')
         if self.stdout.startswith('['):
             entries = json.loads(self.stdout) if self.stdout.rstrip().endswith(']') else []
             placed |= {entry['instance']: entry.get('compute', '') for entry in entries}
         return placed
 
     @property
-    def canaries(self) -> set[str]:
+    def canary_prefixes(self) -> set[str]:
         """The uuid prefixes of the canaries it reported."""
-        return set(CANARY.findall(self.stdout + self.stderr)) if '--canary' in self.words else set()
+        return set(CANARY_PATTERN.findall(self.stdout + self.stderr)) if '--canary' in self.arguments else set()
 
 
 class Change(NamedTuple):
@@ -96,7 +98,7 @@ class Change(NamedTuple):
 
     revision: int
     key: str
-    kept: Kept | None
+    stored: StoredValue | None
 
 
 @dataclass(frozen=True)
@@ -112,100 +114,108 @@ class History:
         foreign: consumers and instances with an allocation or a record outside ecomp.
     """
 
-    asks: Sequence[Ask] = ()
-    before: Mapping[str, Kept] = field(default_factory=dict)
+    runs: Sequence[CommandRun] = ()
+    before: Mapping[str, StoredValue] = field(default_factory=dict)
     changes: Sequence[Change] = ()
-    held: Held = field(default_factory=dict)
+    allocations: Allocations = field(default_factory=dict)
     capacity: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     away: Collection[str] = ()
-    by_hand: Collection[str] = ()
+    manual_subjects: Collection[str] = ()
     foreign: Collection[str] = ()
 
 
 class Verdict(NamedTuple):
     """The violations: permanent ones, and those that finishing the work may remove."""
 
-    never: list[str]
-    still: list[str]
+    permanent: list[str]
+    pending: list[str]
 
 
 def judge(history: History) -> Verdict:
     """Return the violations in a history; none if all promises are kept."""
-    course = Course(history)
-    etcd = course.run()
-    excepted = {*history.by_hand, *history.foreign}
-    contradictions = ending(etcd, history.held, history.capacity, excepted, history.away)
+    course = HistoryReplay(history)
+    etcd = course.replay()
+    excepted = {*history.manual_subjects, *history.foreign}
+    contradictions = find_contradictions(etcd, history.allocations, history.capacity, excepted, history.away)
     return Verdict(
-        [*course.wrong, *_answers(history, course)], [*_fates(history, course), *_left(history, etcd), *contradictions]
+        [*course.violations, *_check_answers(history, course)],
+        [*_check_outcomes(history, course), *_check_leftovers(history, etcd), *contradictions],
     )
 
 
-def _answers(history: History, course: Course) -> Iterator[str]:
+def _check_answers(history: History, course: HistoryReplay) -> Iterator[str]:
     """Check that what commands reported is what happened."""
-    runs_by_uuid: dict[str, list[Ask]] = {}
-    for run in history.asks:
-        for instance, compute in run.placed.items():
-            life = course.lives.get(instance, Life())
-            if instance in history.by_hand or life.earlier:
+    runs_by_uuid: dict[str, list[CommandRun]] = {}
+    for run in history.runs:
+        for instance, compute in run.placed_instances.items():
+            life = course.lifecycles.get(instance, Lifecycle())
+            if instance in history.manual_subjects or life.existed_before:
                 continue
-            if not life.deliveries and not life.queued:
+            if not life.deliveries and not life.queued_revisions:
                 yield f'{instance}: was never delivered: {run}'
             elif compute and compute not in {delivery.compute for delivery in life.deliveries}:
                 yield f'{instance}: was delivered to {life.deliveries}: {run}'
-        for instance in run.asked if run.is_create else ():
+        for instance in run.requested_instances if run.is_create else ():
             runs_by_uuid.setdefault(instance, []).append(run)
-    for instance, life in course.lives.items():
-        if instance not in history.by_hand and len(life.deliveries) > 1 + life.failed:
+    for instance, life in course.lifecycles.items():
+        if instance not in history.manual_subjects and len(life.deliveries) > 1 + life.failure_count:
             yield f'{instance}: was delivered {len(life.deliveries)} times: {life.deliveries}'
-    placed_new: dict[str, list[Ask]] = {}
-    for run in history.asks:
-        for instance in run.placed:
+    placed_new: dict[str, list[CommandRun]] = {}
+    for run in history.runs:
+        for instance in run.placed_instances:
             if f'{instance} was requested before' not in run.stderr:
                 placed_new.setdefault(instance, []).append(run)
     for instance, runs in placed_new.items():
-        if len(runs) > 1 + course.lives.get(instance, Life()).failed:
+        if len(runs) > 1 + course.lifecycles.get(instance, Lifecycle()).failure_count:
             yield f'{instance}: was placed, say {len(runs)}, and none of them that it was there before: {runs[1]}'
-    reported = {instance for run in history.asks for instance in run.placed}
-    canary_prefixes = {prefix for run in history.asks for prefix in run.canaries}
-    reported |= {instance for instance in course.lives if instance[:8] in canary_prefixes}
-    uncertain = [run for run in history.asks if run.is_create and run.code not in CERTAIN]
+    reported = {instance for run in history.runs for instance in run.placed_instances}
+    canary_prefixes = {prefix for run in history.runs for prefix in run.canary_prefixes}
+    reported |= {instance for instance in course.lifecycles if instance[:8] in canary_prefixes}
+    uncertain = [run for run in history.runs if run.is_create and run.code not in CERTAIN_CODES]
     unknown: dict[int, list[str]] = {}
-    for instance, life in course.lives.items():
-        revisions = [*(delivery.revision for delivery in life.deliveries if delivery.by_eschedule), *life.queued]
-        if instance in reported or instance in history.by_hand or not revisions:
+    for instance, life in course.lifecycles.items():
+        revisions = [
+            *(delivery.revision for delivery in life.deliveries if delivery.by_eschedule),
+            *life.queued_revisions,
+        ]
+        if instance in reported or instance in history.manual_subjects or not revisions:
             continue
         runs = runs_by_uuid.get(instance, [])
-        if runs and all(run.code in REFUSED for run in runs):
+        if runs and all(run.code in REFUSED_CODES for run in runs):
             yield f'{instance}: was refused and delivered: {runs[0]}'
         elif not runs:
             unknown.setdefault(revisions[0], []).append(instance)
-    unsure = [run for run in uncertain if not run.asked and not run.placed]
+    unsure = [run for run in uncertain if not run.requested_instances and not run.placed_instances]
     if len(unknown) > len(unsure):
         yield f'{len(unknown)} deliveries of which nobody was told, and {len(unsure)} asks without an answer: {unknown}'
 
 
-def _fates(history: History, course: Course) -> Iterator[str]:
+def _check_outcomes(history: History, course: HistoryReplay) -> Iterator[str]:
     """Check that each acknowledged instance is final, or waits for a compute that is away."""
-    for run in history.asks:
-        for instance in set(run.placed) - set(history.by_hand):
-            life = course.lives.get(instance, Life())
-            if life.state not in ('active', 'stopped', *ENDED) and not course.waits(instance):
+    for run in history.runs:
+        for instance in set(run.placed_instances) - set(history.manual_subjects):
+            life = course.lifecycles.get(instance, Lifecycle())
+            if life.state not in ('active', 'stopped', *TERMINAL_STATES) and not course.is_waiting(instance):
                 yield f'{instance}: is {life.state or "not begun"} at the end: {run}'
-        destroyed = {*ACCEPTED.findall(run.stderr), *GONE.findall(run.stderr)} if 'destroy' in run.words else ()
-        for instance in set(destroyed) - set(history.by_hand):
-            life = course.lives.get(instance, Life())
-            is_waiting = instance not in GONE.findall(run.stderr) and course.waits(instance)
-            record = course.record(instance)
-            if not is_waiting and (record is not None or life.state not in ENDED) and life.state != 'gone':
+        destroyed = (
+            {*ACCEPTED_PATTERN.findall(run.stderr), *GONE_PATTERN.findall(run.stderr)}
+            if 'destroy' in run.arguments
+            else ()
+        )
+        for instance in set(destroyed) - set(history.manual_subjects):
+            life = course.lifecycles.get(instance, Lifecycle())
+            is_waiting = instance not in GONE_PATTERN.findall(run.stderr) and course.is_waiting(instance)
+            record = course.get_record(instance)
+            if not is_waiting and (record is not None or life.state not in TERMINAL_STATES) and life.state != 'gone':
                 yield f'{instance}: is {life.state} at the end: {run}'
 
 
-def _left(history: History, etcd: Mapping[str, Kept]) -> Iterator[str]:
+def _check_leftovers(history: History, etcd: Mapping[str, StoredValue]) -> Iterator[str]:
     """Check that an eschedule that exited normally left no attempt's key behind."""
     codes: dict[int, set[int | None]] = {}
-    for run in history.asks:
+    for run in history.runs:
         codes.setdefault(run.pid, set()).add(run.code)
     for key, stored in etcd.items():
-        pid = object_of(stored).get('pid') if key.startswith('/requests/') else None
-        if pid in codes and codes[pid] <= CERTAIN and key.split('/')[2] not in history.by_hand:
+        pid = parse_object(stored).get('pid') if key.startswith('/requests/') else None
+        if pid in codes and codes[pid] <= CERTAIN_CODES and key.split('/')[2] not in history.manual_subjects:
             yield f'{key}: is left by an eschedule that ended with {codes[pid]}'

@@ -6,26 +6,26 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 # Connections that are never accepted: with the shortest queue the kernel drops all that follow.
-FULL = 4
+FILLING_CONNECTIONS = 4
 
 
 @contextmanager
-def hole(port: int, *addresses: str) -> Iterator[None]:
+def open_hole(port: int, *addresses: str) -> Iterator[None]:
     with ExitStack() as stack:
         for address in addresses:
             listener = stack.enter_context(socket.socket())
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, port))
             listener.listen(0)
-            for _ in range(FULL):
+            for _ in range(FILLING_CONNECTIONS):
                 filler = stack.enter_context(socket.socket())
                 filler.setblocking(False)
                 with suppress(BlockingIOError):
                     filler.connect((address, port))
-            until(lambda address=address: _is_silent(address, port), 5, f'nobody answers at {address}')
+            wait_until(lambda address=address: _is_silent(address, port), 5, f'nobody answers at {address}')
         yield
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ecomp.model.guest import USER_DATA_LIMIT
-from ecomp.model.order import SIZE_LIMIT
+from ecomp.model.guest import MAX_USER_DATA_BYTES
+from ecomp.model.order import MAX_REQUEST_BYTES
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-OTHER = '0a1b2c3d-0000-4000-8000-000000000001'
+OTHER_UUID = '0a1b2c3d-0000-4000-8000-000000000001'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 IMAGE = 'http://images.example/cirros.img'
 RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
 ALLOCATIONS = {COMPUTE: {'resources': RESOURCES}}
 
 
-def request(**changed: Any) -> dict[str, Any]:
+def make_request(**fields: Any) -> dict[str, Any]:
     return {
         'version': 1,
         'instance': INSTANCE,
@@ -28,12 +28,12 @@ def request(**changed: Any) -> dict[str, Any]:
         'user_id': 'a user',
         'project_id': 'a project',
         'consumer_generation': None,
-        **changed,
+        **fields,
     }
 
 
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in request().items() if name not in names}
+def make_request_without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in make_request().items() if name not in names}
 
 
 # (value, reason of its refusal)
@@ -42,14 +42,14 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (b'\xff\xfe{}', 'not text in UTF-8'),
     ('not JSON', 'not JSON'),
     ('{"a": 1', 'not JSON'),
-    (json.dumps(request()) + ' and more', 'not JSON'),
+    (json.dumps(make_request()) + ' and more', 'not JSON'),
     ('null', 'expected a JSON object, not NoneType'),
     ('[]', 'expected a JSON object, not list'),
     ('"text"', 'expected a JSON object, not str'),
     ('[' * 100_000, 'nested too deeply'),
     ('{"a":' * 50_000 + '1' + '}' * 50_000, 'nested too deeply'),
-    (b' ' * (SIZE_LIMIT + 1), f'the limit is {SIZE_LIMIT}'),
-    (b'x' * 2**20, f'the limit is {SIZE_LIMIT}'),
+    (b' ' * (MAX_REQUEST_BYTES + 1), f'the limit is {MAX_REQUEST_BYTES}'),
+    (b'x' * 2**20, f'the limit is {MAX_REQUEST_BYTES}'),
     ('{"version": NaN}', 'NaN is not a number'),
     ('{"version": Infinity}', 'Infinity is not a number'),
     ('{"version": -Infinity}', '-Infinity is not a number'),
@@ -58,73 +58,82 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     ('{"version": 1, "version": 1}', 'a key stands twice'),
     ('{"allocations": {"' + COMPUTE + '": {}, "' + COMPUTE + '": {}}}', 'a key stands twice'),
     ({}, 'lacks allocations, instance, image'),
-    *((without(name), f'lacks {name}') for name in ('allocations', 'instance', 'image')),
-    *((request(power=wrong), 'power: expected') for wrong in (7, 'stop', [], {}, {'action': 'stop'}, {'id': OTHER})),
-    (request(power={'action': 'explode', 'id': OTHER}), "'explode'"),
-    (request(power={'action': ['stop'], 'id': OTHER}), 'power: expected'),
-    (request(power={'action': 'stop', 'id': 'now'}), "'now'"),
-    (request(power={'action': 'stop', 'id': 7}), 'power: expected'),
-    (request(version=2), 'version 2 of the request is not known here'),
-    *((request(version=wrong), f'version {wrong!r}') for wrong in (0, -1, '1', True, 1.0, None)),
-    (request(instance=OTHER), f'for instance {OTHER!r} but its key says {INSTANCE}'),
-    (request(instance=INSTANCE.upper()), 'but its key says'),
-    (request(instance=None), 'for instance None'),
-    (request(instance=['x']), 'but its key says'),
-    (request(allocations=None), 'expected an object, not NoneType'),
-    (request(allocations=[]), 'expected an object, not list'),
+    *((make_request_without(name), f'lacks {name}') for name in ('allocations', 'instance', 'image')),
     *(
-        (request(allocations={COMPUTE: wrong}), 'has no resources')
+        (make_request(power=wrong), 'power: expected')
+        for wrong in (7, 'stop', [], {}, {'action': 'stop'}, {'id': OTHER_UUID})
+    ),
+    (make_request(power={'action': 'explode', 'id': OTHER_UUID}), "'explode'"),
+    (make_request(power={'action': ['stop'], 'id': OTHER_UUID}), 'power: expected'),
+    (make_request(power={'action': 'stop', 'id': 'now'}), "'now'"),
+    (make_request(power={'action': 'stop', 'id': 7}), 'power: expected'),
+    (make_request(version=2), 'version 2 of the request is not known here'),
+    *((make_request(version=wrong), f'version {wrong!r}') for wrong in (0, -1, '1', True, 1.0, None)),
+    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r} but its key says {INSTANCE}'),
+    (make_request(instance=INSTANCE.upper()), 'but its key says'),
+    (make_request(instance=None), 'for instance None'),
+    (make_request(instance=['x']), 'but its key says'),
+    (make_request(allocations=None), 'expected an object, not NoneType'),
+    (make_request(allocations=[]), 'expected an object, not list'),
+    *(
+        (make_request(allocations={COMPUTE: wrong}), 'has no resources')
         for wrong in (None, [], {}, {'resources': {}}, {'resources': 7})
     ),
     *(
-        (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': wrong}}}), said)
+        (make_request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': wrong}}}), said)
         for wrong, said in (
             *((wrong, f'VCPU is {wrong!r}') for wrong in (0, -1, True, 1.5, '1', None)),
             *((wrong, 'not a whole number from 1 to') for wrong in (2**31, 10**100)),
         )
     ),
-    (request(allocations={OTHER: {'resources': RESOURCES}}), f'are for {OTHER}, not for this compute {COMPUTE}'),
-    (request(allocations={COMPUTE: {'resources': {'VCPU': 1}}}), 'have no MEMORY_MB, DISK_GB'),
-    (request(image=None), 'image: expected a URL, not None'),
-    (request(image=7), 'image: expected a URL, not 7'),
-    *((request(image=wrong), 'must be a URL') for wrong in ('', '/etc/shadow', 'ftp://host/x', '--os-variant=x')),
-    (request(image='http://'), 'names no host'),
-    *((request(image=f'http://host/{wrong}'), 'a space or a control character') for wrong in ('a b', '\x00')),
-    (request(image='http://host/\ud800'), 'not a URL'),
-    (request(image='http://host/' + 'x' * 2048), 'more than 2048'),
-    (request(allocations={}, image=IMAGE), 'allocations {} with an image'),
-    (request(user_id=7), 'user_id: expected text, not int'),
-    (request(project_id=['x']), 'project_id: expected text, not list'),
-    (request(query={'a': 1}), 'query: expected text, not dict'),
-    *((request(stages=wrong), 'stages: expected an object') for wrong in ([], {'requested': 7}, None)),
-    (request(name=7), 'name: expected text, not int'),
-    *((request(name=wrong), 'is no host name') for wrong in ('Web 1', '../../x', 'x' * 64)),
+    (
+        make_request(allocations={OTHER_UUID: {'resources': RESOURCES}}),
+        f'are for {OTHER_UUID}, not for this compute {COMPUTE}',
+    ),
+    (make_request(allocations={COMPUTE: {'resources': {'VCPU': 1}}}), 'have no MEMORY_MB, DISK_GB'),
+    (make_request(image=None), 'image: expected a URL, not None'),
+    (make_request(image=7), 'image: expected a URL, not 7'),
+    *((make_request(image=wrong), 'must be a URL') for wrong in ('', '/etc/shadow', 'ftp://host/x', '--os-variant=x')),
+    (make_request(image='http://'), 'names no host'),
+    *((make_request(image=f'http://host/{wrong}'), 'a space or a control character') for wrong in ('a b', '\x00')),
+    (make_request(image='http://host/\ud800'), 'not a URL'),
+    (make_request(image='http://host/' + 'x' * 2048), 'more than 2048'),
+    (make_request(allocations={}, image=IMAGE), 'allocations {} with an image'),
+    (make_request(user_id=7), 'user_id: expected text, not int'),
+    (make_request(project_id=['x']), 'project_id: expected text, not list'),
+    (make_request(query={'a': 1}), 'query: expected text, not dict'),
+    *((make_request(stages=wrong), 'stages: expected an object') for wrong in ([], {'requested': 7}, None)),
+    (make_request(name=7), 'name: expected text, not int'),
+    *((make_request(name=wrong), 'is no host name') for wrong in ('Web 1', '../../x', 'x' * 64)),
     *(
-        (request(ssh_keys=wrong), 'ssh_keys: expected a list of public keys')
+        (make_request(ssh_keys=wrong), 'ssh_keys: expected a list of public keys')
         for wrong in ('ssh-ed25519 canary', ['ssh-ed25519 a\ncanary'], [''], [7])
     ),
     *(
-        (request(user_data=wrong), 'user_data: expected base64')
+        (make_request(user_data=wrong), 'user_data: expected base64')
         for wrong in ({'canary': 1}, '#!/bin/sh canary', 'canary\ud800', '')
     ),
-    (request(user_data=base64.b64encode(bytes(USER_DATA_LIMIT + 1)).decode()), f'the limit is {USER_DATA_LIMIT}'),
+    (
+        make_request(user_data=base64.b64encode(bytes(MAX_USER_DATA_BYTES + 1)).decode()),
+        f'the limit is {MAX_USER_DATA_BYTES}',
+    ),
     *(
-        (request(user_data_sha256=junk), 'user_data_sha256: expected 64 hexadecimal digits')
+        (make_request(user_data_sha256=junk), 'user_data_sha256: expected 64 hexadecimal digits')
         for junk in ('', 'canary', 7, ['canary'], 'f' * 63, 'F' * 64, '../' + 'f' * 61, 'f' * 64 + '\n')
     ),
-    *((request(count=junk), 'is no number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
-    *((request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
-    (request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
-    (request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
-    (request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is no name of a group'),
+    *((make_request(count=junk), 'is no number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
+    *((make_request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
+    (make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
+    (make_request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
+    (make_request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is no name of a group'),
     *(
-        (request(resources=junk), 'resources: expected an object of amounts')
+        (make_request(resources=junk), 'resources: expected an object of amounts')
         for junk in ([], {'VCPU': 0}, {'VCPU': True}, {'VCPU': '1'}, {'VCPU': 2**31}, None)
     ),
 ]
 
 
-NAMES = [
+HOSTILE_NAMES = [
     '../../etc/passwd',
     '..',
     '',
@@ -145,7 +154,7 @@ NAMES = [
 ]
 
 
-XML = [
+HOSTILE_TEXTS = [
     '<x/>',
     ']]>',
     '&x;',
@@ -160,7 +169,7 @@ XML = [
 
 
 # Any JSON value. json.dumps writes NaN and infinities, which are refused as such.
-JSON = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,

@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers each path in one way; the server records requests and sent images."""
 
-    server: Web
+    server: ImageServer
 
     def do_GET(self) -> None:
         assert '#' not in self.path, self.path
         path = self.path.partition('?')[0].strip('/')
-        self.server.asked.append(path)
+        self.server.requests.append(path)
         answer: Callable[[], None] = getattr(self, f'answer_{path.replace("/", "_")}', self.answer_missing)
         with suppress(BrokenPipeError, ConnectionResetError):  # the client disconnected
             answer()
@@ -29,34 +29,34 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.refuses_head(self)
             return
         path = self.path.partition('?')[0].strip('/')
-        self.server.heads.append(path)
+        self.server.head_requests.append(path)
         answer: Callable[[], None] = getattr(self, f'answer_{path}', self.answer_missing)
         answer()
 
-    def say(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
+    def send_body(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
         """Send a response with a content-length, which may be wrong."""
-        self.begin(status, content_length=str(len(body) if length is None else length), **headers)
+        self.send_head(status, content_length=str(len(body) if length is None else length), **headers)
         if self.command != 'HEAD':
             self.wfile.write(body)
 
-    def begin(self, status: int = 200, **headers: str) -> None:
+    def send_head(self, status: int = 200, **headers: str) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace('_', '-'), value)
         self.end_headers()
 
-    def redirect(self, where: str, status: int = 302) -> None:
-        self.say(b'', status=status, location=where)
+    def redirect(self, location: str, status: int = 302) -> None:
+        self.send_body(b'', status=status, location=location)
 
     def answer_good(self) -> None:
         """Send the image, or 304 to a client that has it."""
-        self._send(self.path.strip('/'), self.server.says)
+        self._send_image(self.path.strip('/'), self.server.headers)
 
     def answer_SHA256SUMS(self) -> None:
         if self.server.sums is None:
-            self.say(b'no such list', status=404)
+            self.send_body(b'no such list', status=404)
         else:
-            self.say(self.server.sums)
+            self.send_body(self.server.sums)
 
     def answer_changing(self) -> None:
         """Send an image that is replaced halfway by another one of the same length.
@@ -64,43 +64,46 @@ class Handler(http.server.BaseHTTPRequestHandler):
         Afterwards the server has the other one.
         """
         old, half = self.server.image, len(self.server.image) // 2
-        if self.server.asked.count('changing') == 1:
+        if self.server.requests.count('changing') == 1:
             self.server.image = old[:512] + bytes([old[512] ^ 1]) * (len(old) - 512)
             # Change them before the response: a client with the last byte immediately requests the new headers.
-            says, self.server.says = self.server.says, {name: f'{value}+' for name, value in self.server.says.items()}
-            self.say(old[:half] + self.server.image[half:], **says)
+            says, self.server.headers = (
+                self.server.headers,
+                {name: f'{value}+' for name, value in self.server.headers.items()},
+            )
+            self.send_body(old[:half] + self.server.image[half:], **says)
         else:
             self.answer_good()
 
     def answer_without_length(self) -> None:
-        self.begin()
+        self.send_head()
         self.wfile.write(self.server.image)
 
     def answer_slowly(self) -> None:
         self.server.may_go_on.wait(20)
-        self.say(self.server.image)
+        self.send_body(self.server.image)
 
     def answer_cut_without_length(self) -> None:
-        self.begin()
+        self.send_head()
         self.wfile.write(self.server.image[: len(self.server.image) // 2])
 
     def answer_reset(self) -> None:
-        self.say(self.server.image[:70_000], length=len(self.server.image))
+        self.send_body(self.server.image[:70_000], length=len(self.server.image))
         self.connection.setsockopt(1, 13, b'\1\0\0\0\0\0\0\0')  # SO_LINGER 0: the close is a reset
         self.connection.close()
 
     def answer_no_number(self) -> None:
-        self.begin(content_length='many')
+        self.send_head(content_length='many')
         self.wfile.write(self.server.image)
 
     def answer_drip(self) -> None:
-        self.begin()
+        self.send_head()
         while not self.server.may_go_on.wait(0.05):
             self.wfile.write(b'x')
             self.wfile.flush()
 
     def answer_half(self) -> None:
-        self.begin(content_length=str(len(self.server.image)))
+        self.send_head(content_length=str(len(self.server.image)))
         half = len(self.server.image) // 2
         self.wfile.write(self.server.image[:half])
         self.wfile.flush()
@@ -109,51 +112,57 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer_mirrored(self) -> None:
         """Redirect to another mirror each time."""
-        self.server.mirrors += 1
-        self.redirect(f'/mirror{self.server.mirrors % 2}?signed={self.server.mirrors}')
+        self.server.redirect_count += 1
+        self.redirect(f'/mirror{self.server.redirect_count % 2}?signed={self.server.redirect_count}')
 
     def answer_farm(self) -> None:
         """Answer as one of three servers with their own ETags; `headers` are common to them."""
         if self.command != 'HEAD':
-            self.server.mirrors += 1
-            self.server.sent.append('farm')
-        self.say(self.server.image, **{'etag': f'"{self.server.mirrors % 3}"', **self.server.says})
+            self.server.redirect_count += 1
+            self.server.sent_bodies.append('farm')
+        self.send_body(self.server.image, **{'etag': f'"{self.server.redirect_count % 3}"', **self.server.headers})
 
     def answer_now(self) -> None:
         """Send the image with another date each time."""
-        self.server.mirrors += 1
-        self.say(self.server.image, last_modified=str(self.server.mirrors))
+        self.server.redirect_count += 1
+        self.send_body(self.server.image, last_modified=str(self.server.redirect_count))
 
     def answer_signed(self) -> None:
         """Redirect to a URL that is valid for one request."""
-        self.server.mirrors += 1
-        self.redirect(f'/once?signed={self.server.mirrors}')
+        self.server.redirect_count += 1
+        self.redirect(f'/once?signed={self.server.redirect_count}')
 
     def answer_once(self) -> None:
-        if self.path in self.server.sent:
-            self.say(b'the signature has expired', status=403)
+        if self.path in self.server.sent_bodies:
+            self.send_body(b'the signature has expired', status=403)
         else:
-            self.server.sent.append(self.path)
-            self.say(self.server.image, **self.server.says)
+            self.server.sent_bodies.append(self.path)
+            self.send_body(self.server.image, **self.server.headers)
 
-    def _mirror(self, number: int) -> None:
+    def send_mirrored(self, number: int) -> None:
         """Send the image with this mirror's own ETag."""
-        says = {name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.says.items()}
-        self._send(self.path.partition('?')[0].strip('/'), says)
+        says = {
+            name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.headers.items()
+        }
+        self._send_image(self.path.partition('?')[0].strip('/'), says)
 
-    def _send(self, name: str, says: dict[str, str]) -> None:
-        if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
-            self.begin(304)
+    def _send_image(self, name: str, image_headers: dict[str, str]) -> None:
+        if (
+            self.server.compares
+            and 'etag' in image_headers
+            and self.headers.get('if-none-match') == image_headers['etag']
+        ):
+            self.send_head(304)
             return
         if self.command != 'HEAD':
-            self.server.sent.append(name)
-        self.say(self.server.image, **says)
+            self.server.sent_bodies.append(name)
+        self.send_body(self.server.image, **image_headers)
 
     def answer_more_in_chunks(self) -> None:
         """Send more, in chunks, than the content-length that is sent as well."""
         self.protocol_version = 'HTTP/1.1'
         self.close_connection = True
-        self.begin(content_length='10', transfer_encoding='chunked')
+        self.send_head(content_length='10', transfer_encoding='chunked')
         for first in range(0, len(self.server.image), 65536):
             chunk = self.server.image[first : first + 65536]
             self.wfile.write(b'%x\r\n%b\r\n' % (len(chunk), chunk))
@@ -163,23 +172,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-class Web(http.server.ThreadingHTTPServer):
+class ImageServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, image: bytes) -> None:
         super().__init__(('127.0.0.1', 0), Handler)
         self.image = image
-        self.asked: list[str] = []
-        self.sent: list[str] = []
+        self.requests: list[str] = []
+        self.sent_bodies: list[str] = []
         # The headers of a good image: its etag and last-modified.
-        self.says: dict[str, str] = {}
+        self.headers: dict[str, str] = {}
         self.compares = True
         self.refuses_head: Callable[[Handler], None] | None = lambda handler: handler.send_error(501)
         # The paths requested by HEAD, if HEAD is not refused.
-        self.heads: list[str] = []
+        self.head_requests: list[str] = []
         self.sums: bytes | None = None
         # Number of redirects to a mirror.
-        self.mirrors = 0
+        self.redirect_count = 0
         self.may_go_on = threading.Event()
         self.url = f'http://127.0.0.1:{self.server_address[1]}/'
 
@@ -193,36 +202,38 @@ class Web(http.server.ThreadingHTTPServer):
 
 
 # The one-line answers by path.
-ANSWERS: dict[str, Callable[[Handler], object]] = {
-    'missing': lambda handler: handler.say(b'<html>no such page</html>', status=404),
+ANSWERS_BY_PATH: dict[str, Callable[[Handler], object]] = {
+    'missing': lambda handler: handler.send_body(b'<html>no such page</html>', status=404),
     'broken_SHA256SUMS': lambda handler: handler.answer_error(),
     'dripping_SHA256SUMS': lambda handler: handler.answer_drip(),
     'dripping_good': lambda handler: handler.answer_good(),
     'broken_good': lambda handler: handler.answer_good(),
-    'cut': lambda handler: handler.say(handler.server.image[:-1000], length=len(handler.server.image)),
-    'too_much': lambda handler: handler.say(handler.server.image, length=len(handler.server.image) // 2),
+    'cut': lambda handler: handler.send_body(handler.server.image[:-1000], length=len(handler.server.image)),
+    'too_much': lambda handler: handler.send_body(handler.server.image, length=len(handler.server.image) // 2),
     'silence': lambda handler: handler.server.may_go_on.wait(20),
     'no_http': lambda handler: handler.wfile.write(b'SSH-2.0-OpenSSH\r\n'),
-    'page': lambda handler: handler.say(b'<html><body>Please log in</body></html>', content_type='text/html'),
-    'nothing': lambda handler: handler.say(b''),
-    'error': lambda handler: handler.say(b'broken', status=500),
-    'unpacked_by_nobody': lambda handler: handler.say(gzip.compress(handler.server.image), content_encoding='gzip'),
+    'page': lambda handler: handler.send_body(b'<html><body>Please log in</body></html>', content_type='text/html'),
+    'nothing': lambda handler: handler.send_body(b''),
+    'error': lambda handler: handler.send_body(b'broken', status=500),
+    'unpacked_by_nobody': lambda handler: handler.send_body(
+        gzip.compress(handler.server.image), content_encoding='gzip'
+    ),
     'loop': lambda handler: handler.redirect('/loop'),
     'moved': lambda handler: handler.redirect('good', status=301),
     'moved_twice': lambda handler: handler.redirect(f'{handler.server.url}moved', status=307),
-    'mirror0': lambda handler: handler._mirror(0),
-    'mirror1': lambda handler: handler._mirror(1),
+    'mirror0': lambda handler: handler.send_mirrored(0),
+    'mirror1': lambda handler: handler.send_mirrored(1),
     'to_a_file': lambda handler: handler.redirect('file:///etc/hostname'),
     'to_another_scheme': lambda handler: handler.redirect('ftp://127.0.0.1/x'),
     'to_nowhere': lambda handler: handler.redirect('http://[::1/'),
 }
-for _name, _answer in ANSWERS.items():
+for _name, _answer in ANSWERS_BY_PATH.items():
     setattr(Handler, f'answer_{_name}', _answer)
 
 
 @contextmanager
-def serving(image: bytes) -> Iterator[Web]:
-    server = Web(image)
+def serve_images(image: bytes) -> Iterator[ImageServer]:
+    server = ImageServer(image)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

@@ -14,7 +14,7 @@ from ecomp.placement.by_http import HEADERS, Answer, quote_path
 from ecomp.placement.client import Placement
 
 
-class InProcess(Placement):
+class InProcessPlacement(Placement):
     """A client that calls placement's application directly."""
 
     def __init__(self, application: Any) -> None:
@@ -36,11 +36,11 @@ class InProcess(Placement):
         answer = Answer(reply.status_int, reply.body, {name.lower(): value for name, value in reply.headers.items()})
         if answer.status_code in (200, 201, 204):
             return answer
-        raise self._error(answer, AssertionError)  # type: ignore[arg-type]
+        raise self._make_error(answer, AssertionError)  # type: ignore[arg-type]
 
 
 @cache
-def start() -> InProcess:
+def start_placement() -> InProcessPlacement:
     from oslo_config import cfg
     from placement import conf, db_api, deploy
     from sqlalchemy import event
@@ -55,17 +55,17 @@ def start() -> InProcess:
     settings.set_default('auth_strategy', 'noauth2', group='api')
     settings([], project='placement', default_config_files=[])
     db_api.configure(settings)
-    client = InProcess(deploy.loadapp(settings))
+    client = InProcessPlacement(deploy.loadapp(settings))
 
     # Listens on all engines of this process; there is one. https://docs.sqlalchemy.org/en/20/core/events.html
     @event.listens_for(Engine, 'before_cursor_execute')
-    def count(*_: object) -> None:
+    def count_statement(*_: object) -> None:
         client.statements += 1
 
     return client
 
 
-def empty(client: Placement) -> None:
+def remove_providers(client: Placement) -> None:
     """Remove all providers with their allocations, children first."""
     providers = client.get('/resource_providers')['resource_providers']
     for provider in providers:
@@ -75,6 +75,6 @@ def empty(client: Placement) -> None:
         client.write('DELETE', f'/resource_providers/{provider["uuid"]}', None)
 
 
-def put(client: Placement, path: str, **what: object) -> None:
+def put_with_generation(client: Placement, path: str, **fields: object) -> None:
     generation = client.get('/'.join(path.split('/')[:3]))['generation']
-    client.write('PUT', path, {'resource_provider_generation': generation, **what})
+    client.write('PUT', path, {'resource_provider_generation': generation, **fields})

@@ -10,39 +10,42 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from tests.kit.audit import audit_clean
+from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Control, Ecompute
-from tests.kit.ending import Kept, ending
-from tests.kit.servers import until
-from tests.kit.witness import EVERYTHING, kept_of
+from tests.kit.ending import StoredValue, find_contradictions
+from tests.kit.servers import wait_until
+from tests.kit.witness import ALL_KEYS, parse_entry
 
-REQUEST_LEASE = 60
-PATIENCE = 20.0
+REQUEST_LEASE_SECONDS = 60
+PATIENCE_SECONDS = 20.0
 
 
-def everything(control: Control) -> dict[str, Kept]:
+def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
     """Read all of etcd at one revision, without values that change by themselves.
 
     These are notes of released claims, which expire with their leases, and the hints of living computes, which follow
     requests within ten seconds.
     """
-    entries = dict(map(kept_of, control.etcd.call('kv/range', EVERYTHING).get('kvs', [])))
+    entries = dict(map(parse_entry, control.etcd.call('kv/range', ALL_KEYS).get('kvs', [])))
     lasting = {key: stored for key, stored in entries.items() if not (key.startswith('/released/') and stored.lease)}
     presences = {key: stored for key, stored in lasting.items() if key.startswith('/computes/') and stored.lease}
-    return {**lasting, **{key: Kept(without_room(stored.value), stored.lease) for key, stored in presences.items()}}
+    return {
+        **lasting,
+        **{key: StoredValue(remove_hints(stored.value), stored.lease) for key, stored in presences.items()},
+    }
 
 
-def without_room(life: bytes) -> bytes:
+def remove_hints(presence: bytes) -> bytes:
     """Remove the hints from a compute's presence."""
-    facts = json.loads(life)
+    facts = json.loads(presence)
     return json.dumps({name: fact for name, fact in facts.items() if name != 'room'}).encode()
 
 
-def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
-    return control.placement.database.allocations()
+def read_allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
+    return control.placement.database.read_allocations()
 
 
-def violations(
+def list_violations(
     control: Control, computes: Collection[Ecompute] = (), foreign: Collection[str] = (), dead: Collection[int] = ()
 ) -> list[str]:
     """List the invariants that are violated now.
@@ -51,12 +54,12 @@ def violations(
     outside ecomp; `dead` are pids of eschedules that the test killed, whose attempts may wait for their lease to
     expire.
     """
-    etcd = everything(control)
+    etcd = read_lasting_keys(control)
     database = control.placement.database
-    problems = ending(etcd, database.allocations(), database.capacities(), foreign)
+    problems = find_contradictions(etcd, database.read_allocations(), database.read_capacities(), foreign)
     for key, stored in etcd.items():
         if key.startswith('/requests/') and stored.lease:
-            problems += _request(control, key, stored, dead)
+            problems += _check_request(control, key, stored, dead)
     records = {
         key.rpartition('/')[2]: json.loads(stored.value)
         # An instance has two records if one compute refused it and another has it: the living one counts.
@@ -64,11 +67,11 @@ def violations(
         if key.startswith('/instances/') and key.rpartition('/')[2] not in foreign
     }
     for compute in computes:
-        problems += _guests(compute, records, foreign)
+        problems += _check_guests(compute, records, foreign)
     return problems
 
 
-def check(
+def check_invariants(
     control: Control,
     *computes: Ecompute,
     foreign: Collection[str] = (),
@@ -85,28 +88,28 @@ def check(
     problems = [['not looked']]
 
     def hold() -> bool:
-        problems[0] = violations(control, computes, foreign, dead)
+        problems[0] = list_violations(control, computes, foreign, dead)
         return not problems[0]
 
     try:
-        until(hold, PATIENCE, 'etcd, placement and the guests agree')
+        wait_until(hold, PATIENCE_SECONDS, 'etcd, placement and the guests agree')
     except AssertionError as error:
         raise AssertionError('\n'.join([str(error), *problems[0]])) from None
     if not unaudited:
-        audit_clean(control, foreign=foreign)
+        wait_audit_clean(control, foreign=foreign)
 
 
-def _request(control: Control, key: str, kept: Kept, dead: Collection[int]) -> list[str]:
-    lease_seconds = int(control.etcd.call('lease/timetolive', {'ID': kept.lease}).get('grantedTTL', 0))
-    pid = json.loads(kept.value)['pid']
-    if lease_seconds > REQUEST_LEASE:
+def _check_request(control: Control, key: str, stored: StoredValue, dead: Collection[int]) -> list[str]:
+    lease_seconds = int(control.etcd.call('lease/timetolive', {'ID': stored.lease}).get('grantedTTL', 0))
+    pid = json.loads(stored.value)['pid']
+    if lease_seconds > REQUEST_LEASE_SECONDS:
         return [f'{key}: on a lease of {lease_seconds} s']
     if pid not in dead and not os.path.exists(f'/proc/{pid}'):
         return [f'{key}: its eschedule {pid} has ended']
     return []
 
 
-def _guests(compute: Ecompute, records: dict[str, dict[str, Any]], foreign: Collection[str]) -> list[str]:
+def _check_guests(compute: Ecompute, records: dict[str, dict[str, Any]], foreign: Collection[str]) -> list[str]:
     path = compute.directory / 'state' / 'fake.json'
     guests = {guest['instance']: guest for guest in json.loads(path.read_text())} if path.exists() else {}
     records_here = {name: record for name, record in records.items() if record['compute'] == compute.uuid}

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from tests.kit.history import Ask
+from tests.kit.history import CommandRun
 
 if TYPE_CHECKING:
     from tests.kit.commands import Ecompute
-    from tests.kit.witness import Watched
+    from tests.kit.witness import Witness
 
-WRITES = {'kv/put', 'kv/deleterange'}
-TRANSACTED = 'requestPut', 'request_put', 'requestDeleteRange', 'request_delete_range'
+WRITE_CALLS = {'kv/put', 'kv/deleterange'}
+WRITE_OPERATIONS = 'requestPut', 'request_put', 'requestDeleteRange', 'request_delete_range'
 
 
 class Journal:
@@ -31,62 +31,62 @@ class Journal:
 
     def end(self) -> None:
         self._open = False
-        self.asks: list[Ask] = []
-        self.by_hand: set[str] = set()
+        self.runs: list[CommandRun] = []
+        self.manual_subjects: set[str] = set()
         self.foreign: set[str] = set()
         self.computes: list[Ecompute] = []
-        self.witnesses: list[Watched] = []
+        self.witnesses: list[Witness] = []
 
-    def made(self, witness: Watched) -> None:
+    def add_witness(self, witness: Witness) -> None:
         """Add an etcd and a placement that the test uses; their history starts now."""
         if self._open:
             witness.begin()
             self.witnesses.append(witness)
 
-    def leave(self, witness: Watched) -> bool:
+    def remove_witness(self, witness: Witness) -> bool:
         """Remove a witness; return True if the running test had it."""
         was_witness = witness in self.witnesses
         if was_witness:
             self.witnesses.remove(witness)
         return was_witness
 
-    def runs(self, compute: Ecompute) -> None:
+    def add_compute(self, compute: Ecompute) -> None:
         if self._open:
             self.computes.append(compute)
 
-    def ended(self, words: Sequence[str], code: int | None, said: tuple[str, str], began: float, pid: int) -> None:
+    def add_run(self, words: Sequence[str], code: int | None, output: tuple[str, str], began: float, pid: int) -> None:
         if self._open:
             arguments = tuple(words[2:] if words[:1] == ['--config'] else words)
-            self.asks.append(Ask(arguments, code, *said, began, time.monotonic(), pid))
+            self.runs.append(CommandRun(arguments, code, *output, began, time.monotonic(), pid))
 
-    def wrote(self, path: str, body: Mapping[str, Any]) -> None:
+    def record_write(self, path: str, body: Mapping[str, Any]) -> None:
         """Record the subjects of a call of etcd's gateway, which is a write of the test's own.
 
         Before a compaction the witnesses read what it would remove.
         """
         for witness in self.witnesses if path == 'kv/compaction' else ():
             with suppress(OSError):  # an etcd that is down compacts nothing
-                witness.read_on()
-        writes = [body] if path in WRITES else []
+                witness.read_new()
+        writes = [body] if path in WRITE_CALLS else []
         for operation in body.get('success', []) if path == 'kv/txn' else ():
-            writes += [operation[name] for name in TRANSACTED if name in operation]
+            writes += [operation[name] for name in WRITE_OPERATIONS if name in operation]
         for operation in writes if self._open else ():
             if 'range_end' not in operation:
-                self.by_hand |= _subjects(base64.b64decode(operation['key']).decode(errors='replace'))
+                self.manual_subjects |= _parse_subjects(base64.b64decode(operation['key']).decode(errors='replace'))
 
-    def claimed(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+    def record_claim(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
         """Record the subjects of a request to placement, as record_write() does for etcd."""
         if self._open and method != 'GET' and path.startswith(('/allocations', '/resource_providers/')):
-            self.by_hand |= {path.split('/')[2]} if path.count('/') > 1 else set(body or ())
+            self.manual_subjects |= {path.split('/')[2]} if path.count('/') > 1 else set(body or ())
 
 
-def own(command: Sequence[str]) -> list[str] | None:
+def parse_eschedule_arguments(command: Sequence[str]) -> list[str] | None:
     """Return the arguments of an eschedule command, from --config on; None for others."""
     module = 'ecomp.schedule'
     return list(command[list(command).index(module) + 1 :]) if module in command else None
 
 
-def _subjects(key: str) -> set[str]:
+def _parse_subjects(key: str) -> set[str]:
     """Parse the subject of a key, such as the instance of /hosts/<compute>/<instance>."""
     parts = key.removesuffix('/taker').split('/')
     return {parts[-1]} if len(parts) > 2 else set()

@@ -16,15 +16,15 @@ from tests.kit.history import judge
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.journal import JOURNAL
 from tests.kit.lab import Lab
-from tests.kit.witness import Compacted, Watched, judged
+from tests.kit.witness import CompactedError, Witness, require_clean
 
-PARTS = {'scenario', 'faults'}
+JUDGED_PARTS = {'scenario', 'faults'}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Start the journal of the test and its fixtures."""
-    if PARTS & set(item.path.parts):
+    if JUDGED_PARTS & set(item.path.parts):
         JOURNAL.begin()
     return (yield)
 
@@ -32,17 +32,17 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Judge the history of the test while its servers still exist."""
-    if not PARTS & set(item.path.parts):
+    if not JUDGED_PARTS & set(item.path.parts):
         return (yield)
-    for witness in _shared(item):
-        JOURNAL.made(witness)
+    for witness in _list_shared_witnesses(item):
+        JOURNAL.add_witness(witness)
     try:
         result = yield
         witnesses = list(JOURNAL.witnesses)
         mark = item.get_closest_marker('history_broken')
         if mark is None:
             for watched in witnesses:
-                judged(watched)
+                require_clean(watched)
         else:
             (reason,) = mark.args
             assert any(is_broken(watched) for watched in witnesses), f'its history is whole, and it says: {reason}'
@@ -51,21 +51,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         JOURNAL.end()
 
 
-def is_broken(watched: Watched) -> bool:
+def is_broken(witness: Witness) -> bool:
     """True if the history shows writes from outside ecomp, as the marked test claims."""
-    watched.mend()
+    witness.restore_servers()
     try:
-        verdict = judge(watched.history())
-    except Compacted:
+        verdict = judge(witness.history())
+    except CompactedError:
         return True
-    return bool(verdict.never or verdict.still)
+    return bool(verdict.permanent or verdict.pending)
 
 
-def _shared(item: pytest.Item) -> list[Watched]:
+def _list_shared_witnesses(item: pytest.Item) -> list[Witness]:
     """List the witnesses of fixtures that several tests share."""
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
     labs_and_hosts = [fixture for fixture in arguments.values() if isinstance(fixture, Lab | Hypervisor)]
     labs = {fixture.lab if isinstance(fixture, Hypervisor) else fixture for fixture in labs_and_hosts}
     controls = [fixture for fixture in arguments.values() if isinstance(fixture, Control)]
-    witnesses: list[Watched] = [fixture.watched for fixture in [*labs, *controls]]
+    witnesses: list[Witness] = [fixture.witness for fixture in [*labs, *controls]]
     return [fixture for fixture in witnesses if fixture not in JOURNAL.witnesses]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def kept(name: str, recipe: object, make: Callable[[Path], Path]) -> Path:
+def cache_file(name: str, recipe: object, make: Callable[[Path], Path]) -> Path:
     """Return a cached file, made by make(an empty directory) on first use.
 
     Its name contains a hash of `recipe`; the first process makes it while others wait.

@@ -22,31 +22,31 @@ from ecomp.errors import EcompError
 from ecomp.lab import machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
-from tests.kit.audit import audit_clean
-from tests.kit.commands import Command, Result, asked
+from tests.kit.audit import wait_audit_clean
+from tests.kit.commands import Command, Result, run_eschedule
 from tests.kit.gateway import Reply
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
-from tests.kit.servers import TOP, b64, until
-from tests.kit.witness import Watched, process_works
+from tests.kit.servers import TOP, b64, wait_until
+from tests.kit.witness import Witness, is_process_working
 
-ROOT = Path('/var/lib/elab')
-NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
+LABS_ROOT = Path('/var/lib/elab')
+NOTIFIED_PATTERN = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
 # Seconds an emulated guest may take to get its address on a machine that is busy with other tests.
-BOOT = 120.0
+BOOT_SECONDS = 120.0
 
 
-def lab_name(what: str) -> str:
+def make_lab_name(purpose: str) -> str:
     """Return a name for a lab of this process; tests/run finds leftover labs by it."""
-    return f't{os.environ.get("ECOMP_TESTS", "")}-{what}{os.getpid()}'
+    return f't{os.environ.get("ECOMP_TESTS", "")}-{purpose}{os.getpid()}'
 
 
-def begun(name: str, hosts: int) -> Path:
+def create_lab_directory(name: str, hosts: int) -> Path:
     """Create the directory of a lab with nothing but lab.json, and return it.
 
     Files may be put or mounted in it before `elab up`.
     """
-    with state.locked(ROOT / name):
+    with state.hold_lock(LABS_ROOT / name):
         return state.load_or_create(name, hosts).directory
 
 
@@ -55,103 +55,109 @@ class Lab:
 
     def __init__(self, name: str, hosts: int) -> None:
         self.name = name
-        self.audited = False
-        self.directory = begun(name, hosts)
+        self.is_audited = False
+        self.directory = create_lab_directory(name, hosts)
         self.operator = self.directory / 'certs/operator-lab'
         self._memory = self.directory / CONTROL
         self._memory.mkdir(parents=True)
         try:
             # Keep etcd's and placement's files in memory: writing them through to a disk is most of their cost.
             machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self._memory)])
-            self.elab('up', '--hosts', str(hosts))
+            self.run_elab('up', '--hosts', str(hosts))
         except BaseException:
             self.close()
             raise
         self.facts = json.loads((self.directory / 'lab.json').read_text())
         self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
-        self.watched = Watched(self.ask, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.works)
+        self.witness = Witness(
+            self.call_etcd, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.is_working
+        )
 
     def close(self) -> None:
         with contextlib.suppress(EcompError):  # not mounted yet
             machine.run(['umount', '-l', str(self._memory)])
-        self.elab('down')
+        self.run_elab('down')
 
-    def elab(self, command: str, *words: str) -> str:
+    def run_elab(self, command: str, *words: str) -> str:
         command_line = [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words]
         with Command(command_line, TOP) as process:
-            result = process.end(600)
+            result = process.wait(600)
         assert result.code == 0, f'elab {command} {words}: {result.stdout}{result.stderr}'
         return result.stdout
 
-    def inside(self, host: str, *command: str) -> str:
+    def run_on(self, host: str, *command: str) -> str:
         """Run a command on a host, as `elab exec` does, and return its standard output."""
-        return machine.run(LabHost(state.load(self.name), host).command(list(command)))
+        return machine.run(LabHost(state.load(self.name), host).make_command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
-        return self.inside(host, 'virsh', '-q', '-c', 'qemu:///system', *words)
+        return self.run_on(host, 'virsh', '-q', '-c', 'qemu:///system', *words)
 
     def eschedule(self, *words: str, timeout: float = 300.0) -> Result:
-        return asked(self.directory / 'schedule.yaml', *words, timeout=timeout)
+        return run_eschedule(self.directory / 'schedule.yaml', *words, timeout=timeout)
 
-    def url(self, name: str) -> str:
+    def make_url(self, name: str) -> str:
         return str(self.facts['images']) + name
 
     def place(self, query: str, *words: str) -> tuple[str, str]:
         result = self.eschedule(query, *words)
-        notice = NOTIFIED.match(result.stdout)
+        notice = NOTIFIED_PATTERN.match(result.stdout)
         assert result.code == 0, result
         assert notice, result
-        return self.host_of(notice[1]), notice[2]
+        return self.find_host(notice[1]), notice[2]
 
-    def compute(self, host: str) -> str:
-        return (self.state(host) / 'uuid').read_text().strip()
+    def read_compute(self, host: str) -> str:
+        return (self.get_state_directory(host) / 'uuid').read_text().strip()
 
-    def host_of(self, compute: str) -> str:
-        return next(host for host in self.hosts if self.compute(host) == compute)
+    def find_host(self, compute: str) -> str:
+        return next(host for host in self.hosts if self.read_compute(host) == compute)
 
-    def state(self, host: str) -> Path:
+    def get_state_directory(self, host: str) -> Path:
         return self.directory / host / 'state'
 
-    def log(self, host: str) -> str:
+    def read_log(self, host: str) -> str:
         return (self.directory / host / 'ecompute.log').read_text()
 
-    def console(self, host: str, instance: str) -> str:
-        log = self.state(host) / 'console' / f'{instance}.log'
+    def read_console(self, host: str, instance: str) -> str:
+        log = self.get_state_directory(host) / 'console' / f'{instance}.log'
         return log.read_text(errors='replace') if log.exists() else ''
 
-    def told(self, host: str, instance: str) -> dict[str, list[str]]:
+    def wait_guest_facts(self, host: str, instance: str) -> dict[str, list[str]]:
         """Wait until our small guest has reported everything, and return it: {fact: values}."""
-        until(lambda: 'ecomp-guest: ready' in self.console(host, instance), BOOT, f'{instance} says all about itself')
+        wait_until(
+            lambda: 'ecomp-guest: ready' in self.read_console(host, instance),
+            BOOT_SECONDS,
+            f'{instance} says all about itself',
+        )
         facts: dict[str, list[str]] = {}
-        for line in self.console(host, instance).splitlines():
+        for line in self.read_console(host, instance).splitlines():
             if line.startswith('ecomp-guest: '):
                 name, _, value = line.removeprefix('ecomp-guest: ').strip().partition(' ')
                 facts.setdefault(name, []).append(value)
         return facts
 
-    def addressed(self, instance: str) -> str:
+    def wait_address(self, instance: str) -> str:
         def find_address() -> str:
             result = self.eschedule(instance)
             assert result.code in (0, 6), result
             return result.stdout.strip()
 
-        return until(find_address, BOOT, f'{instance} has an address')
+        return wait_until(find_address, BOOT_SECONDS, f'{instance} has an address')
 
-    def domains(self, host: str) -> dict[str, str]:
+    def list_domains(self, host: str) -> dict[str, str]:
         """Return {name: state} of a host's domains; uncommon states are libvirt's numbers."""
         import libvirt
 
         state_names = {libvirt.VIR_DOMAIN_RUNNING: 'running', libvirt.VIR_DOMAIN_SHUTOFF: 'shut off'}
-        with self._libvirt(host) as connection:
+        with self._open_libvirt(host) as connection:
             states = {domain.name(): domain.state()[0] for domain in connection.listAllDomains()}
         return {name: state_names.get(state, str(state)) for name, state in states.items()}
 
-    def domain(self, host: str, instance: str) -> ET.Element:
-        with self._libvirt(host) as connection:
+    def read_domain(self, host: str, instance: str) -> ET.Element:
+        with self._open_libvirt(host) as connection:
             return ET.fromstring(connection.lookupByName(instance).XMLDesc())
 
     @contextlib.contextmanager
-    def _libvirt(self, host: str) -> Iterator[Any]:
+    def _open_libvirt(self, host: str) -> Iterator[Any]:
         import libvirt
 
         # Use the socket's path, which works from outside: a process in the host's namespaces for each query costs more.
@@ -161,14 +167,14 @@ class Lab:
         finally:
             connection.close()
 
-    def disks(self, host: str) -> set[str]:
-        paths = (self.state(host) / 'images').glob('*.qcow2')
+    def list_disks(self, host: str) -> set[str]:
+        paths = (self.get_state_directory(host) / 'images').glob('*.qcow2')
         return {path.stem for path in paths if not path.name.startswith('base-')}
 
-    def seeds(self, host: str) -> set[str]:
-        return {path.stem for path in (self.state(host) / 'seeds').glob('*.iso')}
+    def list_seeds(self, host: str) -> set[str]:
+        return {path.stem for path in (self.get_state_directory(host) / 'seeds').glob('*.iso')}
 
-    def placement(self, path: str) -> dict[str, Any]:
+    def get_placement(self, path: str) -> dict[str, Any]:
         return get_json(self.facts['placement'] + path, self.operator)
 
     def put_claim(self, instance: str, body: Mapping[str, Any]) -> None:
@@ -180,45 +186,45 @@ class Lab:
         url = f'{self.facts["placement"]}/allocations/{instance}'
         machine.run([*curl, '--key', f'{certs}/client.key', *options, '-X', 'PUT', '-d', json.dumps(body), url])
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
+    def call_etcd(self, path: str, body: Mapping[str, Any]) -> Reply:
         return Reply(self.facts['etcd'], path, body, certs=self.operator)
 
-    def works(self, compute: str) -> bool | None:
+    def is_working(self, compute: str) -> bool | None:
         """True if the ecompute of this uuid runs; None if it is on no host of this lab."""
-        host = next((host for host in self.hosts if self.compute(host) == compute), None)
-        return None if host is None else process_works(self.ecompute_pid(host))
+        host = next((host for host in self.hosts if self.read_compute(host) == compute), None)
+        return None if host is None else is_process_working(self.read_ecompute_pid(host))
 
-    def etcd(self, prefix: str) -> dict[str, bytes]:
+    def read_etcd(self, prefix: str) -> dict[str, bytes]:
         start = prefix.encode()
         end = start[:-1] + bytes([start[-1] + 1])
-        with self.ask('kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
+        with self.call_etcd('kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
             entries = json.loads(answer.read()).get('kvs', [])
         return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in entries}
 
-    def record(self, instance: str) -> bytes | None:
-        values = [value for key, value in self.etcd('/instances/').items() if key.endswith(f'/{instance}')]
+    def read_record(self, instance: str) -> bytes | None:
+        values = [value for key, value in self.read_etcd('/instances/').items() if key.endswith(f'/{instance}')]
         return values[0] if values else None
 
-    def put(self, key: str, value: str) -> None:
+    def put_key(self, key: str, value: str) -> None:
         body = {'key': b64(key), 'value': b64(value)}
-        JOURNAL.wrote('kv/put', body)
-        self.ask('kv/put', body).close()
+        JOURNAL.record_write('kv/put', body)
+        self.call_etcd('kv/put', body).close()
 
-    def ecompute_pid(self, host: str) -> int:
+    def read_ecompute_pid(self, host: str) -> int:
         facts = json.loads((self.directory / 'lab.json').read_text())
         return int(facts['processes'][f'{host} ecompute']['pid'])
 
     def stop_ecompute(self, host: str, number: int = signal.SIGINT) -> None:
-        pid = self.ecompute_pid(host)
+        pid = self.read_ecompute_pid(host)
         os.kill(pid, number)
-        until(lambda: not running(pid), 60, f'the ecompute of {host} ends')
+        wait_until(lambda: not is_alive(pid), 60, f'the ecompute of {host} ends')
 
     def start_ecomputes(self) -> None:
         """Start the ecomputes that were stopped: elab up starts what is missing."""
-        self.elab('up')
+        self.run_elab('up')
 
     @contextlib.contextmanager
-    def configured(self, host: str, **settings: Any) -> Iterator[str]:
+    def change_config(self, host: str, **settings: Any) -> Iterator[str]:
         """Restart a host's ecompute with more settings, and restore them afterwards.
 
         Yields:
@@ -230,48 +236,51 @@ class Lab:
         config.write_text(yaml.safe_dump({**yaml.safe_load(before), **settings}))
         try:
             self.start_ecomputes()
-            yield f'in_tree={self.compute(host)}'
+            yield f'in_tree={self.read_compute(host)}'
         finally:
             self.stop_ecompute(host)
             config.write_text(before)
             self.start_ecomputes()
 
-    def disagreements(self) -> list[str]:
+    def list_disagreements(self) -> list[str]:
         """List where libvirt, disks, placement and etcd disagree. Nothing may be in work."""
         problems = []
-        records = {key.rsplit('/', 1)[1]: json.loads(value) for key, value in self.etcd('/instances/').items()}
+        records = {key.rsplit('/', 1)[1]: json.loads(value) for key, value in self.read_etcd('/instances/').items()}
         living = {name: record for name, record in records.items() if record['state'] not in ('gone', 'error')}
-        requested = {tuple(key.split('/')[2:4]) for key in self.etcd('/hosts/')}
-        booted = {key.rsplit('/', 1)[1] for key in self.etcd('/booted/')}
-        problems += [f'{name}: request in work' for name in self.etcd('/requests/')]
+        requested = {tuple(key.split('/')[2:4]) for key in self.read_etcd('/hosts/')}
+        booted = {key.rsplit('/', 1)[1] for key in self.read_etcd('/booted/')}
+        problems += [f'{name}: request in work' for name in self.read_etcd('/requests/')]
         problems += [f'{name}: has an address and is not living' for name in booted - living.keys()]
         for host in self.hosts:
-            compute = self.compute(host)
+            compute = self.read_compute(host)
             expected = {name for name, record in living.items() if record['compute'] == compute}
             stopped = {name for name in expected if living[name]['state'] == 'stopped'}
-            domains, disks = self.domains(host), self.disks(host)
-            allocations = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
-            data = {json.loads(path.read_text())['instance'] for path in (self.state(host) / 'metadata').glob('*.json')}
+            domains, disks = self.list_domains(host), self.list_disks(host)
+            allocations = self.get_placement(f'/resource_providers/{compute}/allocations')['allocations']
+            data = {
+                json.loads(path.read_text())['instance']
+                for path in (self.get_state_directory(host) / 'metadata').glob('*.json')
+            }
             planes = {
                 'domains': {n for n, state in domains.items() if state == ('shut off' if n in stopped else 'running')},
                 'disks': disks,
                 'allocations': set(allocations),
                 'requests': {name for owner, name in requested if owner == compute},
                 'guest data': data,
-                'consoles': {path.stem for path in (self.state(host) / 'console').glob('*.log')},
+                'consoles': {path.stem for path in (self.get_state_directory(host) / 'console').glob('*.log')},
             }
             mismatches = {plane: actual for plane, actual in planes.items() if actual != expected}
             problems += [f'{host}: {plane} are {actual}, instances {expected}' for plane, actual in mismatches.items()]
-            problems += self._sizes(host, allocations)
-            partial_files = [path.name for path in self.state(host).glob('*/*.part')]
+            problems += self._check_sizes(host, allocations)
+            partial_files = [path.name for path in self.get_state_directory(host).glob('*/*.part')]
             problems += [f'{host}: left over {name}' for name in partial_files]
-            problems += [f'{host}: left over seed of {name}' for name in self.seeds(host) - expected]
+            problems += [f'{host}: left over seed of {name}' for name in self.list_seeds(host) - expected]
         return problems
 
-    def _sizes(self, host: str, held: dict[str, Any]) -> list[str]:
+    def _check_sizes(self, host: str, allocations: dict[str, Any]) -> list[str]:
         problems = []
-        for instance, allocation in held.items():
-            domain = self.domain(host, instance)
+        for instance, allocation in allocations.items():
+            domain = self.read_domain(host, instance)
             size = {'VCPU': int(domain.findtext('vcpu', '0')), 'MEMORY_MB': int(domain.findtext('memory', '0')) // 1024}
             claimed = {name: allocation['resources'][name] for name in size}
             if claimed != size:
@@ -283,14 +292,14 @@ class Lab:
         problems: list[list[str]] = [[]]
 
         def agree() -> bool:
-            problems[0] = self.disagreements()
+            problems[0] = self.list_disagreements()
             return not problems[0]
 
         try:
-            until(agree, 30, 'libvirt, disks, placement and etcd agree')
+            wait_until(agree, 30, 'libvirt, disks, placement and etcd agree')
         except AssertionError as error:
             raise AssertionError('\n'.join([str(error), *problems[0]])) from None
-        audit_clean(self)
+        wait_audit_clean(self)
 
     def destroy(self, *instances: str) -> None:
         if instances:
@@ -304,15 +313,13 @@ def get_json(url: str, certs: Path) -> dict[str, Any]:
     context.load_cert_chain(certs / 'client.crt', certs / 'client.key')
     token = (certs / 'token').read_text().strip()
     headers = {'x-auth-token': token, 'openstack-api-version': 'placement 1.39'}
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     with opener.open(urllib.request.Request(url, headers=headers), timeout=30) as answer:
         value: dict[str, Any] = json.load(answer)
     return value
 
 
-def running(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """True while a process or one of its threads lives; a zombie does not.
 
     A process holds its locks until its last thread has ended.
@@ -324,7 +331,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def answers(address: str) -> bool:
+def is_serving(address: str) -> bool:
     """True if the guest's web server answers this machine through the lab."""
     try:
         with urllib.request.urlopen(f'http://{address}/', timeout=2) as answer:

@@ -12,49 +12,49 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kit.boot_sectors import HALT, boot_disk
-from tests.kit.hypervisor import ROOM, Hypervisor
-from tests.kit.lab import Lab, begun, lab_name
+from tests.kit.boot_sectors import HALT, make_boot_disk
+from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
+from tests.kit.lab import Lab, create_lab_directory, make_lab_name
 from tests.kit.slow_images import SlowImages
 
 # The ssh key that hosts give to guests of the scenario lab.
-KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
+SSH_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
 # The size of the file system for images of the second host.
-SMALL_MB = 8
+SMALL_IMAGES_MB = 8
 
 
 @pytest.fixture(scope='session')
-def whole(guest_image: Path) -> Iterator[Lab]:
+def shared_lab(guest_image: Path) -> Iterator[Lab]:
     """Three hosts whose guests get our ssh key and user-data."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    name = lab_name('stories')
-    top = begun(name, 3)
+    name = make_lab_name('stories')
+    top = create_lab_directory(name, 3)
     # elab keeps files that exist already.
     for number in (1, 2, 3):
         conf = top / f'hv{number}/mdserver.conf'
         conf.parent.mkdir(parents=True)
-        conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {KEY}\n')
+        conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {SSH_KEY}\n')
     lab = Lab(name, 3)
     try:
         (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
+        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         yield lab
     finally:
         lab.close()
 
 
 @pytest.fixture
-def lab(whole: Lab) -> Iterator[Lab]:
+def lab(shared_lab: Lab) -> Iterator[Lab]:
     """The lab of the scenario tests, empty before and after; finally all planes must agree."""
-    yield whole
-    whole.start_ecomputes()
-    requested = [key.rsplit('/', 1)[1] for key in whole.etcd('/hosts/')]
-    whole.destroy(*requested)
-    for key, value in whole.etcd('/instances/').items():
+    yield shared_lab
+    shared_lab.start_ecomputes()
+    requested = [key.rsplit('/', 1)[1] for key in shared_lab.read_etcd('/hosts/')]
+    shared_lab.destroy(*requested)
+    for key, value in shared_lab.read_etcd('/instances/').items():
         if json.loads(value)['state'] == 'error':
-            whole.destroy(key.rsplit('/', 1)[1])
-    whole.check()
+            shared_lab.destroy(key.rsplit('/', 1)[1])
+    shared_lab.check()
 
 
 @pytest.fixture(scope='session')
@@ -62,23 +62,23 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
     """Two hosts; the second has a small file system for images, which a test may enlarge."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    name = lab_name('faults')
+    name = make_lab_name('faults')
     # Mount it before the host is made: its daemons get their view of the file systems when they start.
-    small = begun(name, 2) / 'hv2/state/images'
+    small = create_lab_directory(name, 2) / 'hv2/state/images'
     small.mkdir(parents=True)
     with ExitStack() as undo:
         undo.callback(subprocess.run, ['umount', str(small)], check=True)
-        subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={SMALL_MB}m', 'tmpfs', str(small)], check=True)
+        subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={SMALL_IMAGES_MB}m', 'tmpfs', str(small)], check=True)
         lab = Lab(name, 2)
         undo.pop_all()
         undo.callback(lab.close)
         undo.callback(subprocess.run, ['umount', str(small)], check=True)
-        (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
+        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         pair = Hypervisor(lab, 'hv1'), Hypervisor(lab, 'hv2')
         for hypervisor in pair:
-            hypervisor.compute = lab.compute(hypervisor.name)
+            hypervisor.compute = lab.read_compute(hypervisor.name)
             config = hypervisor.directory / 'compute.yaml'
-            config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': ROOM}))
+            config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': HOST_INVENTORY}))
             hypervisor.kill()
             hypervisor.launch()
         for hypervisor in pair:
@@ -89,18 +89,18 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
 @pytest.fixture
 def host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
     """A host, empty before and after."""
-    hypervisors[0].mark()
+    hypervisors[0].mark_log()
     yield hypervisors[0]
-    hypervisors[0].clear()
+    hypervisors[0].reset()
     hypervisors[0].lab.check()
 
 
 @pytest.fixture
 def small_host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
     """A host with little room for disks, empty before and after."""
-    hypervisors[1].mark()
+    hypervisors[1].mark_log()
     yield hypervisors[1]
-    hypervisors[1].clear()
+    hypervisors[1].reset()
     hypervisors[1].lab.check()
 
 

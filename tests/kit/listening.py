@@ -7,11 +7,11 @@ import threading
 from contextlib import suppress
 
 
-class Listening:
+class ThreadedServer:
     """Accepts connections until close(); serve() answers on each."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self.connection_count = 0
         self._listener = socket.create_server(('127.0.0.1', 0))
         self.address = f'127.0.0.1:{self._listener.getsockname()[1]}'
         threading.Thread(target=self._accept, daemon=True).start()
@@ -29,20 +29,20 @@ class Listening:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self.made += 1
-                threading.Thread(target=self._serve, args=(connection, self.made), daemon=True).start()
+                self.connection_count += 1
+                threading.Thread(target=self._serve, args=(connection, self.connection_count), daemon=True).start()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
         with connection, suppress(OSError):
             self.serve(connection, number)
 
 
-class CannedServer(Listening):
+class CannedServer(ThreadedServer):
     """An HTTP server with canned answers, the last one repeated; `requests` lists the requests."""
 
-    def __init__(self, *says: bytes) -> None:
-        self._says = list(says)
-        self.asked: list[str] = []
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = list(answers)
+        self.requests: list[str] = []
         super().__init__()
         self.url = f'http://{self.address}'
 
@@ -55,8 +55,8 @@ class CannedServer(Listening):
                     if field.startswith(b'content-length:'):
                         length = int(field.partition(b':')[2])
                 stream.read(length)
-                self.asked.append(' '.join(line.decode().split()[:2]))
-                connection.sendall(self._says.pop(0) if len(self._says) > 1 else self._says[0])
+                self.requests.append(' '.join(line.decode().split()[:2]))
+                connection.sendall(self._answers.pop(0) if len(self._answers) > 1 else self._answers[0])
 
 
 def make_answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:

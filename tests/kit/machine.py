@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 # Required commands and their Debian packages.
-NEEDED = {
+REQUIRED_PACKAGES = {
     'ip': 'iproute2',
     'unshare': 'util-linux',
     'nsenter': 'util-linux',
@@ -30,7 +30,7 @@ NEEDED = {
 # The metadata address must not be reachable outside of a lab. The root is a mount that is pivoted into, for two
 # reasons: ip(8) fails with `Peer netns reference is invalid` where mounts are shared, and `ip netns exec` fails where /
 # is not a mount point.
-INSIDE = """
+SETUP_SCRIPT = """
 set -eu
 root=$1 own=$2
 mount --make-rprivate /
@@ -78,31 +78,31 @@ class Machine:
 
     pid: int
 
-    def inside(self, command: Sequence[str], cwd: Path = Path('/')) -> list[str]:
+    def wrap_command(self, command: Sequence[str], cwd: Path = Path('/')) -> list[str]:
         """Return the command line that runs `command` on the machine, in its directory `cwd`."""
         return ['nsenter', '-t', str(self.pid), '-n', '-m', '-p', '--', 'env', '-C', str(cwd), *command]
 
     def run(self, command: Sequence[str], cwd: Path = Path('/')) -> subprocess.CompletedProcess[str]:
-        inside = self.inside(command, cwd)
+        inside = self.wrap_command(command, cwd)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
-def not_installed(needed: Mapping[str, str]) -> str:
-    packages = sorted({package for command, package in needed.items() if shutil.which(command) is None})
+def explain_missing_packages(required: Mapping[str, str]) -> str:
+    packages = sorted({package for command, package in required.items() if shutil.which(command) is None})
     return 'not installed: ' + ', '.join(packages) if packages else ''
 
 
-def lacking() -> str:
+def explain_missing() -> str:
     """Return why no machine can be made here; '' if one can."""
     if os.geteuid() != 0:
         return 'namespaces need root'
-    if reason := not_installed(NEEDED):
+    if reason := explain_missing_packages(REQUIRED_PACKAGES):
         return reason
     return '' if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
 
 
 @contextmanager
-def machine(root: Path = Path('/')) -> Iterator[Machine]:
+def start_machine(root: Path = Path('/')) -> Iterator[Machine]:
     """Start a machine, and remove it afterwards, except for what was written to files."""
     with ExitStack() as undo:
         work = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
@@ -112,26 +112,26 @@ def machine(root: Path = Path('/')) -> Iterator[Machine]:
         # With pdeathsig and kill-child everything ends with the test, even after kill -9.
         tied = ['setpriv', '--pdeathsig', 'KILL', '--']
         namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
-        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(work)]
+        shell = ['bash', '-c', SETUP_SCRIPT, 'bash', str(root), str(work)]
         process = subprocess.Popen([*tied, *namespaces, *shell], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        undo.callback(_end, process)
+        undo.callback(_kill, process)
 
         def find_init() -> int:
             assert process.poll() is None, f'it ended:\n{(work / "log").read_text()[-2000:]}'
             return int(Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().strip() or 0)
 
-        started = Machine(until(find_init, 30, 'its first process runs'))
+        started = Machine(wait_until(find_init, 30, 'its first process runs'))
 
         def is_ready() -> bool:
             return bool(find_init()) and Path(f'/proc/{started.pid}/root/run/own/ready').exists()
 
-        until(is_ready, 30, 'it is set up')
+        wait_until(is_ready, 30, 'it is set up')
         uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(started.pid), 'tap0']
-        undo.callback(_end, subprocess.Popen([*tied, *uplink], stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        until(lambda: 'tap0' in started.run(['ip', '-o', 'link']).stdout, 30, 'it has an uplink')
+        undo.callback(_kill, subprocess.Popen([*tied, *uplink], stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        wait_until(lambda: 'tap0' in started.run(['ip', '-o', 'link']).stdout, 30, 'it has an uplink')
         yield started
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()

@@ -8,10 +8,10 @@ from typing import Any
 from tests.kit.commands import Control, write_config
 from tests.kit.servers import Server
 
-TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+TOY_INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
-class Many(Server):
+class ManyComputes(Server):
     """`ecompute --fake TOY_INVENTORY --count N`, with a compute.yaml in its directory.
 
     `placement` among the settings is another URL than the cluster's.
@@ -29,15 +29,15 @@ class Many(Server):
 
     def command(self) -> list[str]:
         """The command line; compute.yaml is found in the working directory."""
-        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY, '--count', str(self.count)]
+        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY_INVENTORY, '--count', str(self.count)]
 
     def environment(self) -> dict[str, str]:
         """Keep its temporary state in the test's directory, which is removed even if it is killed."""
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:
-        return f' {self.pid} {self.count} computes are ready' in self.last_words()
+        return f' {self.pid} {self.count} computes are ready' in self.tail_log()
 
     @property
     def computes(self) -> set[str]:
-        return {key.rsplit('/', 1)[1] for key in self._etcd.keys('/computes/')}
+        return {key.rsplit('/', 1)[1] for key in self._etcd.list_keys('/computes/')}

@@ -6,14 +6,14 @@ import re
 import urllib.request
 from dataclasses import dataclass
 
-from ecomp.model.guest import mac_address
-from tests.kit.lab import BOOT, Lab
-from tests.kit.servers import until
+from ecomp.model.guest import make_mac_address
+from tests.kit.lab import BOOT_SECONDS, Lab
+from tests.kit.servers import wait_until
 
-QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
-SECRET = 'secret-of-'
+GUEST_QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
+SECRET_PREFIX = 'secret-of-'
 # Its web server runs the body of a request as a script, and answers with the output.
-ORDERS = """\
+USER_DATA = """\
 #!/bin/sh
 # {secret}
 mkdir -p /www/cgi-bin
@@ -36,7 +36,7 @@ class Guest:
 
     @property
     def mac(self) -> str:
-        return mac_address(self.instance, 0)
+        return make_mac_address(self.instance, 0)
 
     def run(self, script: str) -> str:
         request = urllib.request.Request(f'http://{self.address}/cgi-bin/run', script.encode())
@@ -45,15 +45,15 @@ class Guest:
         return output.decode()
 
 
-def place(lab: Lab, name: str) -> Guest:
+def place_guest(lab: Lab, name: str) -> Guest:
     script = lab.directory / f'{name}.sh'
-    script.write_text(ORDERS.format(secret=SECRET + name))
-    _, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--name', name, '--user-data', str(script))
-    address = lab.addressed(instance)
-    until(lambda: boots(lab, instance), BOOT, f'{name} takes orders')
+    script.write_text(USER_DATA.format(secret=SECRET_PREFIX + name))
+    _, instance = lab.place(GUEST_QUERY, lab.make_url('guest.qcow2'), '--name', name, '--user-data', str(script))
+    address = lab.wait_address(instance)
+    wait_until(lambda: count_boots(lab, instance), BOOT_SECONDS, f'{name} takes orders')
     return Guest(name, instance, address)
 
 
-def boots(lab: Lab, instance: str) -> int:
+def count_boots(lab: Lab, instance: str) -> int:
     """Count how often the guest has started to accept scripts."""
-    return len(re.findall('^ecomp-guest: takes orders', lab.console('hv1', instance), re.MULTILINE))
+    return len(re.findall('^ecomp-guest: takes orders', lab.read_console('hv1', instance), re.MULTILINE))

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.kit.warm import Warm, is_python
+from tests.kit.warm import WarmProcess, is_python
 
-Process = Warm | subprocess.Popen[bytes]
+Process = WarmProcess | subprocess.Popen[bytes]
 
 
 def is_stopped(pid: int) -> bool:
@@ -19,10 +19,10 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def begin(command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int) -> Process:
+def start_process(command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int) -> Process:
     """Start a process in its own session that dies with this one; Python starts warm."""
     if is_python(command) and 'LD_PRELOAD' not in env:
-        return Warm(command, cwd, env, stdout, stderr)
+        return WarmProcess(command, cwd, env, stdout, stderr)
     # setpriv execs the command, so the pid is the command's. preexec_fn would run in a fork while gRPC threads are
     # alive.
     return subprocess.Popen(

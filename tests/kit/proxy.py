@@ -22,7 +22,7 @@ class _Rule:
 
     pattern: bytes
     applied: Callable[[], object] | None
-    and_stay_away: bool
+    stay_away: bool
 
 
 class Proxy:
@@ -58,20 +58,20 @@ class Proxy:
         """
         return self.lost.wait(10)
 
-    def lose_request(self, pattern: bytes, and_stay_away: bool = False) -> None:
+    def lose_request(self, pattern: bytes, stay_away: bool = False) -> None:
         """Drop the next request that contains `pattern`: cut its connection before it arrives."""
-        self.lose(pattern, None, and_stay_away)
+        self.lose(pattern, None, stay_away)
 
-    def lose_answer(self, pattern: bytes, applied: Callable[[], object], and_stay_away: bool = False) -> None:
+    def lose_answer(self, pattern: bytes, applied: Callable[[], object], stay_away: bool = False) -> None:
         """Drop the answer to the next request that contains `pattern`.
 
         The request arrives; its connection is cut once `applied()` is true.
         """
-        self.lose(pattern, applied, and_stay_away)
+        self.lose(pattern, applied, stay_away)
 
-    def lose(self, pattern: bytes, applied: Callable[[], object] | None, and_stay_away: bool = False) -> None:
+    def lose(self, pattern: bytes, applied: Callable[[], object] | None, stay_away: bool = False) -> None:
         """Drop the answer if `applied` is given, else the request; for tests of both."""
-        self._rules.append(_Rule(pattern, applied, and_stay_away))
+        self._rules.append(_Rule(pattern, applied, stay_away))
 
     def go_away(self) -> None:
         """Cut every connection, and each new one, until come_back()."""
@@ -104,19 +104,19 @@ class Proxy:
                 arguments = (source, sink, mute, from_client)
                 threading.Thread(target=self._pump, args=arguments, name='proxy', daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, mute: threading.Event, of_client: bool) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, mute: threading.Event, from_client: bool) -> None:
         before = b''
         with suppress(OSError):
             while data := source.recv(65536):
-                rule = self._matching(before + data) if of_client else None
+                rule = self._take_rule(before + data) if from_client else None
                 before = (before + data)[-512:]
                 if rule is not None and rule.applied is None:
-                    self._lose(rule)
+                    self._apply_rule(rule)
                     break
                 if rule is not None:
                     mute.set()
-                    threading.Thread(target=self._cut_when, args=(rule, source, sink), daemon=True).start()
-                if of_client or not mute.is_set():
+                    threading.Thread(target=self._cut_once_applied, args=(rule, source, sink), daemon=True).start()
+                if from_client or not mute.is_set():
                     sink.sendall(data)
         # A server may close the connection after its answer (waitress does after a 204). That must not overtake the
         # rule.
@@ -124,24 +124,24 @@ class Proxy:
             _cut(source)
             _cut(sink)
 
-    def _matching(self, data: bytes) -> _Rule | None:
+    def _take_rule(self, data: bytes) -> _Rule | None:
         for rule in self._rules:
             if rule.pattern in data:
                 self._rules.remove(rule)
                 return rule
         return None
 
-    def _cut_when(self, rule: _Rule, source: socket.socket, sink: socket.socket) -> None:
+    def _cut_once_applied(self, rule: _Rule, source: socket.socket, sink: socket.socket) -> None:
         assert rule.applied is not None
         pause = threading.Event()
         while not rule.applied():
             pause.wait(0.01)
-        self._lose(rule)
+        self._apply_rule(rule)
         _cut(source)
         _cut(sink)
 
-    def _lose(self, rule: _Rule) -> None:
-        if rule.and_stay_away:
+    def _apply_rule(self, rule: _Rule) -> None:
+        if rule.stay_away:
             self.go_away()
         self.lost.set()
 

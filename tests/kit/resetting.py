@@ -13,13 +13,13 @@ from h2.errors import ErrorCodes
 from h2.events import DataReceived, RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
-from tests.kit.listening import Listening
+from tests.kit.listening import ThreadedServer
 
-ANSWER = [(':status', '200'), ('content-type', 'application/grpc')]
+ANSWER_HEADERS = [(':status', '200'), ('content-type', 'application/grpc')]
 # The timeout of a call to etcd.
-SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 # Bytes before a gRPC message: a flag and the length.
-PREFIX = 5
+PREFIX_BYTES = 5
 
 
 class Reset(NamedTuple):
@@ -33,13 +33,13 @@ class Reset(NamedTuple):
     sends_answer: bool
 
 
-class Resetting(Listening):
+class ResettingProxy(ThreadedServer):
     """Passes calls on to the etcd at `endpoint`; `calls` are their paths and messages."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint)
         self._resets: list[Reset] = []
-        self.heard: list[tuple[str, bytes]] = []
+        self.calls: list[tuple[str, bytes]] = []
         super().__init__()
 
     def __enter__(self) -> Self:
@@ -53,7 +53,7 @@ class Resetting(Listening):
         self._resets.append(Reset(pattern, code, sends_answer))
 
     def count(self, pattern: bytes) -> int:
-        return sum(pattern in message for _, message in self.heard)
+        return sum(pattern in message for _, message in self.calls)
 
     @property
     def has_reset(self) -> bool:
@@ -75,20 +75,22 @@ class Resetting(Listening):
                         bodies[event.stream_id] += event.data
                         http.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                     elif isinstance(event, StreamEnded):
-                        self._pass_on(http, event.stream_id, paths[event.stream_id], bodies[event.stream_id][PREFIX:])
+                        self._pass_on(
+                            http, event.stream_id, paths[event.stream_id], bodies[event.stream_id][PREFIX_BYTES:]
+                        )
                 connection.sendall(http.data_to_send())
 
     def _pass_on(self, http: H2Connection, stream: int, path: str, message: bytes) -> None:
-        self.heard.append((path, message))
+        self.calls.append((path, message))
         reset = next((candidate for candidate in self._resets if candidate.pattern in message), None)
         status, details = 0, ''
         answer = b''
         try:
-            answer = self._ask(path, message)
+            answer = self._call_etcd(path, message)
         except grpc.RpcError as error:
             status, details = error.code().value[0], error.details()
         if reset is None or reset.sends_answer:
-            http.send_headers(stream, ANSWER)
+            http.send_headers(stream, ANSWER_HEADERS)
             if not status:
                 http.send_data(stream, b'\0' + len(answer).to_bytes(4, 'big') + answer)
         if reset is None:
@@ -97,7 +99,7 @@ class Resetting(Listening):
             self._resets.remove(reset)
             http.reset_stream(stream, reset.code)
 
-    def _ask(self, path: str, message: bytes) -> Any:
+    def _call_etcd(self, path: str, message: bytes) -> Any:
         if path.endswith('LeaseKeepAlive'):
-            return next(self._channel.stream_stream(path)(iter([message]), timeout=SECONDS))
-        return self._channel.unary_unary(path)(message, timeout=SECONDS)
+            return next(self._channel.stream_stream(path)(iter([message]), timeout=TIMEOUT_SECONDS))
+        return self._channel.unary_unary(path)(message, timeout=TIMEOUT_SECONDS)

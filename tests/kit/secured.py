@@ -12,7 +12,7 @@ from ecomp.lab import certs
 from tests.kit.servers import Etcd, free_port, is_healthy
 
 
-class Secured(Etcd):
+class SecuredEtcd(Etcd):
     """An etcd with the certificates in `certs`.
 
     Etcd's calls of the JSON gateway do not reach it. `client_auth_options` require client certificates.
@@ -22,11 +22,11 @@ class Secured(Etcd):
         etcd_certs = certs / 'etcd'
         super().__init__(directory, f'--cert-file={etcd_certs}/server.crt', f'--key-file={etcd_certs}/server.key')
         self.client = f'https://{self.endpoint}'
-        self.asks = [f'--trusted-ca-file={etcd_certs}/ca.crt', '--client-cert-auth']
+        self.client_auth_options = [f'--trusted-ca-file={etcd_certs}/ca.crt', '--client-cert-auth']
         self._health = f'http://127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
-        return [*super().command(), *self.asks, f'--listen-metrics-urls={self._health}']
+        return [*super().command(), *self.client_auth_options, f'--listen-metrics-urls={self._health}']
 
     def is_ready(self) -> bool:
         """True if the metrics URL reports it healthy, which includes having a leader.
@@ -38,7 +38,10 @@ class Secured(Etcd):
 
 
 def certify(
-    directory: Path, port: int, computes: Mapping[str, str] | tuple[str, ...] = (), schedulers: tuple[str, ...] = (),
+    directory: Path,
+    port: int,
+    computes: Mapping[str, str] | tuple[str, ...] = (),
+    schedulers: tuple[str, ...] = (),
     operators: tuple[str, ...] = (),
 ) -> None:
     """Make the certificates of `elab certs` for an etcd on localhost.
@@ -47,10 +50,10 @@ def certify(
     """
     uuids = dict(computes) if isinstance(computes, Mapping) else {}
     cluster = certs.Cluster(('localhost', '127.0.0.1'), tuple(computes), schedulers, operators, port, 8080, uuids)
-    certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+    certs.make_certificates(directory, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
 
 
-def etcd_of(directory: Path, user: str) -> EtcdConfig:
+def load_etcd_config(directory: Path, user: str) -> EtcdConfig:
     if user.startswith('compute-'):
         return load_compute(directory / user / 'compute.yaml').etcd
     return load_schedule(directory / user / 'schedule.yaml').etcd

@@ -29,25 +29,25 @@ from typing import Any, Self, TypeVar
 
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
-from tests.kit.process import Process, begin, is_stopped
+from tests.kit.process import Process, is_stopped, start_process
 
 TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 READY_SECONDS = 60.0
-FIRST_PAUSE = 0.02
-LAST_PAUSE = 0.25
+FIRST_PAUSE_SECONDS = 0.02
+MAX_PAUSE_SECONDS = 0.25
 # Not the global generator: hypothesis seeds that identically in every process that runs tests.
-SYSTEM = random.SystemRandom()
+SYSTEM_RANDOM = random.SystemRandom()
 # How many times slower a machine may be that is busy with other tests.
-PATIENCE = 4
+SLOWDOWN_FACTOR = 4
 # Each process of a run uses every sixteenth port.
-WORKERS = 16
-GIVEN: set[int] = set()
+PORT_STRIDE = 16
+ASSIGNED_PORTS: set[int] = set()
 
 Value = TypeVar('Value')
 
 
-def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
+def wait_until(condition: Callable[[], Value], seconds: float, description: str) -> Value:
     """Poll until `condition()` is true, and return its value.
 
     `seconds` is the time it takes on an idle machine; SLOWDOWN_FACTOR times as long is allowed.
@@ -55,16 +55,16 @@ def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
     Raises:
         AssertionError: the condition, as in `description`, did not become true in time.
     """
-    deadline = time.monotonic() + seconds * PATIENCE
-    pause = FIRST_PAUSE
+    deadline = time.monotonic() + seconds * SLOWDOWN_FACTOR
+    pause = FIRST_PAUSE_SECONDS
     while True:
         started = time.monotonic()
         if value := condition():
             return value
-        assert time.monotonic() < deadline, f'not within {PATIENCE} x {seconds:g} s: {what}'
+        assert time.monotonic() < deadline, f'not within {SLOWDOWN_FACTOR} x {seconds:g} s: {description}'
         # Polling takes processor time from what it waits for: expensive and late conditions are polled less often.
         time.sleep(max(pause, 2 * (time.monotonic() - started)))
-        pause = min(1.2 * pause, LAST_PAUSE)
+        pause = min(1.2 * pause, MAX_PAUSE_SECONDS)
 
 
 def free_port() -> int:
@@ -74,18 +74,18 @@ def free_port() -> int:
     its use, and while its server is down.
     """
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
-    worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:]) % WORKERS
+    worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:]) % PORT_STRIDE
     while True:
-        port = SYSTEM.randrange(10_000 + worker, int(dynamic), WORKERS)
-        if port in GIVEN:
+        port = SYSTEM_RANDOM.randrange(10_000 + worker, int(dynamic), PORT_STRIDE)
+        if port in ASSIGNED_PORTS:
             continue
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(('127.0.0.1', port))
-            GIVEN.add(port)
+            ASSIGNED_PORTS.add(port)
             return port
 
 
-def environment() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
     """Return this process's environment, with ecomp and mdserver importable from the tree."""
     paths = [str(TOP), str(TOP / 'md_server'), os.environ.get('PYTHONPATH', '')]
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
@@ -100,7 +100,7 @@ class Server:
     name = 'server'
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._owned = directory is None
+        self._owns_directory = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix=f'ecomp-test-{self.name}-'))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.log = self.directory / f'{self.name}.log'
@@ -110,7 +110,7 @@ class Server:
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        return environment()
+        return make_environment()
 
     def is_ready(self) -> bool:
         raise NotImplementedError
@@ -137,7 +137,9 @@ class Server:
     def launch(self) -> Self:
         assert not self.is_running, f'{self.name} runs already'
         with self.log.open('ab') as output:
-            self._process = begin(self.command(), self.directory, self.environment(), output.fileno(), output.fileno())
+            self._process = start_process(
+                self.command(), self.directory, self.environment(), output.fileno(), output.fileno()
+            )
         return self
 
     def start(self) -> Self:
@@ -147,10 +149,10 @@ class Server:
 
     def wait_ready(self) -> None:
         def check_ready() -> bool:
-            assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
+            assert self.is_running, f'{self.name} ended while starting:\n{self.tail_log()}'
             return self.is_ready()
 
-        until(check_ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
+        wait_until(check_ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
 
     def stop(self, number: int = signal.SIGTERM, patience: float = 20.0) -> int:
         """Stop it with a signal, which must suffice; return its exit code."""
@@ -158,11 +160,11 @@ class Server:
         self._signal(signal.SIGCONT)
         self._signal(number)
         try:
-            return self._process.wait(PATIENCE * patience)
+            return self._process.wait(SLOWDOWN_FACTOR * patience)
         except subprocess.TimeoutExpired:
             self.kill()
-            log = self.last_words()
-            raise AssertionError(f'{self.name} did not end within {PATIENCE} x {patience:g} s:\n{log}') from None
+            log = self.tail_log()
+            raise AssertionError(f'{self.name} did not end within {SLOWDOWN_FACTOR} x {patience:g} s:\n{log}') from None
 
     def kill(self) -> None:
         assert self._process is not None, f'{self.name} is not running'
@@ -172,7 +174,7 @@ class Server:
     def pause(self) -> None:
         """Freeze it (SIGSTOP): its connections stay open, and nothing answers."""
         self._signal(signal.SIGSTOP)
-        until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
+        wait_until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -185,10 +187,10 @@ class Server:
         """Kill it in any state, and remove its directory if it was created here."""
         if self.is_running:
             self.kill()
-        if self._owned:
+        if self._owns_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def last_words(self, lines: int = 20) -> str:
+    def tail_log(self, lines: int = 20) -> str:
         try:
             return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
         except FileNotFoundError:
@@ -225,7 +227,7 @@ class Etcd(Server):
 
     def environment(self) -> dict[str, str]:
         """Collect garbage less often, which saves a seventh of its processor time."""
-        return {**environment(), 'GOGC': '400'}
+        return {**make_environment(), 'GOGC': '400'}
 
     def command(self) -> list[str]:
         return [
@@ -254,7 +256,7 @@ class Etcd(Server):
 
         https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/
         """
-        JOURNAL.wrote(path, body)
+        JOURNAL.record_write(path, body)
         with self.ask(path, body, timeout) as answer:
             return dict(json.load(answer))
 
@@ -270,14 +272,14 @@ class Etcd(Server):
     def grant(self, seconds: int = 600) -> int:
         return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
-    def record_key(self, instance: str) -> str:
+    def find_record_key(self, instance: str) -> str:
         """Return the key of an instance's record, preferably of the compute with its request."""
-        keys = [key for key in self.keys('/instances/') if key.endswith(f'/{instance}')]
+        keys = [key for key in self.list_keys('/instances/') if key.endswith(f'/{instance}')]
         own = [key for key in keys if len(keys) > 1 and self.get(key.replace('/instances/', '/hosts/')) is not None]
         return (own or keys or [f'/instances/{instance}'])[0]
 
-    def record(self, instance: str) -> bytes | None:
-        return self.get(self.record_key(instance))
+    def read_record(self, instance: str) -> bytes | None:
+        return self.get(self.find_record_key(instance))
 
     def put_record(self, value: str) -> int:
         """Write a record where its compute would, and return the revision."""
@@ -287,7 +289,7 @@ class Etcd(Server):
     def delete(self, key: str) -> None:
         self.call('kv/deleterange', {'key': b64(key)})
 
-    def keys(self, prefix: str) -> list[str]:
+    def list_keys(self, prefix: str) -> list[str]:
         """List the keys under a prefix that ends with a slash."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         entries = self.call('kv/range', {'key': b64(prefix), 'range_end': b64(end), 'keys_only': True}).get('kvs', [])
@@ -316,7 +318,7 @@ class PlacementServer(Server):
 
     def environment(self) -> dict[str, str]:
         return {
-            **environment(),
+            **make_environment(),
             'OS_PLACEMENT_CONFIG_DIR': str(self.directory),
             'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{self.database.path}',
             'OS_PLACEMENT_DATABASE__SYNC_ON_STARTUP': 'True',
@@ -324,7 +326,7 @@ class PlacementServer(Server):
         }
 
     def start(self) -> Self:
-        with self.database.beginning():
+        with self.database.prepare_start():
             return super().start()
 
     def is_ready(self) -> bool:
@@ -341,22 +343,22 @@ class PlacementServer(Server):
         Raises:
             urllib.error.HTTPError: the status is 400 or above.
         """
-        JOURNAL.claimed(method, path, body)
+        JOURNAL.record_claim(method, path, body)
         headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return dict(json.loads(answer.read() or b'{}'))
 
-    def allocations(self, consumer: str) -> dict[str, dict[str, int]]:
-        return self.database.allocations_of(consumer)
+    def read_allocations(self, consumer: str) -> dict[str, dict[str, int]]:
+        return self.database.read_allocations_of(consumer)
 
-    def consumers(self, provider: str) -> dict[str, dict[str, int]]:
+    def read_consumers(self, provider: str) -> dict[str, dict[str, int]]:
         """Return the allocations of a provider: {consumer: {class: amount}}."""
-        return self.database.consumers(provider)
+        return self.database.read_consumers(provider)
 
-    def inventory(self, provider: str) -> dict[str, dict[str, Any]]:
-        return self.database.inventory(provider)
+    def read_inventory(self, provider: str) -> dict[str, dict[str, Any]]:
+        return self.database.read_inventory(provider)
 
     def make_provider(self, **totals: int) -> str:
         """Create a provider with this inventory, such as VCPU=4, and return its uuid."""

@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import lapse
-from tests.kit.story import NOTIFIED
+from tests.kit.hands import expire_key
+from tests.kit.story import NOTIFIED_PATTERN
 
-ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
-APART = ('--policy', 'anti-affinity')
-TOGETHER = ('--policy', 'affinity')
+LARGE_INVENTORY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
+ANTI_AFFINITY = ('--policy', 'anti-affinity')
+AFFINITY = ('--policy', 'affinity')
 
 
-def started(cluster: Control, *inventories: str) -> list[Ecompute]:
+def start_computes(cluster: Control, *inventories: str) -> list[Ecompute]:
     """Start computes concurrently.
 
     They are started from this thread, because they die with the thread that starts them.
@@ -28,35 +28,35 @@ def started(cluster: Control, *inventories: str) -> list[Ecompute]:
     return computes
 
 
-def all_notified(stdout: str) -> list[tuple[str, str]]:
+def parse_notices(stdout: str) -> list[tuple[str, str]]:
     """Parse (compute, instance) from each line; no other line is allowed."""
-    notices = NOTIFIED.findall(stdout)
+    notices = NOTIFIED_PATTERN.findall(stdout)
     assert len(notices) == len(stdout.splitlines()), stdout
     return notices
 
 
-def members(cluster: Control, name: str) -> dict[str, str]:
+def read_members(cluster: Control, name: str) -> dict[str, str]:
     value = cluster.etcd.get(f'/groups/{name}')
     return {} if value is None else dict(json.loads(value)['members'])
 
 
-def used(cluster: Control, project: str) -> dict[str, int]:
+def read_usage(cluster: Control, project: str) -> dict[str, int]:
     value = cluster.etcd.get(f'/quotas/{project}')
     assert value is not None
     return dict(json.loads(value)['used'])
 
 
-def hosts(control: Control) -> dict[str, dict[str, Any]]:
+def list_hosts(control: Control) -> dict[str, dict[str, Any]]:
     result = control.eschedule('hosts', '-f', 'json')
     assert (result.code, result.stderr) == (0, ''), result
     return {host['compute']: host for host in json.loads(result.stdout)}
 
 
-def states(control: Control) -> dict[str, str]:
-    return {compute: host['state'] for compute, host in hosts(control).items()}
+def list_states(control: Control) -> dict[str, str]:
+    return {compute: host['state'] for compute, host in list_hosts(control).items()}
 
 
-def silence(control: Control, compute: Ecompute) -> None:
+def kill_and_lapse(control: Control, compute: Ecompute) -> None:
     """Kill a compute with SIGKILL, and let its presence expire."""
     compute.kill()
-    lapse(control, f'/computes/{compute.uuid}')
+    expire_key(control, f'/computes/{compute.uuid}')

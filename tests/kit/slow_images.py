@@ -18,7 +18,7 @@ from tests.kit.lab import Lab
 from tests.kit.servers import Server, free_port
 
 # Seconds until the rest is sent anyway, in case the test was killed: longer than any test waits.
-LONGEST = 900.0
+MAX_WAIT_SECONDS = 900.0
 CHUNK = 2**20
 
 
@@ -41,7 +41,7 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
             self.end_headers()
             with suppress(ConnectionError), path.open('rb') as file:  # its client was killed
                 self.copy(file, status.st_size // 2)
-                deadline = time.monotonic() + LONGEST
+                deadline = time.monotonic() + MAX_WAIT_SECONDS
                 while not go.exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
                 self.copy(file, status.st_size)
@@ -65,26 +65,26 @@ class SlowImages(Server):
     def __init__(self, lab: Lab, directory: Path) -> None:
         super().__init__(directory)
         layout = state.load(lab.name).layout
-        self._prefix = machine.inside(layout, lab.directory, 'control')
-        self._where = str(layout.control), str(free_port())
+        self._prefix = machine.make_command_prefix(layout, lab.directory, 'control')
+        self._address = str(layout.control), str(free_port())
         self._images = lab.directory / 'images'
         self._go = directory / 'go'
 
     def command(self) -> list[str]:
         """The server's command line, in the lab's control namespace."""
-        program = [sys.executable, '-m', 'tests.kit.slow_images', *self._where, str(self._images), str(self._go)]
+        program = [sys.executable, '-m', 'tests.kit.slow_images', *self._address, str(self._images), str(self._go)]
         return [*self._prefix, *program]
 
     def is_ready(self) -> bool:
-        return 'ready' in self.last_words()
+        return 'ready' in self.tail_log()
 
-    def url(self, name: str) -> str:
-        return f'http://{":".join(self._where)}/{name}'
+    def make_url(self, name: str) -> str:
+        return f'http://{":".join(self._address)}/{name}'
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         self._go.touch()
 
-    def sent(self) -> list[str]:
+    def list_recipients(self) -> list[str]:
         """List the clients that images were sent to completely, once for each image."""
         return [line.split()[1] for line in self.log.read_text().splitlines() if line.startswith('sent ')]
 

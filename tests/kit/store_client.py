@@ -9,13 +9,13 @@ from ecomp.conf import EtcdConfig
 from ecomp.store.client import Entry, Store
 
 
-def config(endpoint: str, timeout: float = 5.0) -> EtcdConfig:
+def make_config(endpoint: str, timeout: float = 5.0) -> EtcdConfig:
     return EtcdConfig(endpoints=(endpoint,), timeout=timeout)
 
 
 @contextmanager
-def connected(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
-    store = Store(config(endpoint, timeout))
+def open_store(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
+    store = Store(make_config(endpoint, timeout))
     try:
         yield store
     finally:

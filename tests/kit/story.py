@@ -10,27 +10,27 @@ from typing import Any
 
 from tests.kit import commands
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 # Four of them fill an ecompute --fake 'VCPU:4,DISK_GB:10,MEMORY_MB:512'.
-SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
+SMALL_QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
 IMAGE = 'http://images.invalid/small.qcow2'
 # A uuid that exists nowhere.
-NOBODY = '5ca1ab1e-0000-4000-8000-000000000000'
-SOON = 20.0
+UNKNOWN_UUID = '5ca1ab1e-0000-4000-8000-000000000000'
+REACTION_SECONDS = 20.0
 
-NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
+NOTIFIED_PATTERN = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
 
 
 def place(control: Control, *words: str) -> tuple[str, str]:
     """Place an instance, SMALL_QUERY by default, and return its compute and its uuid."""
-    return notified(control.eschedule(*(words or (SMALL,))))
+    return parse_notice(control.eschedule(*(words or (SMALL_QUERY,))))
 
 
 def boot(control: Control, *words: str) -> str:
     """Place an instance as place() does, wait for its address, and return its uuid."""
     _, instance = place(control, *words)
-    addressed(control, instance)
+    wait_address(control, instance)
     return instance
 
 
@@ -38,53 +38,55 @@ def boot_all(control: Control, count: int) -> list[str]:
     """Place `count` instances, then wait for the address of each, and return their uuids."""
     instances = [place(control)[1] for _ in range(count)]
     for instance in instances:
-        addressed(control, instance)
+        wait_address(control, instance)
     return instances
 
 
-def called(control: Control, *words: str) -> Result:
-    return commands.called(control.schedule_yaml, *words)
+def run_in_process(control: Control, *words: str) -> Result:
+    return commands.run_in_process(control.schedule_yaml, *words)
 
 
-def notified(result: Result) -> tuple[str, str]:
+def parse_notice(result: Result) -> tuple[str, str]:
     """Return the compute and the instance that a successful eschedule printed, and only that."""
     assert result.code == 0, result
-    notice = NOTIFIED.fullmatch(result.stdout)
+    notice = NOTIFIED_PATTERN.fullmatch(result.stdout)
     assert notice, result
     return notice[1], notice[2]
 
 
-def at_once(control: Control, commands: Sequence[Sequence[str]], width: int = 6) -> list[Result]:
+def run_concurrently(control: Control, commands: Sequence[Sequence[str]], width: int = 6) -> list[Result]:
     """Run several eschedules concurrently, `width` at a time."""
     with ThreadPoolExecutor(width) as threads:
         return list(threads.map(lambda words: control.eschedule(*words), commands))
 
 
-def record(control: Control, instance: str) -> dict[str, Any] | None:
-    value = control.etcd.record(instance)
+def read_record(control: Control, instance: str) -> dict[str, Any] | None:
+    value = control.etcd.read_record(instance)
     return None if value is None else dict(json.loads(value))
 
 
-def known(control: Control, instance: str) -> dict[str, Any]:
+def require_record(control: Control, instance: str) -> dict[str, Any]:
     """Return the instance's record, which must exist."""
-    stored = record(control, instance)
+    stored = read_record(control, instance)
     assert stored is not None, instance
     return stored
 
 
-def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
+def wait_state(control: Control, instance: str, state: str) -> dict[str, Any]:
     def find_record() -> dict[str, Any]:
-        stored = record(control, instance) or {}
+        stored = read_record(control, instance) or {}
         return stored if stored.get('state') == state else {}
 
-    return until(find_record, SOON, f'{instance} is {state}; it is {record(control, instance)}')
+    return wait_until(find_record, REACTION_SECONDS, f'{instance} is {state}; it is {read_record(control, instance)}')
 
 
-def addressed(control: Control, instance: str) -> str:
-    return until(lambda: control.etcd.get(f'/booted/{instance}'), SOON, f'{instance} has an address').decode()
+def wait_address(control: Control, instance: str) -> str:
+    return wait_until(
+        lambda: control.etcd.get(f'/booted/{instance}'), REACTION_SECONDS, f'{instance} has an address'
+    ).decode()
 
 
-def one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
+def assert_one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
     """Assert that a command failed with `code` and one line on stderr.
 
     The line must contain `words`, and is returned.
@@ -99,7 +101,7 @@ def one_line(result: Result, code: int, *words: str, command: str = 'eschedule')
     return lines[0]
 
 
-def log_of(compute: Ecompute) -> list[str]:
+def read_log(compute: Ecompute) -> list[str]:
     """Return an ecompute's log lines, among them no traceback and no internal error."""
     lines = compute.log.read_text().splitlines()
     for line in lines:
@@ -107,22 +109,22 @@ def log_of(compute: Ecompute) -> list[str]:
     return lines
 
 
-def logged(compute: Ecompute, *words: str) -> list[str]:
-    return [line for line in log_of(compute) if all(word in line for word in words)]
+def find_log_lines(compute: Ecompute, *words: str) -> list[str]:
+    return [line for line in read_log(compute) if all(word in line for word in words)]
 
 
-def logs(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
+def wait_log_lines(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
     """Wait for `number` lines in an ecompute's log that contain all words, and return them.
 
     It may log an action after others can see the effect.
     """
 
     def find_lines() -> list[str]:
-        lines = logged(compute, *words)
+        lines = find_log_lines(compute, *words)
         return lines if len(lines) >= number else []
 
-    return until(find_lines, SOON, f'compute {compute.uuid} logs {words}')
+    return wait_until(find_lines, REACTION_SECONDS, f'compute {compute.uuid} logs {words}')
 
 
-def reserved(control: Control, compute: str) -> int:
-    return int(control.placement.inventory(compute)['VCPU']['reserved'])
+def read_reserved(control: Control, compute: str) -> int:
+    return int(control.placement.read_inventory(compute)['VCPU']['reserved'])

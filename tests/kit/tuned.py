@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.commands import Control
-from tests.kit.hands import Armed
+from tests.kit.hands import ArmedEcompute
 
-PATCHED = """
+PATCHED_PROGRAM = """
 import sys
 import threading
 from importlib import import_module
@@ -31,20 +31,22 @@ sys.exit(main())
 """
 
 
-def patched(numbers: Mapping[str, float], trace: Path | None = None) -> str:
+def make_patched_program(numbers: Mapping[str, float], trace: Path | None = None) -> str:
     """Return a program that is ecompute with these constants.
 
     It writes the names of the threads it starts to `trace`.
     """
-    return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or '')
+    return PATCHED_PROGRAM.format(
+        numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or ''
+    )
 
 
-class Tuned(Armed):
+class TunedEcompute(ArmedEcompute):
     """A fake ecompute with other constants.
 
     Attributes:
-        numbers: constants of ecomp.agent.compute such as {'EVERY': 1}, or of another module of ecomp.agent, such as
-            {'host.claims.APART': 1}.
+        numbers: constants of ecomp.agent.compute such as {'PLAN_INTERVAL_SECONDS': 1}, or of another module of
+            ecomp.agent, such as {'host.claims.CONFIRMATION_SECONDS': 1}.
         extra: additional environment variables.
         prefix: a command that runs it.
     """
@@ -56,14 +58,14 @@ class Tuned(Armed):
     def command(self) -> list[str]:
         python, *words = super().command()
         if self.numbers:
-            words = ['-c', patched(self.numbers), *words[2:]]
+            words = ['-c', make_patched_program(self.numbers), *words[2:]]
         return [*self.prefix, python, *words]
 
     def environment(self) -> dict[str, str]:
         return {**super().environment(), **self.extra}
 
 
-def tuned(
+def make_tuned(
     control: Control,
     inventory: str = 'VCPU:4,DISK_GB:10,MEMORY_MB:512',
     failpoint: str = '',
@@ -72,13 +74,15 @@ def tuned(
     prefix: Sequence[str] = (),
     start: bool = True,
     **settings: Any,
-) -> Tuned:
+) -> TunedEcompute:
     """Make a fake ecompute with other constants, and start it unless `start` is False.
 
     It is stopped with `control`. `settings` are those of its compute.yaml; `placement` is another URL than the
     control's.
     """
-    compute = Tuned(control.etcd.endpoint, settings.pop('placement', control.placement.url), inventory, **settings)
+    compute = TunedEcompute(
+        control.etcd.endpoint, settings.pop('placement', control.placement.url), inventory, **settings
+    )
     compute.failpoint, compute.numbers, compute.extra, compute.prefix = failpoint, numbers or {}, extra or {}, prefix
     if start:
         control.at_exit.enter_context(compute)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import psutil
 
 
-class Use(NamedTuple):
+class ResourceUse(NamedTuple):
     """The numbers of open resources of a process, and its memory in MiB."""
 
     descriptors: int
@@ -17,7 +17,7 @@ class Use(NamedTuple):
     memory: float
 
     @classmethod
-    def of(cls, pid: int) -> Use:
+    def measure(cls, pid: int) -> ResourceUse:
         """Measure a process; the memory of its children is included."""
         process = psutil.Process(pid)
         children = process.children(recursive=True)

@@ -27,7 +27,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
+PRELOADED_MODULES = [
     *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operating.audit', 'ecomp.placement.client'),
     *('ecomp.store.by_h2', 'ecomp.store.watch', 'ecomp.placement.by_http'),
     *('ecomp.cli.inspect', 'yaml'),
@@ -36,19 +36,19 @@ PRELOAD = [
     'tests.kit.warmed',
 ]
 # A module that every warm process must have: the server silently skips what it cannot import.
-PROBE = 'h2'
+PROBE_MODULE = 'h2'
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 CLONE_NEWNS = 0x20000
 
 _CONTEXT = multiprocessing.get_context('forkserver')
-_CONTEXT.set_forkserver_preload(PRELOAD)
+_CONTEXT.set_forkserver_preload(PRELOADED_MODULES)
 # Starting a process polls all children, and only one poll of each gets its exit code: so one start at a time.
 _LOCK = threading.Lock()
 
 
 @atexit.register
-def _end_all() -> None:
+def _kill_all() -> None:
     # Otherwise the exit of this process would wait for them, even for frozen ones.
     for process in multiprocessing.active_children():
         process.kill()
@@ -59,7 +59,7 @@ def is_python(command: Sequence[str]) -> bool:
     return len(command) > 2 and command[0] == sys.executable and command[1] in ('-m', '-c')
 
 
-class Warm:
+class WarmProcess:
     """Runs a command warm, like subprocess.Popen; is_python(command) must be true.
 
     `stdout` and `stderr` are descriptors and stdin is /dev/null. The process has its own session and dies with this
@@ -117,7 +117,7 @@ class _Child:
         return {'_told': self._told, '_streams': tuple(DupFd(descriptor) for descriptor in self._streams)}
 
     def __call__(self) -> None:
-        assert PROBE in sys.modules, f'cold: {PROBE} could not be imported where the server was started'
+        assert PROBE_MODULE in sys.modules, f'cold: {PROBE_MODULE} could not be imported where the server was started'
         command, cwd, env, inside = self._told
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

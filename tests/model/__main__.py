@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.model.acting import Bounds
-from tests.model.explorer import Explored, decode, explore, replay, wander
+from tests.model.explorer import Exploration, decode_choices, explore, explore_randomly, replay
 from tests.model.mutations import MUTATIONS, detect
 from tests.model.scenarios import SCENARIOS
 
 # Number of seeds reserved for one piece of a long run: each random schedule has a seed.
-SEEDS = 10_000_000
+SEEDS_PER_PIECE = 10_000_000
 # The line that `--sum` reads begins with this.
-TOTAL = 'total: '
+TOTAL_PREFIX = 'total: '
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Total:
     seconds: float = 0.0
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser('python -m tests.model', description=(__doc__ or '').split('\n')[0])
     length = parser.add_mutually_exclusive_group()
     length.add_argument('--hours', type=float, help='how long in all')
@@ -52,13 +52,13 @@ def main(words: list[str]) -> int:
     length.add_argument('--planted', action='store_true', help='plant each bug, and print how many schedules it takes')
     parser.add_argument('scenarios', nargs='*', metavar='SCENARIO', help='these alone')
     parser.add_argument('--seed', type=int, help='choose all schedules by chance, with seeds of this piece')
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.replay:
         return _replay(options.replay)
     if options.planted:
-        return _find_planted()
+        return _detect_planted_bugs()
     if options.sum:
-        return _sum(options.sum)
+        return _sum_totals(options.sum)
     unknown = [name for name in options.scenarios if name not in SCENARIOS]
     if unknown:
         parser.error(f'no such scenario: {", ".join(unknown)}; there are {", ".join(SCENARIOS)}')
@@ -67,14 +67,14 @@ def main(words: list[str]) -> int:
 
 
 def _replay(text: str) -> int:
-    name, choices = decode(text)
+    name, choices = decode_choices(text)
     violations, story = replay(SCENARIOS[name], choices)
     sys.stdout.write(f'{SCENARIOS[name].title}\n{story}\n')
     sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in violations) or 'nothing is wrong\n')
     return 1 if violations else 0
 
 
-def _find_planted() -> int:
+def _detect_planted_bugs() -> int:
     sys.stdout.write('| planted bug | found by | schedules |\n|---|---|---|\n')
     missed = 0
     for name in MUTATIONS:
@@ -86,37 +86,41 @@ def _find_planted() -> int:
     return 1 if missed else 0
 
 
-def _explore(names: list[str], seconds: float, piece: int | None) -> int:
-    began, rows, total = time.monotonic(), [], Total(piece=piece or 0, scenarios=len(names))
-    first_seed = (piece or 0) * SEEDS
+def _explore(names: list[str], seconds: float, seed: int | None) -> int:
+    began, rows, total = time.monotonic(), [], Total(piece=seed or 0, scenarios=len(names))
+    first_seed = (seed or 0) * SEEDS_PER_PIECE
     for number, name in enumerate(names):
         scenario = SCENARIOS[name]
         # A scenario that finishes early leaves its time to those after it.
         share = (seconds - (time.monotonic() - began)) / (len(names) - number)
-        result = Explored()
-        if piece is None:
-            result = explore(scenario, seconds=share * (0.5 if share > 60 else 0.8), first=False)
+        result = Exploration()
+        if seed is None:
+            result = explore(scenario, seconds=share * (0.5 if share > 60 else 0.8), stop_at_first=False)
         remaining_seconds = seconds - (time.monotonic() - began) - share * (len(names) - number - 1)
         if remaining_seconds > 0 and not result.findings:
-            result.add(wander(scenario, _wider(scenario.bounds), first_seed, remaining_seconds, first=False))
+            result.add(
+                explore_randomly(
+                    scenario, _widen_bounds(scenario.bounds), first_seed, remaining_seconds, stop_at_first=False
+                )
+            )
         for finding in result.findings:
             sys.stdout.write(f'\n{name}: {scenario.title}\n{finding.story}\n')
-            sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in finding.wrong))
-            sys.stdout.write(f"python -m tests.model --replay '{finding.replay(scenario)}'\n")
+            sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in finding.violations))
+            sys.stdout.write(f"python -m tests.model --replay '{finding.encode(scenario)}'\n")
         total.schedules += result.schedules
         total.states += result.states
         total.exhausted += result.exhausted
         total.violations += len(result.findings)
-        rows.append(_row(name, result))
+        rows.append(_format_row(name, result))
         sys.stdout.flush()
     total.seconds = time.monotonic() - began
-    sys.stdout.write('\n' + '\n'.join([_HEAD, *rows, '', TOTAL + json.dumps(asdict(total))]) + '\n')
+    sys.stdout.write('\n' + '\n'.join([_TABLE_HEADER, *rows, '', TOTAL_PREFIX + json.dumps(asdict(total))]) + '\n')
     return 1 if total.violations else 0
 
 
-def _sum(paths: list[str]) -> int:
-    lines = [line for path in paths for line in Path(path).read_text().splitlines() if line.startswith(TOTAL)]
-    pieces = [Total(**json.loads(line.removeprefix(TOTAL))) for line in lines]
+def _sum_totals(paths: list[str]) -> int:
+    lines = [line for path in paths for line in Path(path).read_text().splitlines() if line.startswith(TOTAL_PREFIX)]
+    pieces = [Total(**json.loads(line.removeprefix(TOTAL_PREFIX))) for line in lines]
     if len({piece.piece for piece in pieces}) < len(pieces):
         sys.stdout.write('two of these have one seed: the same schedules are counted twice\n')
     sys.stdout.write(
@@ -128,18 +132,18 @@ def _sum(paths: list[str]) -> int:
     return 1 if any(piece.violations for piece in pieces) else 0
 
 
-def _wider(bounds: Bounds) -> Bounds:
+def _widen_bounds(bounds: Bounds) -> Bounds:
     """Return the bounds with every nonzero limit, and the number of faults, raised by one."""
     return Bounds(*(limit + 1 if limit else 0 for limit in bounds))._replace(faults=bounds.faults + 1)
 
 
-_HEAD = f'{"SCENARIO":28} {"SCHEDULES":>10} {"STATES":>9} {"STEPS":>6}  {"ALL":4} FINDINGS'
+_TABLE_HEADER = f'{"SCENARIO":28} {"SCHEDULES":>10} {"STATES":>9} {"STEPS":>6}  {"ALL":4} FINDINGS'
 
 
-def _row(name: str, found: Explored) -> str:
-    is_exhausted = 'yes' if found.exhausted else 'no'
-    counts = f'{found.schedules:10} {found.states:9} {found.longest:6}'
-    return f'{name:28} {counts}  {is_exhausted:4} {len(found.findings)}'
+def _format_row(name: str, result: Exploration) -> str:
+    is_exhausted = 'yes' if result.exhausted else 'no'
+    counts = f'{result.schedules:10} {result.states:9} {result.longest:6}'
+    return f'{name:28} {counts}  {is_exhausted:4} {len(result.findings)}'
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ KILL, REQUEST, ANSWER, LATE, HALVES, EXPIRY, MINUTE, INTERRUPT, READ = (
     *('kill', 'request', 'answer', 'late', 'halves', 'expiry', 'minute', 'interrupt', 'read'),
 )
 # A sleep of at least this many seconds counts as waiting for other actors.
-LONG = 1.0
+LONG_SLEEP_SECONDS = 1.0
 
 
 class Bounds(NamedTuple):
@@ -41,29 +41,29 @@ class Bounds(NamedTuple):
 
 
 # The usual bounds: one process may be killed, or the network may lose one message.
-SHAKY = Bounds(2, 1, kills=1, requests=1, answers=1)
+SINGLE_FAULT = Bounds(2, 1, kills=1, requests=1, answers=1)
 
-FIELD = {
+FIELD_INDEX = {
     name: Bounds._fields.index(field)
     for name, field in (
         *((KILL, 'kills'), (REQUEST, 'requests'), (ANSWER, 'answers'), (LATE, 'late'), (HALVES, 'halves')),
         *((EXPIRY, 'expiries'), (MINUTE, 'minutes'), (INTERRUPT, 'interrupts'), (READ, 'reads')),
     )
 }
-PREEMPTIONS = 0
-FAULTS = 1
+PREEMPTIONS_INDEX = 0
+FAULTS_INDEX = 1
 
 
 @dataclass(frozen=True)
 class Call:
     """The next call of an actor. With the world's state, `operation` determines the answer."""
 
-    where: str
-    what: tuple[Hashable, ...]
+    service: str
+    operation: tuple[Hashable, ...]
     writes: bool = False
     # Runs the first half alone, so that other actors act before the second; None if the call is atomic.
-    half: Callable[[], object] | None = None
-    divisible: Callable[[], bool] = lambda: False
+    run_first_half: Callable[[], object] | None = None
+    is_divisible: Callable[[], bool] = lambda: False
     # This is the second half of a write to placement. The only possible fault is a crash of placement.
     is_second: bool = False
 
@@ -82,55 +82,55 @@ class Actor:
     name: str
     work: Callable[[], object]
     mortal: bool = True
-    ready: Callable[[], bool] = lambda: True
+    is_ready: Callable[[], bool] = lambda: True
     call: Call = Call('', ('begins',))
     history: int = 0
-    wakes: float | None = None
+    wakes_at: float | None = None
     # The time by which placement has done the second half of the actor's write.
-    until: float = math.inf
+    half_done_until: float = math.inf
     done: bool = False
     dead: bool = False
     leases: int = 0
     uuids: int = 0
     outcome: object = None
     # The command that the user is told to repeat if the actor was killed or its outcome is unknown.
-    again: Callable[[], object] | None = None
+    retry: Callable[[], object] | None = None
     # Actors with the same process are killed together.
     process: object = None
     # The user's command, as tests/model/truth.py names it; '' if the actor reports nothing to a user.
     command: str = ''
     # The uuids, or the project, that the command is about; without a command see FinalState.touched.
-    about: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
     power: str = ''
     greenlet: Any = None
 
     @property
-    def is_at_it(self) -> bool:
+    def is_active(self) -> bool:
         return not self.done and not self.dead
 
     @property
-    def sleeps(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if the actor waits for others, which is longer than a pause between two tries."""
-        return self.wakes is not None and self.call.what[1] >= LONG  # type: ignore[operator]
+        return self.wakes_at is not None and self.call.operation[1] >= LONG_SLEEP_SECONDS  # type: ignore[operator]
 
 
 class Option(NamedTuple):
     """A possible next step: the actor or event that is next, the call's fault, and its cost."""
 
-    who: str
+    subject: str
     fate: str = ''
     preempts: bool = False
     is_event: bool = False
 
     @property
     def name(self) -> str:
-        return f'{self.who}/{self.fate}' if self.fate and not self.is_event else self.who
+        return f'{self.subject}/{self.fate}' if self.fate and not self.is_event else self.subject
 
 
 class Chooser(Protocol):
     """Decides what comes next. The options of a recorded choice are not computed again."""
 
-    def known(self) -> Option | None:
+    def get_recorded(self) -> Option | None:
         """Return the option that was recorded for this point, or None if one must be chosen."""
 
     def choose(self, world: World, options: list[Option]) -> Option:

@@ -8,19 +8,19 @@ from typing import Any
 
 from ecomp.errors import EcompError
 
-Ask = Callable[[Any], object]
+Query = Callable[[Any], object]
 
 
-def fresh() -> str:
+def make_random_uuid() -> str:
     return str(uuid.uuid4())
 
 
-def answer(ask: Ask, of: object) -> object:
+def get_answer(ask: Query, client: object) -> object:
     try:
-        return ask(of)
+        return ask(client)
     except EcompError as error:
         return type(error).__name__
 
 
-def differ(calls: Sequence[str], real: object, model: object) -> str:
+def format_difference(calls: Sequence[str], real: object, model: object) -> str:
     return '\n'.join([*calls, f'really: {real}', f'model:  {model}'])

@@ -13,20 +13,20 @@ from typing import Any, cast
 
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.allocation import compute_of
+from ecomp.model.allocation import find_compute
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.flavor import to_json as flavor_json
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
-from ecomp.model.order import Power, Request, SetOrder, name_to_json
+from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
 from ecomp.model.order import to_json as request_json
-from ecomp.model.queue import Place, QueueEntry
-from ecomp.model.quota import Quota, counted
+from ecomp.model.queue import QueueEntry, WaitingEntry
+from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import destroy, power
+from ecomp.scheduler.changing.change import change_power, destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue
@@ -42,27 +42,27 @@ from tests.model.virtual import NOW
 from tests.model.world import World
 
 QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
-LARGER = 'resources=VCPU:2,MEMORY_MB:1,DISK_GB:1'
+LARGER_QUERY = 'resources=VCPU:2,MEMORY_MB:1,DISK_GB:1'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 IMAGE = 'http://x/i'
 FLAVOR = 'small'
-WHO = {'host': 'h', 'pid': 1}
-APART = Membership('g', 'anti-affinity', True)
-TOGETHER = Membership('g', 'affinity', True)
+ATTEMPT_OWNER = {'host': 'h', 'pid': 1}
+ANTI_AFFINITY = Membership('g', 'anti-affinity', True)
+AFFINITY = Membership('g', 'affinity', True)
 
 
-def name_uuid(number: int) -> str:
+def make_numbered_uuid(number: int) -> str:
     """Return a uuid that is easy to distinguish from others."""
     return str(uuid.UUID(int=number << 100, version=4))
 
 
-A = name_uuid(1)
-B = name_uuid(2)
-C = name_uuid(6)
-U = name_uuid(3)
-V = name_uuid(4)
-W = name_uuid(5)
-S = name_uuid(9)
+A = make_numbered_uuid(1)
+B = make_numbered_uuid(2)
+C = make_numbered_uuid(6)
+U = make_numbered_uuid(3)
+V = make_numbered_uuid(4)
+W = make_numbered_uuid(5)
+S = make_numbered_uuid(9)
 NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
     str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
 }
@@ -73,7 +73,7 @@ class Command:
     """An eschedule that creates instances: its actor, its order, and if it was given --uuid."""
 
     actor: Actor
-    wanted: SetOrder
+    order: SetOrder
     resume: bool
 
 
@@ -92,19 +92,19 @@ class Cloud:
         self.machines: list[Compute] = []
         self.commands: list[Command] = []
         # True if there is room for everything that is requested, so that no refusal is expected.
-        self.is_ample = True
+        self.has_ample_room = True
         # True if the scene begins with an inconsistency that only an operator repairs.
-        self.is_astray = False
+        self.starts_inconsistent = False
         # True if computes, too, may be frozen for longer than their leases.
-        self.computes_freeze = False
+        self.may_freeze_computes = False
         # True if all quotas are set before anything is delivered.
-        self.is_limited = True
-        self.may_fail: set[str] = set()
+        self.has_quota_from_start = True
+        self.allowed_to_fail: set[str] = set()
         answer_audits(self.etcd, self.computes)
         self.invariants = Invariants(self)
         world.invariants.append(self.invariants.check)
-        world.events.append(self._expiries)
-        world.events.append(self._minutes)
+        world.events.append(self._list_expiries)
+        world.events.append(self._list_minutes)
 
     def exempt(self, rule: str, reason: str) -> None:
         """Do not check a rule of tests/model/invariants.py that this scenario breaks itself."""
@@ -113,7 +113,7 @@ class Cloud:
 
     # Setting the scene
 
-    def host(self, uuid: str, room: int = 4) -> Compute:
+    def add_host(self, uuid: str, room: int = 4) -> Compute:
         defaults = {'reserved': 0, 'min_unit': 1, 'max_unit': 99, 'step_size': 1, 'allocation_ratio': 1.0}
         sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
         inventories = {name: {'total': total, **defaults} for name, total in sizes.items()}
@@ -122,24 +122,24 @@ class Cloud:
         self.machines.append(compute)
         return compute
 
-    def hosts(self, *uuids: str, room: int = 4) -> list[Compute]:
-        return [self.host(compute, room) for compute in uuids]
+    def add_hosts(self, *uuids: str, room: int = 4) -> list[Compute]:
+        return [self.add_host(compute, room) for compute in uuids]
 
-    def hints(self, compute: str, room: object) -> None:
+    def publish_hints(self, compute: str, room: object) -> None:
         """Publish the room of a compute in its presence, whether it is correct or not."""
         presence = self.computes[compute].presence
-        presence.say(room=room)
-        presence.keep()
+        presence.add_fields(room=room)
+        presence.ensure_published()
 
-    def claimed(self, instance: str, compute: str) -> None:
+    def claim(self, instance: str, compute: str) -> None:
         allocations.claim_once(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
-    def limited(self, instances: int) -> None:
+    def set_instance_limit(self, instances: int) -> None:
         self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
 
-    def delivered(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
+    def deliver(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
         """Write a request that its compute has not seen yet, with every key that a delivery writes."""
-        self.claimed(instance, compute)
+        self.claim(instance, compute)
         stages = {'requested': NOW, 'scheduled': NOW}
         request = Request(
             instance,
@@ -161,24 +161,24 @@ class Cloud:
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']
-            puts.append(Put(keys.quota('p'), quota_json(Quota('p', limits, counted('p', [request])))))
+            puts.append(Put(keys.quota('p'), quota_json(Quota('p', limits, sum_charges('p', [request])))))
         self.store.commit([], puts)
 
-    def flavor(self) -> int:
+    def set_flavor(self) -> int:
         written = self.store.commit([], [Put(keys.flavor(FLAVOR), flavor_json(parse_flavor(FLAVOR, QUERY)))])
         assert written
         return written
 
-    def waiting(
+    def enqueue_request(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
-    ) -> Place:
+    ) -> WaitingEntry:
         """Put a request into the flavor's queue with enqueue()."""
-        flavor = self.flavor()
-        queue_entry = self.to_wait(instance, name, group, project)
-        enqueue(self.store, queue_entry, flavor, None, WHO, resume=False)
-        return Place(self.etcd.entries[queue_entry.key].revision, queue_entry)
+        flavor = self.set_flavor()
+        queue_entry = self.make_queue_entry(instance, name, group, project)
+        enqueue(self.store, queue_entry, flavor, None, ATTEMPT_OWNER, resume=False)
+        return WaitingEntry(self.etcd.entries[queue_entry.key].revision, queue_entry)
 
-    def to_wait(
+    def make_queue_entry(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
     ) -> QueueEntry:
         flavor = parse_flavor(FLAVOR, QUERY)
@@ -195,30 +195,32 @@ class Cloud:
 
     # Actors
 
-    def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
-        return self.world.act(name, work, mortal, **what)
+    def add_actor(self, name: str, work: Callable[[], object], mortal: bool = True, **fields: Any) -> Actor:
+        return self.world.add_actor(name, work, mortal, **fields)
 
-    def works(self, compute: str, doing: str, work: Callable[[], object]) -> Actor:
-        name = f'{NAMES[compute]}, {doing}' if doing else NAMES[compute]
-        return self.act(name, work, process=self.computes[compute].process)
+    def add_compute_actor(self, compute: str, activity: str, work: Callable[[], object]) -> Actor:
+        name = f'{NAMES[compute]}, {activity}' if activity else NAMES[compute]
+        return self.add_actor(name, work, process=self.computes[compute].process)
 
-    def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
+    def add_create(
+        self, actor_name: str, instance: str, resume: bool = False, seed: int = 1, **overrides: Any
+    ) -> Actor:
         """Add an `eschedule QUERY [--uuid]` that creates instances."""
-        queries_first, large = what.pop('asks_first', False), what.pop('large', None)
+        queries_first, large = overrides.pop('asks_first', False), overrides.pop('large', None)
         defaults = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', 'stages': {'requested': NOW}}
-        order = SetOrder(instance, **(defaults | what))
+        order = SetOrder(instance, **(defaults | overrides))
         work = partial(self.create, order, resume, seed, queries_first, large)
-        actor = self.act(who, work, command='create', about=tuple(order.instances))
+        actor = self.add_actor(actor_name, work, command='create', subjects=tuple(order.instances))
         self.commands.append(Command(actor, order, resume))
         return actor
 
-    def creates_twice(self, instance: str) -> None:
+    def add_two_creates(self, instance: str) -> None:
         """Add two eschedules that create the same uuid, both with --uuid."""
         for number in (1, 2):
-            self.creates(f'eschedule {number}', instance, resume=True, seed=number)
+            self.add_create(f'eschedule {number}', instance, resume=True, seed=number)
 
     def create(
-        self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False, large: int | None = None
+        self, order: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False, large: int | None = None
     ) -> dict[str, DeliveryOutcome]:
         """Create instances as eschedule does.
 
@@ -228,64 +230,68 @@ class Cloud:
         store = ModelStore(self.etcd)
         backend: Future[tuple[Placement, Offer]] = Future()
         if large is None:
-            backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
+            backend = cast('Future[tuple[Placement, Offer]]', OfferFuture(self, order.query, asks_first))
         else:
             backend.set_result((cast(Placement, self.placement), Offer(())))
-        return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW, large)
+        return create(store, backend, order, ATTEMPT_OWNER, resume, random.Random(seed), lambda: NOW, large)
 
-    def abandons(self, name: str, instance: str, request: str) -> Actor:
+    def add_abandon(self, name: str, instance: str, request: str) -> Actor:
         """Add an eschedule that could not deliver and releases its claim; its attempt has ended."""
-        return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
+        return self.add_actor(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
-    def destroys(self, name: str, instance: str) -> Actor:
+    def add_destroy(self, name: str, instance: str) -> Actor:
         def claimed_on(instance: str) -> str:
-            return compute_of(allocations.consumer(self.placement, instance).allocations)
+            return find_compute(allocations.read_consumer(self.placement, instance).allocations)
 
         def work() -> str:
-            return destroy(ModelStore(self.etcd), instance, claimed_on=claimed_on)
+            return destroy(ModelStore(self.etcd), instance, find_claiming_compute=claimed_on)
 
-        return self.act(name, work, command='destroy', about=(instance,))
+        return self.add_actor(name, work, command='destroy', subjects=(instance,))
 
-    def powers(self, name: str, instance: str, action: str) -> Actor:
-        order = Power(action, name_uuid(77 + len(self.world.actors)))
-        work = partial(power, ModelStore(self.etcd), instance, order)
-        return self.act(name, work, command='power', about=(instance,), power=order.id)
+    def add_power(self, name: str, instance: str, action: str) -> Actor:
+        order = PowerAction(action, make_numbered_uuid(77 + len(self.world.actors)))
+        work = partial(change_power, ModelStore(self.etcd), instance, order)
+        return self.add_actor(name, work, command='power', subjects=(instance,), power=order.id)
 
-    def enqueues(self, name: str, instance: str, resume: bool = False) -> Actor:
-        flavor, queue_entry = self.flavor(), self.to_wait(instance)
-        work = partial(enqueue, ModelStore(self.etcd), queue_entry, flavor, None, WHO, resume)
-        return self.act(name, work, command='queue', about=(instance,))
+    def add_enqueue(self, name: str, instance: str, resume: bool = False) -> Actor:
+        flavor, queue_entry = self.set_flavor(), self.make_queue_entry(instance)
+        work = partial(enqueue, ModelStore(self.etcd), queue_entry, flavor, None, ATTEMPT_OWNER, resume)
+        return self.add_actor(name, work, command='queue', subjects=(instance,))
 
-    def takes(self, compute: str, place: Place) -> Actor:
+    def add_take(self, compute: str, place: WaitingEntry) -> Actor:
         host = self.computes[compute]
-        return self.works(compute, 'taking', lambda: host.taker.take(place))
+        return self.add_compute_actor(compute, 'taking', lambda: host.taker.take(place))
 
-    def announced(self, instance: str) -> int:
+    def announce_attempt(self, instance: str) -> int:
         """Announce an attempt that never ends, and return the revision of its key."""
         lease = self.store.grant(60)
-        return announce(self.store, lease, instance, {'version': 1, 'instances': [instance], **WHO}, True)
+        return announce(self.store, lease, instance, {'version': 1, 'instances': [instance], **ATTEMPT_OWNER}, True)
 
     # Events
 
-    def _expiries(self) -> list[Event]:
+    def _list_expiries(self) -> list[Event]:
         bounds = self.world.bounds
         if not bounds.expiries:
             return []
         leases = sorted({entry.lease for entry in self.etcd.entries.values() if entry.lease})
-        if not self.computes_freeze:
+        if not self.may_freeze_computes:
             leases = [lease for lease in leases if all(host.presence.lease != lease for host in self.computes.values())]
         return [
-            (f'the lease of {self._owner(lease)} ends', EXPIRY, lambda lease=lease: self.etcd.end(lease))  # type: ignore[misc]
+            (
+                f'the lease of {self._find_lease_owner(lease)} ends',
+                EXPIRY,
+                lambda lease=lease: self.etcd.end_lease(lease),
+            )  # type: ignore[misc]
             for lease in leases
         ]
 
-    def _minutes(self) -> list[Event]:
+    def _list_minutes(self) -> list[Event]:
         return [('a minute passes', MINUTE, self._pass_minute)] if self.world.bounds.minutes else []
 
     def _pass_minute(self) -> None:
         self.world.clock += 61.0
 
-    def _owner(self, lease: int) -> str:
+    def _find_lease_owner(self, lease: int) -> str:
         for compute in self.computes.values():
             if compute.presence.lease == lease:
                 return f'compute {NAMES[compute.uuid]}'
@@ -296,7 +302,7 @@ class Cloud:
         """True if no message was lost and no actor was killed."""
         return not any(step.fate for step in self.world.steps)
 
-    def unknown(self) -> list[Command]:
+    def find_unknown_outcomes(self) -> list[Command]:
         """Return the commands to repeat with --uuid: killed ones, and those with exit code 7."""
         return [
             replace(command, resume=True)
@@ -304,7 +310,7 @@ class Cloud:
             if command.actor.dead or isinstance(command.actor.outcome, Unreachable | UnknownOutcome)
         ]
 
-    def told(self) -> Mapping[str, str]:
+    def collect_placements(self) -> Mapping[str, str]:
         """Return the placements that users were told: {instance: compute}."""
         placements: dict[str, str] = {}
         for command in self.commands:
@@ -313,21 +319,23 @@ class Cloud:
         return placements
 
 
-class Asked:
+class OfferFuture:
     """The future of ask_placement(): the query runs in an actor of its own, or in result()."""
 
-    def __init__(self, cloud: Cloud, query: str, at_once: bool) -> None:
+    def __init__(self, cloud: Cloud, query: str, starts_immediately: bool) -> None:
         self._cloud, self._query = cloud, query
         self._asker: Actor | None = None
-        if at_once:
-            parent = cloud.world.now
+        if starts_immediately:
+            parent = cloud.world.current
             name = f'the thread of {parent.name}' if parent is not None else 'a thread'
-            self._asker = cloud.act(name, lambda: allocations.candidates(cloud.placement, query), mortal=False)
+            self._asker = cloud.add_actor(
+                name, lambda: allocations.read_candidates(cloud.placement, query), mortal=False
+            )
 
     def result(self) -> tuple[Placement, Offer]:
         asker = self._asker
         if asker is None:
-            return self._cloud.placement, allocations.candidates(self._cloud.placement, self._query)
+            return self._cloud.placement, allocations.read_candidates(self._cloud.placement, self._query)
         self._cloud.world.wait('what placement offers', lambda: asker.done)
         if isinstance(asker.outcome, BaseException):
             raise asker.outcome

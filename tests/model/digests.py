@@ -23,7 +23,7 @@ def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
             for uuid, compute in computes.items():
                 if compute.is_dead or keys.compute(uuid) not in etcd.entries:
                     continue
-                pages = to_pages(compute.digest())
+                pages = to_pages(compute.make_digest())
                 parts = {'heard': '', **{str(number): page for number, page in enumerate(pages)}}
                 puts = [Put(keys.digest(audit, uuid, part), value, operation.lease) for part, value in parts.items()]
                 etcd.commit([], puts)

@@ -16,11 +16,11 @@ class Disk:
 
     def __init__(self, world: World, whose: str) -> None:
         self.world = world
-        self.whose = whose
+        self.owner = whose
         self.files: dict[str, str] = {}
-        world.prints.append(lambda: tuple(self.files.items()))
+        world.state_parts.append(lambda: tuple(self.files.items()))
 
-    def at(self, path: str) -> VirtualPath:
+    def make_path(self, path: str) -> VirtualPath:
         return VirtualPath(self, path)
 
 
@@ -58,15 +58,15 @@ class VirtualPath(PurePosixPath):
         self.disk.files.pop(str(self), None)
 
 
-def write_quietly(path: VirtualPath, text: str) -> None:
+def write_within_step(path: VirtualPath, text: str) -> None:
     """Write a file within the current step, so that no other actor acts before it."""
     path.disk.files[str(path)] = text
 
 
-def write_durably(path: VirtualPath, text: str) -> None:
+def write_as_step(path: VirtualPath, text: str) -> None:
     """Write a file in a step of its own: the writer may be killed before it."""
 
     def write() -> None:
         path.disk.files[str(path)] = text
 
-    path.disk.world.call(Call('disk', ('write', path.disk.whose, path.name, text), writes=True), write)
+    path.disk.world.call(Call('disk', ('write', path.disk.owner, path.name, text), writes=True), write)

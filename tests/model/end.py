@@ -11,11 +11,11 @@ from tests.model.acting import Actor
 from tests.model.cloud import Cloud
 
 Json = dict[str, Any]
-PLACING = ('create', 'queue')
-ENDED = ('gone', 'error')
+PLACEMENT_COMMANDS = ('create', 'queue')
+TERMINAL_STATES = ('gone', 'error')
 
 
-class Told(NamedTuple):
+class Sentence(NamedTuple):
     """One sentence, the actor whose command printed it, and the command's result or error."""
 
     actor: Actor
@@ -25,17 +25,17 @@ class Told(NamedTuple):
     @property
     def subject(self) -> str:
         """The single uuid, or the project, that the command is about."""
-        (subject,) = self.actor.about
+        (subject,) = self.actor.subjects
         return subject
 
 
-def prior(cloud: Cloud) -> frozenset[str]:
+def list_prior_instances(cloud: Cloud) -> frozenset[str]:
     """Return the instances that are requested, queued or hold a claim before the schedule."""
-    instances = {keys.last(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
+    instances = {keys.get_last_part(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
     return frozenset(instances | cloud.model.held.keys())
 
 
-class End:
+class FinalState:
     """The state at the end of a schedule, and the commands and actors that may have changed it."""
 
     def __init__(self, cloud: Cloud, before: frozenset[str]) -> None:
@@ -43,57 +43,66 @@ class End:
         self.entries = cloud.etcd.entries
         self.commands = [actor for actor in cloud.world.actors if actor.command]
         # Instances whose keys are changed manually, and computes that come back on their own.
-        self.touched = {instance for actor in cloud.world.actors if not actor.command for instance in actor.about}
+        self.touched = {instance for actor in cloud.world.actors if not actor.command for instance in actor.subjects}
 
-    def called(self, text: str) -> str:
+    def replace_uuids(self, text: str) -> str:
         """Replace uuids by the names that the story uses for them."""
         for uuid, name in self.cloud.world.names.items():
             text = text.replace(uuid, name)
         return text
 
-    def request(self, instance: str, compute: str = '') -> Json | None:
+    def read_request(self, instance: str, compute: str = '') -> Json | None:
         """Return an instance's request, on one compute or any; None if missing, {} if malformed."""
         for key, entry in self.entries.items():
-            if key.startswith(keys.request_prefix(compute) if compute else keys.HOSTS) and keys.last(key) == instance:
+            if (
+                key.startswith(keys.request_prefix(compute) if compute else keys.HOSTS)
+                and keys.get_last_part(key) == instance
+            ):
                 return _parse(entry.value)
         return None
 
     def is_requested(self, instance: str) -> bool:
-        return bool((self.request(instance) or {}).get('allocations'))
+        return bool((self.read_request(instance) or {}).get('allocations'))
 
-    def waits(self, instance: str) -> bool:
-        return any(key.startswith(keys.QUEUES) and keys.last(key) == instance for key in self.entries)
+    def is_queued(self, instance: str) -> bool:
+        return any(key.startswith(keys.QUEUES) and keys.get_last_part(key) == instance for key in self.entries)
 
     def has_entry(self, instance: str) -> bool:
         """True if etcd has a request, a record or a queue entry of the instance."""
         families = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
-        return any(key.startswith(families) and keys.last(key) == instance for key in self.entries)
+        return any(key.startswith(families) and keys.get_last_part(key) == instance for key in self.entries)
 
     def has_ended(self, instance: str) -> bool:
         """True if a record has a terminal state, or the instance's keys may have been removed."""
-        if self.were_given('clear') or instance in self.touched:
+        if self.has_command('clear') or instance in self.touched:
             return True
         records = (_parse(entry.value) for key, entry in self.entries.items() if key.startswith(keys.INSTANCES))
-        return any(record.get('instance') == instance and record.get('state') in ENDED for record in records)
+        return any(record.get('instance') == instance and record.get('state') in TERMINAL_STATES for record in records)
 
     def is_domain(self, instance: str) -> bool:
-        guests = (machine.hypervisor.guests().get(instance) for machine in self.cloud.machines)
+        guests = (machine.hypervisor.list_guests().get(instance) for machine in self.cloud.machines)
         return any(guest is not None and guest.defined for guest in guests)
 
-    def others(self, actor: Actor, *commands: str) -> list[Actor]:
+    def find_related_commands(self, actor: Actor, *commands: str) -> list[Actor]:
         """Return the other commands of these kinds about at least one of the same instances."""
         return [
             command
             for command in self.commands
-            if command is not actor and command.command in commands and not set(command.about).isdisjoint(actor.about)
+            if command is not actor
+            and command.command in commands
+            and not set(command.subjects).isdisjoint(actor.subjects)
         ]
 
-    def were_given(self, *commands: str) -> bool:
+    def has_command(self, *commands: str) -> bool:
         return any(command.command in commands for command in self.commands)
 
-    def may_be_another_s(self, actor: Actor, instance: str) -> bool:
+    def may_be_placed_by_another(self, actor: Actor, instance: str) -> bool:
         """True if the scene, or another command, may have placed the instance."""
-        others = [command for command in self.others(actor, *PLACING) if instance in command.about]
+        others = [
+            command
+            for command in self.find_related_commands(actor, *PLACEMENT_COMMANDS)
+            if instance in command.subjects
+        ]
         return instance in self.before or any(
             not (command.done and isinstance(command.outcome, EcompError)) or isinstance(command.outcome, Unreachable)
             for command in others
@@ -106,8 +115,8 @@ class End:
     def is_claimed_by_another(self, actor: Actor, instance: str) -> bool:
         """True if another actor wrote allocations of the instance during the schedule."""
         calls = (step.call for step in self.cloud.world.steps if step.actor != actor.name)
-        writes = (call for call in calls if call is not None and call.where == 'placement' and call.writes)
-        return any(instance in str(call.what) for call in writes)
+        writes = (call for call in calls if call is not None and call.service == 'placement' and call.writes)
+        return any(instance in str(call.operation) for call in writes)
 
     def was_harmed(self, actor: Actor) -> bool:
         """True if a message of this actor was lost."""

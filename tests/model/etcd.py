@@ -15,8 +15,8 @@ from tests.model.acting import Call
 from tests.model.world import World
 
 # The maximum number of operations, and of conditions, in one transaction.
-MOST = 128
-RENEWED = 1.0
+MAX_TRANSACTION_OPERATIONS = 128
+FENCE_RENEWAL_SECONDS = 1.0
 
 
 @dataclass
@@ -40,22 +40,22 @@ class Etcd:
         self.revision = 1
         self.entries: dict[str, Entry] = {}
         self.leases: dict[int, Lease] = {}
-        self.granted = 0
-        self.marks: dict[int, int] = {0: 0, 1: 1}
-        self.order = 0
+        self.scene_leases = 0
+        self.writer_marks: dict[int, int] = {0: 0, 1: 1}
+        self.order_fingerprint = 0
         # True if it accepts only deletes.
         self.is_full = False
         # Functions that are called with each write, in the same step.
         self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
-        self._print = 0
-        world.prints.append(lambda: (self._print, self.order, tuple(sorted(self.leases))))
+        self._fingerprint = 0
+        world.state_parts.append(lambda: (self._fingerprint, self.order_fingerprint, tuple(sorted(self.leases))))
 
     def grant(self, seconds: int, owner: str, lease: int) -> int:
-        self._has_room()
+        self._check_room()
         self.leases[lease] = Lease(owner, seconds)
         return lease
 
-    def end(self, lease: int) -> None:
+    def end_lease(self, lease: int) -> None:
         if self.leases.pop(lease, None) is not None:
             expired = [key for key, entry in self.entries.items() if entry.lease == lease]
             if expired:
@@ -63,57 +63,57 @@ class Etcd:
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
         """Write the operations and return the new revision, or None if a condition does not hold."""
-        if len(conditions) > MOST or len(operations) > MOST:
+        if len(conditions) > MAX_TRANSACTION_OPERATIONS or len(operations) > MAX_TRANSACTION_OPERATIONS:
             raise EcompError('etcd refuses: too many operations in txn request')
         put = [operation.key for operation in operations if isinstance(operation, Put)]
         deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
         if len(set(put)) < len(put) or not deleted.isdisjoint(put):
             raise EcompError('etcd refuses: duplicate key given in txn request')
         if put:
-            self._has_room()  # etcd reports this before it compares anything
-        if not all(map(self.holds, conditions)):
+            self._check_room()  # etcd reports this before it compares anything
+        if not all(map(self.is_met, conditions)):
             return None
         for operation in operations:
             if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
                 raise EcompError('etcd refuses: requested lease not found: this is not written. Try: the same command')
         return self._write(operations)
 
-    def _has_room(self) -> None:
+    def _check_room(self) -> None:
         if self.is_full:
             raise NoSpace('etcd is full', 'etcd')
 
-    def holds(self, condition: Unchanged | Exists) -> bool:
+    def is_met(self, condition: Unchanged | Exists) -> bool:
         entry = self.entries.get(condition.key)
         if isinstance(condition, Exists):
             return entry is not None
         return (entry.revision if entry is not None else 0) == condition.revision
 
-    def shape(self, found: object) -> Hashable:
+    def make_fingerprint(self, answer: object) -> Hashable:
         """Return the fingerprint of an answer: who wrote its entries, as described for the class."""
-        if isinstance(found, Entry):
-            return found.key, found.value, self.marks[found.revision], found.lease
-        if isinstance(found, Snapshot):
-            return tuple(map(self.shape, found.entries.values()))
-        return self.marks.get(found, 0) if isinstance(found, int) else repr(found)
+        if isinstance(answer, Entry):
+            return answer.key, answer.value, self.writer_marks[answer.revision], answer.lease
+        if isinstance(answer, Snapshot):
+            return tuple(map(self.make_fingerprint, answer.entries.values()))
+        return self.writer_marks.get(answer, 0) if isinstance(answer, int) else repr(answer)
 
     def _write(self, operations: Sequence[Put | Delete]) -> int:
         if not any(isinstance(operation, Put) or operation.key in self.entries for operation in operations):
             return self.revision  # nothing was deleted, and etcd makes no new revision for that
         self.revision += 1
-        mark = self.marks[self.revision] = self.world.mark()
+        mark = self.writer_marks[self.revision] = self.world.get_writer_mark()
         for operation in operations:
             before = self.entries.pop(operation.key, None)
-            self._print ^= hash(self.shape(before)) if before else 0
+            self._fingerprint ^= hash(self.make_fingerprint(before)) if before else 0
             if isinstance(operation, Put):
                 created = before.created if before else self.revision
                 new = Entry(operation.key, operation.value.encode(), self.revision, operation.lease, created=created)
                 self.entries[operation.key] = new
-                self._print ^= hash(self.shape(new))
+                self._fingerprint ^= hash(self.make_fingerprint(new))
         put = [operation.key for operation in operations if isinstance(operation, Put)]
         if any(key.startswith((keys.ATTEMPTS, keys.QUEUES)) and not key.endswith(keys.TAKER) for key in put):
-            self.order = hash((self.order, mark))
+            self.order_fingerprint = hash((self.order_fingerprint, mark))
         if any(key.startswith(keys.QUOTAS) for key in put):
-            self.order = hash((self.order, mark, self._print))
+            self.order_fingerprint = hash((self.order_fingerprint, mark, self._fingerprint))
         written = self.revision
         for listener in self.listeners:
             listener(operations)
@@ -124,44 +124,46 @@ class ModelStore(Store):
     """The connection of one process: the product's store with all its calls replaced."""
 
     def __init__(self, etcd: Etcd) -> None:
-        self.where = 'memory'
+        self.endpoints = 'memory'
         self.fence: Fence | None = None
         self._etcd = etcd
         self._world = etcd.world
 
     def get(self, key: str) -> Entry | None:
-        return self._world.call(Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.shape)
+        return self._world.call(
+            Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.make_fingerprint
+        )
 
     def snapshot(
-        self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
+        self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
         def read() -> Snapshot:
             entries = self._etcd.entries
             matching = {key: entries[key] for key in sorted(entries) if key.startswith(prefix)}
             if keys_only:
                 matching = {key: replace(entry, value=b'') for key, entry in matching.items()}
-            transformed = {key: new for key, entry in matching.items() if (new := keep(entry)) is not None}
+            transformed = {key: new for key, entry in matching.items() if (new := transform(entry)) is not None}
             return Snapshot(self._etcd.revision, transformed)
 
-        return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
+        return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.make_fingerprint)
 
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+    def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
         def select() -> dict[str, Entry]:
-            return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
+            return {key: self._etcd.entries[key] for key in requested_keys if key in self._etcd.entries}
 
-        def shape(found: dict[str, Entry]) -> Hashable:
-            return tuple(map(self._etcd.shape, found.values()))
+        def shape(entries: dict[str, Entry]) -> Hashable:
+            return tuple(map(self._etcd.make_fingerprint, entries.values()))
 
-        return self._world.call(Call('etcd', ('read', tuple(wanted))), select, shape)
+        return self._world.call(Call('etcd', ('read', tuple(requested_keys))), select, shape)
 
-    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+    def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         def select() -> tuple[list[Entry], int]:
             names = sorted(key for key in self._etcd.entries if key.startswith(prefix))
             order = sorted(names, key=lambda key: key < start)
             return [self._etcd.entries[key] for key in order[:limit]], len(names)
 
-        def shape(found: tuple[list[Entry], int]) -> Hashable:
-            return tuple(map(self._etcd.shape, found[0])), found[1]
+        def shape(answer: tuple[list[Entry], int]) -> Hashable:
+            return tuple(map(self._etcd.make_fingerprint, answer[0])), answer[1]
 
         return self._world.call(Call('etcd', ('around', prefix, start, limit)), select, shape)
 
@@ -170,39 +172,39 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('count', prefix)), lambda: sum(key.startswith(prefix) for key in entries))
 
     def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
     ) -> int | None:
         while True:
-            fence = self.fence if fenced else None
-            held = fence.of(operations) if fence else None
+            fence = self.fence if use_fence else None
+            held = fence.select_condition(operations) if fence else None
             compared = [*conditions, *([held] if held else [])]
-            marks = tuple((condition.key, self._mark(condition)) for condition in compared)
+            marks = tuple((condition.key, self._get_writer_mark(condition)) for condition in compared)
             call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
 
             def write(compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held) -> int | None:
                 written = self._etcd.commit(compared, operations)
-                is_ours = held is None or self._etcd.holds(held)
+                is_ours = held is None or self._etcd.is_met(held)
                 return written if written is not None else None if is_ours else -1
 
-            written = self._world.call(call, write, self._etcd.shape)
+            written = self._world.call(call, write, self._etcd.make_fingerprint)
             if written != -1:
                 return written
             assert fence is not None
             assert held is not None
-            fence.broken()
-            self._world.sleep(RENEWED)
+            fence.on_broken()
+            self._world.sleep(FENCE_RENEWAL_SECONDS)
             if self.fence is fence:
                 raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
 
     def grant(self, seconds: int) -> int:
-        actor, name = self._world.now, 'the scene'
+        actor, name = self._world.current, 'the scene'
         if actor is not None:
             actor.leases += 1
             # The id must not depend on what other actors do.
             lease, name = 100_000 * (self._world.actors.index(actor) + 1) + actor.leases, actor.name
         else:
-            self._etcd.granted += 1
-            lease = self._etcd.granted
+            self._etcd.scene_leases += 1
+            lease = self._etcd.scene_leases
 
         return self._world.call(Call('etcd', ('grant', seconds)), lambda: self._etcd.grant(seconds, name, lease))
 
@@ -214,13 +216,13 @@ class ModelStore(Store):
 
     def revoke(self, lease: int) -> None:
         """Revoke a lease; one that has already expired is not an error, as in Store."""
-        self._world.call(Call('etcd', ('revoke', lease)), lambda: self._etcd.end(lease))
+        self._world.call(Call('etcd', ('revoke', lease)), lambda: self._etcd.end_lease(lease))
 
-    def recognise(self) -> None:
+    def check_identity(self) -> None:
         """Do nothing: this is always the known etcd."""
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    def _mark(self, condition: Unchanged | Exists) -> int:
-        return -1 if isinstance(condition, Exists) else self._etcd.marks.get(condition.revision, -2)
+    def _get_writer_mark(self, condition: Unchanged | Exists) -> int:
+        return -1 if isinstance(condition, Exists) else self._etcd.writer_marks.get(condition.revision, -2)

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.model.acting import SHAKY, Bounds, Chooser, Option
+from tests.model.acting import SINGLE_FAULT, Bounds, Chooser, Option
 from tests.model.cloud import Cloud
-from tests.model.end import prior
-from tests.model.rest import fingerprint, left_alone
-from tests.model.story import tell
-from tests.model.truth import untrue
-from tests.model.virtual import inside, virtual
-from tests.model.world import Pruned, Restless, World
+from tests.model.end import list_prior_instances
+from tests.model.rest import check_left_alone, make_fingerprint
+from tests.model.story import format_story
+from tests.model.truth import find_false_sentences
+from tests.model.virtual import enter_world, patch_environment
+from tests.model.world import NotAtRest, Pruned, World
 
 Check = Callable[[], Iterable[str]]
 Scene = Callable[[Cloud], Check | None]
@@ -37,7 +37,7 @@ class Scenario:
     """
 
     scene: Scene
-    bounds: Bounds = SHAKY
+    bounds: Bounds = SINGLE_FAULT
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Scenario:
         return ' '.join((self.scene.__doc__ or '').split())
 
 
-def within(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
+def make_scenarios(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
     """Return a scenario with these bounds for each scene."""
     return [Scenario(scene, bounds) for scene in scenes]
 
@@ -56,16 +56,16 @@ def within(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
 class Finding(NamedTuple):
     """The violations at the end of a schedule, its story, and the choices that reproduce it."""
 
-    wrong: tuple[str, ...]
+    violations: tuple[str, ...]
     story: str
     choices: tuple[str, ...]
 
-    def replay(self, scenario: Scenario) -> str:
-        return encode(scenario.name, self.choices)
+    def encode(self, scenario: Scenario) -> str:
+        return encode_choices(scenario.name, self.choices)
 
 
 @dataclass
-class Explored:
+class Exploration:
     schedules: int = 0
     pruned: int = 0
     states: int = 0
@@ -73,19 +73,19 @@ class Explored:
     exhausted: bool = False
     findings: list[Finding] = field(default_factory=list)
 
-    def judge(self, wrong: Sequence[str], world: World, choices: tuple[str, ...]) -> None:
+    def add_result(self, violations: Sequence[str], world: World, choices: tuple[str, ...]) -> None:
         """Record the violations of an execution, unless the first of them is already known."""
         self.longest = max(self.longest, len(world.steps))
-        if wrong and wrong[0] not in {finding.wrong[0] for finding in self.findings}:
-            self.findings.append(Finding(tuple(wrong), tell(world), choices))
+        if violations and violations[0] not in {finding.violations[0] for finding in self.findings}:
+            self.findings.append(Finding(tuple(violations), format_story(world), choices))
 
-    def add(self, other: Explored) -> None:
+    def add(self, other: Exploration) -> None:
         self.schedules += other.schedules
         self.pruned += other.pruned
         self.states += other.states
         self.longest = max(self.longest, other.longest)
-        recorded = {finding.wrong[0] for finding in self.findings}
-        self.findings += [finding for finding in other.findings if finding.wrong[0] not in recorded]
+        recorded = {finding.violations[0] for finding in self.findings}
+        self.findings += [finding for finding in other.findings if finding.violations[0] not in recorded]
 
 
 class Choice(NamedTuple):
@@ -95,52 +95,52 @@ class Choice(NamedTuple):
     pick: int
 
     @property
-    def made(self) -> Option:
+    def chosen(self) -> Option:
         return self.options[self.pick]
 
 
-class Seen:
+class VisitedStates:
     """The visited states, each with the remaining bounds at each visit."""
 
     def __init__(self) -> None:
-        self._left: dict[int, list[tuple[int, ...]]] = {}
+        self._remaining: dict[int, list[tuple[int, ...]]] = {}
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._remaining)
 
-    def add(self, state: Hashable, left: tuple[int, ...]) -> bool:
+    def add(self, state: Hashable, remaining: tuple[int, ...]) -> bool:
         """Record a visit; return False if the state was visited with at least these bounds left."""
-        before = self._left.setdefault(hash(state), [])
-        if any(all(a >= b for a, b in zip(earlier, left, strict=True)) for earlier in before):
+        before = self._remaining.setdefault(hash(state), [])
+        if any(all(a >= b for a, b in zip(earlier, remaining, strict=True)) for earlier in before):
             return False
-        before.append(left)
+        before.append(remaining)
         return True
 
 
-class Follow:
+class RecordingChooser:
     """Repeats recorded choices, then takes the first or a random option; records all options.
 
     `before` are the choices of an earlier execution, the last one perhaps changed.
     """
 
     def __init__(
-        self, before: Sequence[Choice] = (), seen: Seen | None = None, rng: random.Random | None = None
+        self, before: Sequence[Choice] = (), visited: VisitedStates | None = None, rng: random.Random | None = None
     ) -> None:
-        self._before, self._seen, self._rng = before, seen, rng
+        self._before, self._visited, self._rng = before, visited, rng
         self.trail: list[Choice] = []
 
-    def known(self) -> Option | None:
+    def get_recorded(self) -> Option | None:
         if len(self.trail) >= len(self._before):
             return None
         choice = self._before[len(self.trail)]
         self.trail.append(choice)
-        return choice.made
+        return choice.chosen
 
     def choose(self, world: World, options: list[Option]) -> Option:
-        if self._seen is not None and not self._seen.add(world.state(), tuple(world.left)):
+        if self._visited is not None and not self._visited.add(world.get_state(), tuple(world.remaining)):
             raise Pruned
         self.trail.append(Choice(options, 0 if self._rng is None else self._pick(self._rng, options)))
-        return self.trail[-1].made
+        return self.trail[-1].chosen
 
     def _pick(self, rng: random.Random, options: Sequence[Option]) -> int:
         """Return the index of a random option; the actor that is running most often continues."""
@@ -149,16 +149,16 @@ class Follow:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(choice.made.name for choice in self.trail)
+        return tuple(choice.chosen.name for choice in self.trail)
 
 
-class Named:
+class NamedChooser:
     """Makes the choices with these names, then takes the first option."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = iter(names)
 
-    def known(self) -> None:
+    def get_recorded(self) -> None:
         """Return None: every choice is looked up by name."""
 
     def choose(self, _: World, options: list[Option]) -> Option:
@@ -167,8 +167,8 @@ class Named:
         return next(option for option in options if option.name == name)
 
 
-def play(
-    scenario: Scenario, chooser: Chooser, bounds: Bounds | None = None, ends: set[int] | None = None
+def run_schedule(
+    scenario: Scenario, chooser: Chooser, bounds: Bounds | None = None, checked_ends: set[int] | None = None
 ) -> tuple[list[str], World]:
     """Execute one schedule; return its violations and its world.
 
@@ -176,33 +176,33 @@ def play(
     that were checked before without a violation; they are not checked again.
     """
     world = World(bounds or scenario.bounds, chooser)
-    with inside(world):
+    with enter_world(world):
         cloud = Cloud(world)
         check = scenario.scene(cloud)
-        before = prior(cloud)
+        before = list_prior_instances(cloud)
         try:
             world.run()
-        except Restless:
+        except NotAtRest:
             return [f'does not come to rest: {len(world.steps)} steps, and somebody is still at it'], world
         except Pruned:
-            if not world.broken:
+            if not world.violations:
                 raise
-        if world.broken:
-            return world.broken, world
-        violations = untrue(cloud, before) or (list(check() or ()) if check is not None else [])
-        end = fingerprint(cloud)
-        if not violations and (ends is None or end not in ends):
-            violations = left_alone(cloud) or world.broken
-        if not violations and ends is not None:
-            ends.add(end)
+        if world.violations:
+            return world.violations, world
+        violations = find_false_sentences(cloud, before) or (list(check() or ()) if check is not None else [])
+        end = make_fingerprint(cloud)
+        if not violations and (checked_ends is None or end not in checked_ends):
+            violations = check_left_alone(cloud) or world.violations
+        if not violations and checked_ends is not None:
+            checked_ends.add(end)
         return violations, world
 
 
 @contextmanager
-def quiet_cloud() -> Iterator[Cloud]:
+def open_quiet_cloud() -> Iterator[Cloud]:
     """Yield a cloud without actors, with the current thread inside its world."""
-    world = World(Bounds(), Follow())
-    with virtual(), inside(world):
+    world = World(Bounds(), RecordingChooser())
+    with patch_environment(), enter_world(world):
         yield Cloud(world)
 
 
@@ -211,39 +211,44 @@ def explore(
     bounds: Bounds | None = None,
     seconds: float | None = None,
     schedules: int | None = None,
-    first: bool = True,
-) -> Explored:
+    stop_at_first: bool = True,
+) -> Exploration:
     """Explore all schedules within the bounds, at most `schedules` of them or for `seconds`.
 
     With `stop_at_first` stop at the first finding. Schedules with fewer preemptions come first, so that a finding is as
     simple as possible.
     """
-    bounds, began, total = bounds or scenario.bounds, _monotonic(), Explored()
+    bounds, began, total = bounds or scenario.bounds, _monotonic(), Exploration()
     ends: set[int] = set()
-    with virtual():
+    with patch_environment():
         for preemptions in range(bounds.preemptions + 1):
             max_seconds = None if seconds is None else seconds - (_monotonic() - began)
             max_schedules = None if schedules is None else schedules - total.schedules
-            result = _explore(
-                scenario, bounds._replace(preemptions=preemptions), max_seconds, max_schedules, first, ends
+            result = _explore_depth_first(
+                scenario, bounds._replace(preemptions=preemptions), max_seconds, max_schedules, stop_at_first, ends
             )
             states = max(total.states, result.states)
             total.add(result)
             total.states, total.exhausted = states, result.exhausted
-            if (first and total.findings) or not result.exhausted:
+            if (stop_at_first and total.findings) or not result.exhausted:
                 break
     return total
 
 
-def _explore(
-    scenario: Scenario, bounds: Bounds, seconds: float | None, schedules: int | None, first: bool, ends: set[int]
-) -> Explored:
-    result, visited, before, began = Explored(), Seen(), [Choice([], 0)][:0], _monotonic()
+def _explore_depth_first(
+    scenario: Scenario,
+    bounds: Bounds,
+    seconds: float | None,
+    schedules: int | None,
+    stop_at_first: bool,
+    ends: set[int],
+) -> Exploration:
+    result, visited, before, began = Exploration(), VisitedStates(), [Choice([], 0)][:0], _monotonic()
     while True:
-        chooser = Follow(before, visited)
+        chooser = RecordingChooser(before, visited)
         result.schedules += 1
         try:
-            result.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
+            result.add_result(*run_schedule(scenario, chooser, bounds, ends), chooser.choices)
         except Pruned:
             result.pruned += 1
         result.states = len(visited)
@@ -253,53 +258,53 @@ def _explore(
         result.exhausted = not trail
         is_late = seconds is not None and _monotonic() - began > seconds
         is_enough = schedules is not None and result.schedules >= schedules
-        if result.exhausted or is_late or is_enough or (first and result.findings):
+        if result.exhausted or is_late or is_enough or (stop_at_first and result.findings):
             return result
         options, pick = trail.pop()
         before = [*trail, Choice(options, pick + 1)]
 
 
-def look_for(scenario: Scenario, schedules: int, seed: int = 1) -> Explored:
+def search(scenario: Scenario, schedules: int, seed: int = 1) -> Exploration:
     """Run schedules until something is found: half of them in order, the others at random."""
     result = explore(scenario, schedules=schedules // 2)
     if not result.exhausted and not result.findings:
-        result.add(wander(scenario, scenario.bounds, seed, schedules=schedules - result.schedules))
+        result.add(explore_randomly(scenario, scenario.bounds, seed, schedules=schedules - result.schedules))
     return result
 
 
-def wander(
+def explore_randomly(
     scenario: Scenario,
     bounds: Bounds,
     seed: int,
     seconds: float | None = None,
     schedules: int | None = None,
-    first: bool = True,
-) -> Explored:
+    stop_at_first: bool = True,
+) -> Exploration:
     """Run random schedules beyond what can be explored exhaustively."""
-    result, began = Explored(), _monotonic()
+    result, began = Exploration(), _monotonic()
     ends: set[int] = set()
-    with virtual():
-        while not (first and result.findings):
+    with patch_environment():
+        while not (stop_at_first and result.findings):
             is_late = seconds is not None and _monotonic() - began > seconds
             if is_late or (schedules is not None and result.schedules >= schedules):
                 break
-            chooser = Follow(rng=random.Random(seed + result.schedules))
+            chooser = RecordingChooser(rng=random.Random(seed + result.schedules))
             result.schedules += 1
-            result.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
+            result.add_result(*run_schedule(scenario, chooser, bounds, ends), chooser.choices)
     return result
 
 
-WIDE = Bounds(*(99 for _ in Bounds._fields))
+UNLIMITED = Bounds(*(99 for _ in Bounds._fields))
 
 
 def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:
     """Return the violations at the end of these choices, and the story."""
-    with virtual():
-        violations, world = play(scenario, Named(choices), WIDE)
-        return violations, tell(world)
+    with patch_environment():
+        violations, world = run_schedule(scenario, NamedChooser(choices), UNLIMITED)
+        return violations, format_story(world)
 
 
-def encode(name: str, choices: Sequence[str]) -> str:
+def encode_choices(name: str, choices: Sequence[str]) -> str:
     """Return a scenario's name and choices as one line, in which repeated choices are counted."""
     runs: list[tuple[str, int]] = []
     for choice in choices:
@@ -310,7 +315,7 @@ def encode(name: str, choices: Sequence[str]) -> str:
     return f'{name}: ' + '; '.join(choice if number == 1 else f'{number} x {choice}' for choice, number in runs)
 
 
-def decode(text: str) -> tuple[str, list[str]]:
+def decode_choices(text: str) -> tuple[str, list[str]]:
     name, _, rest = text.partition(': ')
     choices: list[str] = []
     for run in filter(None, rest.split('; ')):

@@ -10,164 +10,195 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tests.model.explorer import Scenario, look_for
+from tests.model.explorer import Scenario, search
 from tests.model.mutations_host import HOST
-from tests.model.mutations_told import PAIRS, TOLD
+from tests.model.mutations_told import PAIRED, REPORTED
 from tests.model.planting import (
     Bug,
     Constant,
-    asks,
-    assigns,
-    becomes,
-    bug,
-    catches,
-    drops,
-    moves_last,
+    drop_argument,
+    drop_operand,
+    drop_statement,
+    make_bug,
+    move_last,
     never,
-    passes,
-    planted,
-    results,
-    returns,
-    without,
-    without_argument,
+    plant_bugs,
+    replace_argument,
+    replace_assignment,
+    replace_call,
+    replace_condition,
+    replace_handler,
+    replace_return,
+    return_constant,
 )
 
 # The number of schedules of one scenario within which a bug must be found.
-SCHEDULES = 3_000
+MAX_SCHEDULES = 3_000
 
 CLAIM = {
-    'undo does not ask who holds the attempt': bug(
-        'ecomp.scheduler.placing.claim:abandon', never('at_it', 'revision'), 'late_releases', 'one_uuid_of_two_sizes'
+    'undo does not ask who holds the attempt': make_bug(
+        'ecomp.scheduler.placing.claim:abandon',
+        never('attempt_entry', 'revision'),
+        'late_releases',
+        'one_uuid_of_two_sizes',
     ),
-    'undo does not look for a delivery': bug(
-        'ecomp.scheduler.placing.claim:abandon', without('read'), 'one_uuid_twice', 'lost_delivery'
+    'undo does not look for a delivery': make_bug(
+        'ecomp.scheduler.placing.claim:abandon', drop_operand('read'), 'one_uuid_twice', 'lost_delivery'
     ),
-    'undo does not ask who takes it from a queue': bug(
-        'ecomp.scheduler.placing.claim:abandon', without('taken'), 'overtaken_by_a_queue'
+    'undo does not ask who takes it from a queue': make_bug(
+        'ecomp.scheduler.placing.claim:abandon', drop_operand('taken_now'), 'overtaken_by_a_queue'
     ),
-    'a claim is released with a generation read later': bug(
+    'a claim is released with a generation read later': make_bug(
         'ecomp.placement.allocations:release',
-        passes('release_once', 2, 'consumer(placement, each)'),
+        replace_argument('release_once', 2, 'read_consumer(placement, name)'),
         *('release_beside_resume', 'claim_keeper'),
     ),
-    'attempts are read after requests': bug(
-        'ecomp.store.client:wanted',
-        results(
-            '{each for each, on in holding.items() if any(store.get(keys.request(compute, each)) for compute in on)}'
-            ' | (holding.keys() & (at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))))'
+    'attempts are read after requests': make_bug(
+        'ecomp.store.client:find_wanted_instances',
+        replace_return(
+            '{name for name, on in computes_by_instance.items() if any(store.get(keys.request(at, name)) for at in on)}'
+            ' | (computes_by_instance.keys() & (read_pending_instances(store) if include_queued'
+            ' else list_attempted_instances(store.snapshot(keys.ATTEMPTS))))'
         ),
         'fix_and_create',
     ),
-    'an equal claim is taken for ours': bug(
-        'ecomp.placement.allocations:_is_ours', assigns('moved', 'bool(held.allocations)'), 'overtaken_by_a_queue'
+    'an equal claim is taken for ours': make_bug(
+        'ecomp.placement.allocations:_is_own_claim',
+        replace_assignment('is_next', 'bool(held.allocations)'),
+        'overtaken_by_a_queue',
     ),
-    'a claim does not exceed the generations released': bug(
-        'ecomp.scheduler.placing.create:Attempt.released', returns(0), 'late_release_keeper_and_resume'
+    'a claim does not exceed the generations released': make_bug(
+        'ecomp.scheduler.placing.create:Attempt.read_highest_released',
+        return_constant(0),
+        'late_release_keeper_and_resume',
     ),
-    'a release is not noted': bug(
-        'ecomp.placement.allocations:release', drops('note'), 'late_release_keeper_and_resume', 'forget_and_taker'
+    'a release is not noted': make_bug(
+        'ecomp.placement.allocations:release',
+        drop_statement('note_generations'),
+        'late_release_keeper_and_resume',
+        'forget_and_taker',
     ),
-    'a release is noted after it': bug(
-        'ecomp.placement.allocations:release', moves_last('note'), 'late_release_keeper_and_resume', 'late_releases'
+    'a release is noted after it': make_bug(
+        'ecomp.placement.allocations:release',
+        move_last('note_generations'),
+        'late_release_keeper_and_resume',
+        'late_releases',
     ),
-    'a taker does not exceed the generations released': bug(
-        'ecomp.agent.queue:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
+    'a taker does not exceed the generations released': make_bug(
+        'ecomp.agent.queue:Taker._claim', replace_assignment('above', 'lambda: 0'), 'late_release_by_taker'
     ),
-    'a taker does not note what it releases': bug(
-        'ecomp.agent.queue:Taker.let_go', without_argument('release', 'note_released'), 'late_let_go'
+    'a taker does not note what it releases': make_bug(
+        'ecomp.agent.queue:Taker.release_claim', drop_argument('release', 'note_released'), 'late_release_by_taker'
     ),
-    'an empty consumer is a conflict': bug(
-        'ecomp.placement.allocations:claim', never('ConsumerConflict', 'found', 'generations'), 'orphan_consumer'
+    'an empty consumer is a conflict': make_bug(
+        'ecomp.placement.allocations:claim', never('ConsumerConflict', 'current', 'generations'), 'orphan_consumer'
     ),
-    'a consumer in the making is taken for empty': bug(
-        'ecomp.placement.allocations:EMPTY_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
+    'a consumer in the making is taken for empty': make_bug(
+        'ecomp.placement.allocations:EMPTY_CONSUMER_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
     ),
-    'a claim is moved without a check': bug(
-        'ecomp.placement.allocations:claim', drops('check'), 'one_uuid_of_two_sizes', 'cleared_and_asked_for_more'
+    'a claim is moved without a check': make_bug(
+        'ecomp.placement.allocations:claim',
+        drop_statement('check'),
+        'one_uuid_of_two_sizes',
+        'cleared_and_created_larger',
     ),
-    'a taker that gives up does not ask for attempts': bug(
-        'ecomp.agent.queue:Taker.let_go', never('in_requests'), 'waiting_removed'
+    'a taker that gives up does not ask for attempts': make_bug(
+        'ecomp.agent.queue:Taker.release_claim', never('list_attempted_instances'), 'queue_entry_removed'
     ),
-    'a compute without queues keeps what it claimed for them': bug(
-        'ecomp.agent.host.claims:ClaimKeeper._wanted', without_argument('wanted', 'waiting'), 'queues_off'
+    'a compute without queues keeps what it claimed for them': make_bug(
+        'ecomp.agent.host.claims:ClaimKeeper._select_kept',
+        drop_argument('find_wanted_instances', 'include_queued'),
+        'queues_off',
     ),
-    'the keeper releases at the first look': bug('ecomp.agent.host.claims:APART', Constant(0.0), 'foreign_claim'),
-    'the keeper does not ask for attempts': bug(
-        'ecomp.agent.host.claims:orphans', without('at_it'), 'claim_of_the_dead'
+    'the keeper releases at the first look': make_bug(
+        'ecomp.agent.host.claims:CONFIRMATION_SECONDS', Constant(0.0), 'foreign_claim'
     ),
-    'the keeper does not look for requests': bug(
-        'ecomp.agent.host.claims:orphans', without('wished'), 'claim_of_a_removed_request'
+    'the keeper does not ask for attempts': make_bug(
+        'ecomp.agent.host.claims:find_orphans', drop_operand('in_flight'), 'claim_of_the_dead'
     ),
-    'the claim of a dead attempt is not released before a look': bug(
-        'ecomp.agent.queue:Puller._look', never('_tidy'), 'restarted_taker'
+    'the keeper does not look for requests': make_bug(
+        'ecomp.agent.host.claims:find_orphans', drop_operand('requested'), 'claim_of_a_removed_request'
     ),
-    'a drain does not wait for attempts that are not announced': bug(
-        'ecomp.scheduler.operating.decommission:drained', without('all_announced'), 'drain_and_create'
+    'the claim of a dead attempt is not released before a look': make_bug(
+        'ecomp.agent.queue:Puller._read_room', never('_needs_cleanup'), 'restarted_taker'
+    ),
+    'a drain does not wait for attempts that are not announced': make_bug(
+        'ecomp.scheduler.operating.decommission:wait_until_drained', drop_operand('all_announced'), 'drain_and_create'
     ),
 }
 DELIVERY = {
-    'a delivery does not compare its attempt': bug(
-        'ecomp.scheduler.placing.claim:deliver', assigns('conditions', '[]'), 'late_delivery'
+    'a delivery does not compare its attempt': make_bug(
+        'ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]'), 'late_delivery'
     ),
-    'an attempt is on no lease': bug(
-        'ecomp.scheduler.placing.claim:announce', without_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
+    'an attempt is on no lease': make_bug(
+        'ecomp.scheduler.placing.claim:announce', drop_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
     ),
-    'a lost delivery is only looked for': bug(
-        'ecomp.scheduler.placing.claim:deliver', asks('store.get(attempt_key)', 'withdraw'), 'late_delivery'
+    'a lost delivery is only looked for': make_bug(
+        'ecomp.scheduler.placing.claim:deliver',
+        replace_condition('store.get(attempt_key)', 'withdraw_attempt'),
+        'late_delivery',
     ),
-    'a set and one of its instances are delivered at once': bug(
+    'a set and one of its instances are delivered at once': make_bug(
         'ecomp.scheduler.placing.claim:_check_alone', never('is_older'), 'set_and_its_member'
     ),
-    'a queued request does not compare its attempt': bug(
-        'ecomp.scheduler.placing.enqueue:_commit', without('attempt_revision'), 'queued_and_direct'
+    'a queued request does not compare its attempt': make_bug(
+        'ecomp.scheduler.placing.enqueue:_commit', drop_operand('attempt_revision'), 'queued_and_direct'
     ),
-    'a mark is on no lease': bug(
-        'ecomp.agent.queue:Taker._mark', without_argument('Put', 'lease'), 'dead_taker'
+    'a mark is on no lease': make_bug(
+        'ecomp.agent.queue:Taker._put_taker_key', drop_argument('Put', 'lease'), 'dead_taker'
     ),
-    'a refusal of placement is put down to its flavor': bug(
+    'a refusal of placement is put down to its flavor': make_bug(
         'ecomp.agent.queue:Puller._take',
-        catches('NoCapacity', '(NoCapacity, PlacementRefusal)'),
+        replace_handler('NoCapacity', '(NoCapacity, PlacementRefusal)'),
         'refused_by_placement',
     ),
-    'disabled computes are sampled': bug(
-        'ecomp.scheduler.placing.place:Few._offered',
-        passes('candidates', 1, "f'{self.wanted.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"),
-        'few_and_disable',
+    'disabled computes are sampled': make_bug(
+        'ecomp.scheduler.placing.place:SampledPlacer._query_compute',
+        replace_argument(
+            'read_candidates', 1, "f'{self.order.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"
+        ),
+        'sample_and_disable',
     ),
 }
 SHARED = {
-    'a first quota is counted once': bug(
-        'ecomp.scheduler.operating.sharing:recount', asks('False', 'now'), 'first_quota'
+    'a first quota is counted once': make_bug(
+        'ecomp.scheduler.operating.sharing:recount_quota', replace_condition('False', 'now'), 'first_quota'
     ),
-    'an end leaves its place in the group': bug(
-        'ecomp.store.sharing:ended', drops('put_group'), 'built_and_destroyed'
+    'an end leaves its place in the group': make_bug(
+        'ecomp.store.sharing:release_shared_keys', drop_statement('make_group_operation'), 'built_and_destroyed'
     ),
-    'an end leaves its quota': bug('ecomp.store.sharing:ended', drops('put_quota'), 'built_and_destroyed'),
-    'an end leaves its address': bug(
-        'ecomp.agent.instance.records:Records.end', drops('booted'), 'built_and_destroyed'
+    'an end leaves its quota': make_bug(
+        'ecomp.store.sharing:release_shared_keys', drop_statement('make_quota_put'), 'built_and_destroyed'
     ),
-    'a quota is not compared': bug(
-        'ecomp.store.sharing:charged', without('unchanged', place=-1), 'quota_of_one'
+    'an end leaves its address': make_bug(
+        'ecomp.agent.instance.records:Records.end', drop_statement('address'), 'built_and_destroyed'
     ),
-    'a quota that is not there is not compared': bug(
-        'ecomp.store.sharing:charged', without('unchanged', place=0), 'first_quota'
+    'a quota is not compared': make_bug(
+        'ecomp.store.sharing:charge_quota', drop_operand('unchanged', place=-1), 'quota_of_one'
     ),
-    'a group is not compared': bug('ecomp.store.sharing:joined', without('unchanged'), 'apart'),
-    'a name is not compared': bug(
-        'ecomp.scheduler.looking.find:take_names',
-        results('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
+    'a quota that is not there is not compared': make_bug(
+        'ecomp.store.sharing:charge_quota', drop_operand('unchanged', place=0), 'first_quota'
+    ),
+    'a group is not compared': make_bug(
+        'ecomp.store.sharing:join_group', drop_operand('unchanged'), 'strict_anti_affinity'
+    ),
+    'a name is not compared': make_bug(
+        'ecomp.scheduler.looking.find:reserve_names',
+        replace_return('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
         'one_name',
     ),
-    'a group admits everybody': bug('ecomp.model.group:Group.admits', returns(True), 'apart'),
-    'a quota allows everything': bug('ecomp.model.quota:Quota.excess', returns(()), 'quota_of_one'),
-    'a refused request keeps what it shared': bug(
-        'ecomp.model.order:parse_request', without_argument('Invalid', '_shares'), 'refused'
+    'a group admits everybody': make_bug(
+        'ecomp.model.group:Group.can_admit', return_constant(True), 'strict_anti_affinity'
     ),
-    'a destroy of a refused request forgets what it shared': bug(
-        'ecomp.scheduler.changing.change:_transaction', becomes('_group_of', 'None'), 'refused'
+    'a quota allows everything': make_bug('ecomp.model.quota:Quota.list_excesses', return_constant(()), 'quota_of_one'),
+    'a refused request keeps what it shared': make_bug(
+        'ecomp.model.order:parse_request', drop_argument('InvalidRequest', '_parse_request_holdings'), 'refused'
+    ),
+    'a destroy of a refused request forgets what it shared': make_bug(
+        'ecomp.scheduler.changing.change:_prepare_destroy', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
-MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **TOLD, **PAIRS}
+MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **REPORTED, **PAIRED}
 
 
 class Detection(NamedTuple):
@@ -181,9 +212,9 @@ class Detection(NamedTuple):
 def detect(name: str, scenarios: Mapping[str, Scenario]) -> Detection | None:
     """Plant a bug and search for it; return None if no scenario finds it."""
     bug = MUTATIONS[name]
-    with planted(bug.plants):
+    with plant_bugs(bug.plants):
         for scenario in bug.scenarios:
-            result = look_for(scenarios[scenario], SCHEDULES)
+            result = search(scenarios[scenario], MAX_SCHEDULES)
             for finding in result.findings:
-                return Detection(scenario, result.schedules, finding.wrong[0])
+                return Detection(scenario, result.schedules, finding.violations[0])
     return None

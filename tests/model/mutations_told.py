@@ -7,175 +7,189 @@ from __future__ import annotations
 
 from tests.model.planting import (
     always,
-    asks,
-    assigns,
-    both,
-    bug,
-    drops,
-    moves_first,
+    combine,
+    drop_argument,
+    drop_operand,
+    drop_statement,
+    make_bug,
+    make_pair,
+    move_first,
     never,
-    pair,
-    results,
-    returns,
-    without,
-    without_argument,
+    replace_assignment,
+    replace_condition,
+    replace_return,
+    return_constant,
 )
 
-_ON_A_LEASE = '{keys.last(key) for key, each in presence.items() if each.lease}'
-TOLD = {
+_ON_A_LEASE = '{keys.get_last_part(key) for key, stored in presences.items() if stored.lease}'
+REPORTED = {
     # Wrong for one step, and right again at rest
-    'a destroy releases the claim before the domain is undefined': bug(
-        'ecomp.agent.instance.instances:Instances._remove', moves_first('_release'), 'built_and_destroyed'
+    'a destroy releases the claim before the domain is undefined': make_bug(
+        'ecomp.agent.instance.instances:Instances._remove', move_first('_release_claim'), 'built_and_destroyed'
     ),
     # What a command reports to its user
-    'a delivery whose answer is lost is called undone': bug(
+    'a delivery whose answer is lost is called undone': make_bug(
         'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
     ),
-    'a destroy whose answer is lost is called not accepted': bug(
-        'ecomp.scheduler.changing.change:until_accepted', always('is_unknown'), 'destroy_with_losses'
+    'a destroy whose answer is lost is called not accepted': make_bug(
+        'ecomp.scheduler.changing.change:retry_until_accepted', always('is_unknown'), 'destroy_with_losses'
     ),
-    'an attempt that releases nothing calls its claim released': bug(
+    'an attempt that releases nothing calls its claim released': make_bug(
         'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
     ),
-    'a name is taken from who still has it': bug(
-        'ecomp.scheduler.looking.find:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
+    'a name is taken from who still has it': make_bug(
+        'ecomp.scheduler.looking.find:check_name_is_free', never('current', 'state'), 'one_name', 'name_of_destroyed'
     ),
     # Drains, and time
-    'a drain does not look for claims': bug(
-        'ecomp.scheduler.operating.decommission:drained', without('of_provider'), 'drain_beside_orphans'
+    'a drain does not look for claims': make_bug(
+        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        drop_operand('read_provider_allocations'),
+        'drain_beside_orphans',
     ),
-    'a drain does not wait for attempts': bug(
-        'ecomp.scheduler.operating.decommission:drained', without('placing', place=-1), 'drain_beside_a_frozen_create'
+    'a drain does not wait for attempts': make_bug(
+        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        drop_operand('placing', place=-1),
+        'drain_beside_a_frozen_create',
     ),
-    'a drain does not wait for takers': bug(
-        'ecomp.scheduler.operating.decommission:drained', without('taking', place=-1), 'drain_beside_a_frozen_claim'
+    'a drain does not wait for takers': make_bug(
+        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        drop_operand('taking', place=-1),
+        'drain_beside_a_frozen_claim',
     ),
-    'a create that was slow does not ask placement again': bug(
-        'ecomp.scheduler.placing.create:Attempt.claim', never('FRESH'), 'drain_and_slow_create'
+    'a create that was slow does not ask placement again': make_bug(
+        'ecomp.scheduler.placing.create:Attempt.claim', never('MAX_OFFER_AGE_SECONDS'), 'drain_and_slow_create'
     ),
-    'a taker does not read its traits before it takes': bug(
-        'ecomp.agent.queue:Puller._is_open', returns(True), 'drain_beside_a_frozen_taker'
+    'a taker does not read its traits before it takes': make_bug(
+        'ecomp.agent.queue:Puller._is_enabled', return_constant(True), 'drain_beside_a_frozen_taker'
     ),
-    'a refusal of placement lasts for ever': bug(
-        'ecomp.agent.queue:Puller.step', drops('_refused'), 'refused_and_room_again'
+    'a refusal of placement lasts for ever': make_bug(
+        'ecomp.agent.queue:Puller.step', drop_statement('_refusals'), 'refused_and_room_freed'
     ),
     # Computes that are forgotten, come back, or are new
-    'forget does not ask whether the compute has come back': bug(
-        'ecomp.scheduler.operating.decommission:_Removal._release', without('is_alive'), 'forgotten_as_it_takes'
+    'forget does not ask whether the compute has come back': make_bug(
+        'ecomp.scheduler.operating.decommission:_Removal._release', drop_operand('is_alive'), 'forgotten_while_taking'
     ),
-    'forget does not note what it releases': bug(
+    'forget does not note what it releases': make_bug(
         'ecomp.scheduler.operating.decommission:_Removal._release',
-        without_argument('release', 'note_released'),
-        'frozen_forget_and_used_again',
+        drop_argument('release', 'note_released'),
+        'frozen_forget_and_reused',
     ),
-    'two takers are not told from each other': bug(
-        'ecomp.agent.queue:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
+    'two takers are not told from each other': make_bug(
+        'ecomp.agent.queue:Taker._claim', never('entry', 'taker_revision'), 'cleared_and_created_larger'
     ),
     # A restored etcd
-    'a compute that publishes leaves the queue entry': bug(
-        'ecomp.agent.instance.records:_publish', drops('entry', 'Delete'), 'new_compute_behind_acceptance'
+    'a compute that publishes leaves the queue entry': make_bug(
+        'ecomp.agent.instance.records:_publish', drop_statement('entry', 'Delete'), 'new_compute_behind_acceptance'
     ),
-    'a half-done destroy is published as living': bug(
-        'ecomp.agent.instance.records:running', never('DESTROYING'), 'destroyed_half_and_restored'
+    'a half-done destroy is published as living': make_bug(
+        'ecomp.agent.instance.records:decide_republish', never('DESTROYING'), 'destroyed_half_and_restored'
     ),
-    'a compute that publishes does not restore names': bug(
-        'ecomp.agent.instance.records:_publish', assigns('change', '([], [])'), 'accepted_and_destroyed'
+    'a compute that publishes does not restore names': make_bug(
+        'ecomp.agent.instance.records:_publish', replace_assignment('change', '([], [])'), 'accepted_and_destroyed'
     ),
-    'a compute that publishes does not count quotas': bug(
+    'a compute that publishes does not count quotas': make_bug(
         'ecomp.agent.instance.records:_publish', never('is_new', 'queued'), 'accepted_by_two'
     ),
-    'a compute that publishes does not restore groups': bug(
-        'ecomp.store.sharing:rejoined', results('([unchanged], [])'), 'accepted_and_destroyed'
+    'a compute that publishes does not restore groups': make_bug(
+        'ecomp.store.sharing:rejoin_group', replace_return('([unchanged], [])'), 'accepted_and_destroyed'
     ),
     # Claims of another attempt, and what may run on a silent compute (rule 13)
-    'the claim of another attempt is moved to another compute': bug(
+    'the claim of another attempt is moved to another compute': make_bug(
         'ecomp.placement.allocations:claim', never('elsewhere'), 'queued_after_a_restore'
     ),
-    'an attempt takes all claims for its own': bug(
+    'an attempt takes all claims for its own': make_bug(
         'ecomp.scheduler.placing.create:create',
-        assigns('movable', 'set(wanted.instances)'),
+        replace_assignment('movable', 'set(order.instances)'),
         'resumed_as_it_is_published',
     ),
-    'undo releases claims that the attempt did not make': bug(
+    'undo releases claims that the attempt did not make': make_bug(
         'ecomp.scheduler.placing.create:Attempt.undo',
-        asks('(mine := self.tried)', 'mine', 'movable'),
+        replace_condition('(releasable := self.attempted)', 'releasable', 'movable'),
         'resumed_as_it_is_published',
     ),
-    'a taker does not ask whether a silent compute may run it': bug(
-        'ecomp.agent.queue:Puller._may_run_elsewhere', returns(False), 'new_compute_after_restoring_both'
+    'a taker does not ask whether a silent compute may run it': make_bug(
+        'ecomp.agent.queue:Puller._may_run_elsewhere', return_constant(False), 'new_compute_after_restoring_both'
     ),
-    'any key on a lease proves that its compute lives': bug(
-        'ecomp.model.host:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
+    'any key on a lease proves that its compute lives': make_bug(
+        'ecomp.model.host:list_unproven', replace_assignment('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
     ),
-    'a compute that publishes ignores what was destroyed in a queue': bug(
-        'ecomp.agent.instance.records:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'
+    'a compute that publishes ignores what was destroyed in a queue': make_bug(
+        'ecomp.agent.instance.records:decide_republish',
+        drop_operand('was_destroyed', 'wish'),
+        'destroyed_in_a_restored_queue',
     ),
-    'forget without --fenced does not ask for claims': bug(
-        'ecomp.scheduler.operating.decommission:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'
+    'forget without --fenced does not ask for claims': make_bug(
+        'ecomp.scheduler.operating.decommission:_check_allowed',
+        never('consumers', 'fenced'),
+        'forgotten_after_a_restore',
     ),
-    'a taker releases the claim of an instance that has a domain here': bug(
-        'ecomp.agent.queue:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
+    'a taker releases the claim of an instance that has a domain here': make_bug(
+        'ecomp.agent.queue:Puller._read_room', never('instance', 'here'), 'state_directory_lost_after_a_restore'
     ),
-    'a request is ended in error although another compute holds a claim for it': bug(
-        'ecomp.agent.queue:Taker.refuse', never('consumer'), 'refused_after_a_restore'
+    'a request is ended in error although another compute holds a claim for it': make_bug(
+        'ecomp.agent.queue:Taker.refuse', never('read_consumer'), 'refused_after_a_restore'
     ),
-    'a request is left alone for ever once another compute held a claim for it': bug(
-        'ecomp.agent.queue:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
+    'a request is left alone for ever once another compute held a claim for it': make_bug(
+        'ecomp.agent.queue:Puller._is_held_elsewhere', drop_statement('discard'), 'forget_and_taker'
     ),
     # Claims that are checked a second time
-    'the keeper does not look again before it releases': bug(
-        'ecomp.agent.host.claims:ClaimKeeper._wanted', results('set()'), 'claim_keeper'
+    'the keeper does not look again before it releases': make_bug(
+        'ecomp.agent.host.claims:ClaimKeeper._select_kept', replace_return('set()'), 'claim_keeper'
     ),
-    'a release does not keep what is wanted': bug(
-        'ecomp.placement.allocations:release', assigns('kept', '()'), 'fix_and_create'
+    'a release does not keep what is wanted': make_bug(
+        'ecomp.placement.allocations:release', replace_assignment('excluded', '()'), 'fix_and_create'
     ),
-    'a destroy out of a queue does not compare the entry': bug(
-        'ecomp.scheduler.changing.change:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
+    'a destroy out of a queue does not compare the entry': make_bug(
+        'ecomp.scheduler.changing.change:_prepare_dequeue', drop_operand('entry', 'Unchanged'), 'taken_and_destroyed'
     ),
-    'a destroy does not compare the request': bug(
-        'ecomp.scheduler.changing.change:_transaction', assigns('unchanged', '[]'), 'destroyed_twice_beside_another'
+    'a destroy does not compare the request': make_bug(
+        'ecomp.scheduler.changing.change:_prepare_destroy',
+        replace_assignment('unchanged', '[]'),
+        'destroyed_twice_beside_another',
     ),
-    'an address is not written for clients of 2019': bug(
-        'ecomp.agent.instance.instances:Instances.address', drops('booted'), 'built_and_destroyed'
+    'an address is not written for clients of 2019': make_bug(
+        'ecomp.agent.instance.instances:Instances.record_addresses',
+        drop_statement('Put', 'append'),
+        'built_and_destroyed',
     ),
-    'an attempt does not look for a delivery once it is announced': bug(
-        'ecomp.scheduler.placing.create:Attempt.announce', results('{}'), 'one_uuid_twice', 'resume_with_losses'
+    'an attempt does not look for a delivery once it is announced': make_bug(
+        'ecomp.scheduler.placing.create:Attempt.announce', replace_return('{}'), 'one_uuid_twice', 'resume_with_losses'
     ),
 }
-PAIRS = {
-    'neither the mark nor the lease fences a taker': pair(
-        bug('ecomp.agent.queue:Taker._move', without('mark_key', 'Unchanged')),
-        bug('ecomp.store.presence:Presence._hold', drops('fence')),
+PAIRED = {
+    'neither the mark nor the lease fences a taker': make_pair(
+        make_bug('ecomp.agent.queue:Taker._move', drop_operand('mark_key', 'Unchanged')),
+        make_bug('ecomp.store.presence:Presence._record_revision', drop_statement('fence')),
         'frozen_taker_forgotten',
     ),
-    'a move compares neither its mark nor the queue entry': bug(
+    'a move compares neither its mark nor the queue entry': make_bug(
         'ecomp.agent.queue:Taker._move',
-        both(without('mark_key', 'Unchanged'), without('queue_key', 'Unchanged')),
+        combine(drop_operand('mark_key', 'Unchanged'), drop_operand('queue_key', 'Unchanged')),
         'taken_and_destroyed',
     ),
-    'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': pair(
-        bug('ecomp.agent.queue:Taker._mark', assigns('ours', 'entry is not None')),
-        bug('ecomp.placement.allocations:claim', never('elsewhere')),
-        *('mark_removed', 'two_takers'),
+    'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': make_pair(
+        make_bug('ecomp.agent.queue:Taker._put_taker_key', replace_assignment('ours', 'entry is not None')),
+        make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
+        *('taker_key_removed', 'two_takers'),
     ),
-    'a taker neither leaves alone what may run elsewhere nor another compute\'s claim': pair(
-        bug('ecomp.agent.queue:Puller._may_run_elsewhere', returns(False)),
-        bug('ecomp.placement.allocations:claim', never('elsewhere')),
+    "a taker neither leaves alone what may run elsewhere nor another compute's claim": make_pair(
+        make_bug('ecomp.agent.queue:Puller._may_run_elsewhere', return_constant(False)),
+        make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),
-    'a create neither reads earlier claims nor leaves them where they are': pair(
-        bug('ecomp.scheduler.placing.create:earlier_claims', returns(({}, {}))),
-        bug('ecomp.placement.allocations:claim', never('elsewhere')),
+    'a create neither reads earlier claims nor leaves them where they are': make_pair(
+        make_bug('ecomp.scheduler.placing.create:read_earlier_claims', return_constant(({}, {}))),
+        make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         'resumed_after_a_restore',
     ),
-    'neither a create nor its delivery looks for an earlier record': pair(
-        bug('ecomp.scheduler.placing.create:_before', returns({})),
-        bug('ecomp.scheduler.placing.claim:deliver', drops('record', 'append')),
+    'neither a create nor its delivery looks for an earlier record': make_pair(
+        make_bug('ecomp.scheduler.placing.create:_find_delivered', return_constant({})),
+        make_bug('ecomp.scheduler.placing.claim:deliver', drop_statement('record', 'append')),
         'destroyed_and_asked_again',
     ),
-    'forget neither refuses nor looks before it releases': pair(
-        bug('ecomp.scheduler.operating.decommission:_allowed', never('reason')),
-        bug('ecomp.scheduler.operating.decommission:_Removal._release', never('is_alive')),
+    'forget neither refuses nor looks before it releases': make_pair(
+        make_bug('ecomp.scheduler.operating.decommission:_check_allowed', never('reason')),
+        make_bug('ecomp.scheduler.operating.decommission:_Removal._release', never('is_alive')),
         'forget_and_create',
     ),
 }

@@ -19,11 +19,11 @@ from tests.model.world import World
 
 Json = dict[str, Any]
 # The allocations of a consumer: {provider: {class: amount}}.
-Held = dict[str, dict[str, int]]
+Allocations = dict[str, dict[str, int]]
 CONCURRENT, IN_USE, DUPLICATE = (
     *('placement.concurrent_update', 'placement.resource_provider.inuse', 'placement.duplicate_name'),
 )
-LARGEST = 2147483647
+MAX_INT = 2147483647
 
 
 class Refused(Exception):
@@ -50,30 +50,30 @@ class Provider:
 
 
 @dataclass
-class Begun:
+class StartedWrite:
     """A write of allocations after its first transactions: the rows it read and created."""
 
     bodies: Mapping[str, Json]
     rows: dict[str, tuple[int, int]]
-    made: list[str]
+    created: list[str]
 
 
 class PlacementModel:
     def __init__(self, world: World) -> None:
         self.providers: dict[str, Provider] = {}
         self.rows: dict[str, Row] = {}
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, Allocations] = {}
         self.custom: set[str] = set()
         self._ids = itertools.count(1)
         self.writes = 0
-        self._print: tuple[int, int] = (-1, 0)
-        world.prints.append(self.shape)
+        self._fingerprint: tuple[int, int] = (-1, 0)
+        world.state_parts.append(self.make_fingerprint)
 
-    def used(self, provider: str, name: str) -> int:
+    def get_usage(self, provider: str, name: str) -> int:
         """Return the usage of a class, including allocations whose consumer was deleted."""
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
 
-    def capacity(self, provider: str, name: str) -> int:
+    def get_capacity(self, provider: str, name: str) -> int:
         inventory = self.providers[provider].inventories.get(name)
         return (
             0
@@ -83,13 +83,13 @@ class PlacementModel:
 
     # Allocations
 
-    def makes(self, bodies: Mapping[str, Json]) -> bool:
+    def creates_consumer(self, bodies: Mapping[str, Json]) -> bool:
         """Return True if this write would create a consumer."""
         return any(name not in self.rows and body['consumer_generation'] is None for name, body in bodies.items())
 
-    def begin(self, bodies: Mapping[str, Json]) -> Begun:
+    def begin(self, bodies: Mapping[str, Json]) -> StartedWrite:
         """Run the first transactions of a write, which create missing consumers."""
-        started = Begun(bodies, {}, [])
+        started = StartedWrite(bodies, {}, [])
         for body in bodies.values():
             if any(not 1 <= len(body[name_of_id]) <= 255 for name_of_id in ('user_id', 'project_id')):
                 raise Refused(400, 'JSON does not validate: a user or project id is of 1 to 255 characters')
@@ -103,37 +103,37 @@ class PlacementModel:
                     raise Refused(409, detail, CONCURRENT)
                 if row is None:
                     row = self.rows[name] = Row(next(self._ids), body['user_id'], body['project_id'])
-                    started.made.append(name)
+                    started.created.append(name)
                     self.writes += 1
                 started.rows[name] = row.id, row.generation
         except Refused:
-            self._undo(started)
+            self._delete_created(started)
             raise
         return started
 
-    def finish(self, begun: Begun) -> None:
+    def finish(self, started: StartedWrite) -> None:
         """Run the last transaction, which writes all allocations or changes nothing."""
-        for body in begun.bodies.values():
+        for body in started.bodies.values():
             for provider in body['allocations']:
                 if provider not in self.providers:
                     # The consumers that were created stay, as in the real placement.
                     raise Refused(400, f"Allocation for resource provider '{provider}' that does not exist.")
         try:
-            requested = {name: _held(body) for name, body in begun.bodies.items()}
+            requested = {name: _parse_allocations(body) for name, body in started.bodies.items()}
             self._check(requested)
-            for name, (number, generation) in begun.rows.items():
+            for name, (number, generation) in started.rows.items():
                 row = self.rows.get(name)
                 if not requested[name] and not self.held.get(name):
                     continue
                 if row is None or (row.id, row.generation) != (number, generation):
                     raise Refused(409, 'Inventory and/or allocations changed while attempting to allocate', CONCURRENT)
         except Refused:
-            self._undo(begun)
+            self._delete_created(started)
             raise
         self.writes += 1
         for provider in {other for name, held in requested.items() for other in held or self.held.get(name, {})}:
             self.providers[provider].generation += 1
-        for name, body in begun.bodies.items():
+        for name, body in started.bodies.items():
             before = self.held.pop(name, {})
             if requested[name]:
                 self.held[name] = requested[name]
@@ -142,54 +142,54 @@ class PlacementModel:
             elif before:
                 del self.rows[name]
 
-    def _check(self, wanted: Mapping[str, Held]) -> None:
+    def _check(self, requested: Mapping[str, Allocations]) -> None:
         """Raise Refused if the allocations together would exceed a capacity or break a unit rule."""
-        after = {**self.held, **wanted}
-        for name in {provider for held in wanted.values() for provider in held}:
-            for kind in {kind for held in wanted.values() for kind in held.get(name, {})}:
+        after = {**self.held, **requested}
+        for name in {provider for held in requested.values() for provider in held}:
+            for kind in {kind for held in requested.values() for kind in held.get(name, {})}:
                 inventory = self.providers[name].inventories.get(kind)
-                used, capacity = self.used(name, kind), self.capacity(name, kind)
+                used, capacity = self.get_usage(name, kind), self.get_capacity(name, kind)
                 used_then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
                 if inventory is None or (used_then > capacity and used_then > used):
                     raise Refused(409, f'Unable to allocate inventory: no {kind} on {name} for so much')
-                amounts = [held.get(name, {}).get(kind, 0) for held in wanted.values()]
-                if not all(_is_given(inventory, amount) for amount in amounts if amount):
+                amounts = [held.get(name, {}).get(kind, 0) for held in requested.values()]
+                if not all(_is_valid_amount(inventory, amount) for amount in amounts if amount):
                     raise Refused(409, f'Unable to allocate inventory: so much {kind} is not given on {name}')
 
-    def _undo(self, begun: Begun) -> None:
-        for name in begun.made:
+    def _delete_created(self, started: StartedWrite) -> None:
+        for name in started.created:
             row = self.rows.get(name)
-            if row is not None and row.id == begun.rows[name][0]:
+            if row is not None and row.id == started.rows[name][0]:
                 del self.rows[name]
                 self.writes += 1
 
     # Requests
 
-    def ask(self, path: str) -> Json:
+    def get(self, path: str) -> Json:
         """Answer a GET request. Refused."""
         resource, _, query = path.partition('?')
         parts = resource.strip('/').split('/')
         parameters = parse_qsl(query, keep_blank_values=True)
         if parts[0] == 'allocations':
-            return self._consumer(parts[1])
+            return self._show_consumer(parts[1])
         if parts[0] == 'allocation_candidates':
-            return self._candidates(parameters)
+            return self._list_candidates(parameters)
         if parts[0] == 'usages':
-            return self._project(dict(parameters)['project_id'])
+            return self._sum_project_usage(dict(parameters)['project_id'])
         if parts[0] == 'traits':
             traits = dict(parameters)['name'].removeprefix('in:').split(',')
             return {'traits': [trait for trait in traits if self._is_known(trait)]}
         if len(parts) == 1:
             providers = [name for name in self.providers if self._matches(name, parameters)]
-            return {'resource_providers': [self._summary(name) for name in providers]}
-        provider = self._provider(parts[1])
+            return {'resource_providers': [self._summarize_provider(name) for name in providers]}
+        provider = self._get_provider(parts[1])
         generation = {'resource_provider_generation': provider.generation}
         if len(parts) == 2:
-            return self._summary(parts[1])
+            return self._summarize_provider(parts[1])
         if parts[2] == 'inventories':
             return {'inventories': {name: dict(fields) for name, fields in provider.inventories.items()}, **generation}
         if parts[2] == 'usages':
-            return {'usages': {name: self.used(parts[1], name) for name in provider.inventories}, **generation}
+            return {'usages': {name: self.get_usage(parts[1], name) for name in provider.inventories}, **generation}
         if parts[2] == 'allocations':
             held = {
                 name: {'resources': dict(allocated[parts[1]]), 'consumer_generation': self.rows[name].generation}
@@ -213,7 +213,7 @@ class PlacementModel:
             self.providers[body['uuid']] = Provider(body['name'])
             self.writes += 1
             return
-        provider = self._provider(parts[1])
+        provider = self._get_provider(parts[1])
         if method == 'DELETE':
             if any(parts[1] in held for held in self.held.values()):
                 raise Refused(409, f'Unable to delete resource provider {parts[1]}: it has allocations', IN_USE)
@@ -223,17 +223,17 @@ class PlacementModel:
             if body['resource_provider_generation'] != provider.generation:
                 raise Refused(409, 'resource provider generation conflict', CONCURRENT)
             before = provider.traits
-            self._set(parts[1], parts[2], body[parts[2]])
+            self._set_part(parts[1], parts[2], body[parts[2]])
             provider.generation += parts[2] != 'traits' or provider.traits != before
         self.writes += 1
 
-    def _set(self, name: str, part: str, value: Any) -> None:
+    def _set_part(self, name: str, part: str, value: Any) -> None:
         provider = self.providers[name]
         if part == 'inventories':
-            new = {kind: {**_PLAIN, **fields} for kind, fields in value.items()}
+            new = {kind: {**_INVENTORY_DEFAULTS, **fields} for kind, fields in value.items()}
             if any(fields['reserved'] > fields['total'] for fields in new.values()):
                 raise Refused(400, 'Unable to update inventory: reserved is more than there is')
-            if any(self.used(name, kind) for kind in provider.inventories.keys() - new.keys()):
+            if any(self.get_usage(name, kind) for kind in provider.inventories.keys() - new.keys()):
                 raise Refused(409, 'update conflict: Inventory is in use', 'placement.inventory.inuse')
             provider.inventories = new
             return
@@ -242,12 +242,12 @@ class PlacementModel:
             raise Refused(400, f'No such trait {", ".join(unknown)}')
         setattr(provider, part, frozenset(value))
 
-    def _provider(self, name: str) -> Provider:
+    def _get_provider(self, name: str) -> Provider:
         if name not in self.providers:
             raise Refused(404, f'No resource provider with uuid {name} found')
         return self.providers[name]
 
-    def _consumer(self, name: str) -> Json:
+    def _show_consumer(self, name: str) -> Json:
         held, row = self.held.get(name), self.rows.get(name)
         if not held or row is None:
             return {'allocations': {}}
@@ -258,10 +258,10 @@ class PlacementModel:
         owner = {'project_id': row.project, 'user_id': row.user, 'consumer_type': 'INSTANCE'}
         return {'allocations': allocations, 'consumer_generation': row.generation, **owner}
 
-    def _candidates(self, asked: list[tuple[str, str]]) -> Json:
-        providers = [name for name in self.providers if self._matches(name, asked)]
-        limit = int(dict(asked).get('limit', 0)) or None
-        resources = _amounts(dict(asked)['resources'])
+    def _list_candidates(self, parameters: list[tuple[str, str]]) -> Json:
+        providers = [name for name in self.providers if self._matches(name, parameters)]
+        limit = int(dict(parameters).get('limit', 0)) or None
+        resources = _parse_amounts(dict(parameters)['resources'])
         requests = [
             {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in providers[:limit]
         ]
@@ -270,7 +270,7 @@ class PlacementModel:
             'provider_summaries': {
                 name: {
                     'resources': {
-                        kind: {'capacity': self.capacity(name, kind), 'used': self.used(name, kind)}
+                        kind: {'capacity': self.get_capacity(name, kind), 'used': self.get_usage(name, kind)}
                         for kind in self.providers[name].inventories
                     },
                     'traits': sorted(self.providers[name].traits),
@@ -279,7 +279,7 @@ class PlacementModel:
             },
         }
 
-    def _project(self, project: str) -> Json:
+    def _sum_project_usage(self, project: str) -> Json:
         total: dict[str, int] = {}
         for name, held in self.held.items():
             if name in self.rows and self.rows[name].project == project:
@@ -289,19 +289,21 @@ class PlacementModel:
                         total[kind] = total.get(kind, 0) + amount
         return {'usages': {'INSTANCE': total} if total else {}}
 
-    def _summary(self, name: str) -> Json:
+    def _summarize_provider(self, name: str) -> Json:
         provider = self.providers[name]
         tree = {'root_provider_uuid': name, 'parent_provider_uuid': None}
         return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **tree}
 
-    def _matches(self, name: str, asked: list[tuple[str, str]]) -> bool:
-        results = [self._is_so(name, key, value) for key, value in asked]  # no short cut: each parameter may be refused
+    def _matches(self, name: str, parameters: list[tuple[str, str]]) -> bool:
+        results = [
+            self._matches_parameter(name, key, value) for key, value in parameters
+        ]  # no short cut: each parameter may be refused
         return all(results)
 
-    def _is_so(self, name: str, key: str, value: str) -> bool:
+    def _matches_parameter(self, name: str, key: str, value: str) -> bool:
         provider = self.providers[name]
         if key == 'resources':
-            return all(self._gives(name, kind, amount) for kind, amount in _amounts(value).items())
+            return all(self._can_allocate(name, kind, amount) for kind, amount in _parse_amounts(value).items())
         if key in ('required', 'root_required'):
             traits = value.removeprefix('in:').split(',')
             unknown = [trait for trait in traits if not self._is_known(trait.lstrip('!'))]
@@ -315,33 +317,36 @@ class PlacementModel:
             return provider.aggregates.isdisjoint(aggregates) == value.startswith('!')
         return {'in_tree': name, 'uuid': name, 'name': provider.name}.get(key, value) == value
 
-    def _gives(self, name: str, kind: str, amount: int) -> bool:
+    def _can_allocate(self, name: str, kind: str, amount: int) -> bool:
         inventory = self.providers[name].inventories.get(kind)
-        if inventory is None or self.used(name, kind) + amount > self.capacity(name, kind):
+        if inventory is None or self.get_usage(name, kind) + amount > self.get_capacity(name, kind):
             return False
-        return _is_given(inventory, amount)
+        return _is_valid_amount(inventory, amount)
 
     def _is_known(self, trait: str) -> bool:
-        return trait in self.custom or trait in _KNOWN
+        return trait in self.custom or trait in _STANDARD_TRAITS
 
-    def shape(self) -> int:
-        if self._print[0] != self.writes:
+    def make_fingerprint(self) -> int:
+        if self._fingerprint[0] != self.writes:
             rows = sorted((name, row.generation, row.user, row.project) for name, row in self.rows.items())
-            self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))
-        return self._print[1]
+            self._fingerprint = (
+                self.writes,
+                hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items())))),
+            )
+        return self._fingerprint[1]
 
 
-_PLAIN = {'reserved': 0, 'min_unit': 1, 'max_unit': LARGEST, 'step_size': 1, 'allocation_ratio': 1.0}
-_KNOWN = frozenset(os_traits.get_traits())
+_INVENTORY_DEFAULTS = {'reserved': 0, 'min_unit': 1, 'max_unit': MAX_INT, 'step_size': 1, 'allocation_ratio': 1.0}
+_STANDARD_TRAITS = frozenset(os_traits.get_traits())
 
 
-def _is_given(inventory: Json, amount: int) -> bool:
+def _is_valid_amount(inventory: Json, amount: int) -> bool:
     return inventory['min_unit'] <= amount <= inventory['max_unit'] and not amount % inventory['step_size']
 
 
-def _held(body: Json) -> Held:
+def _parse_allocations(body: Json) -> Allocations:
     return {provider: dict(allocation['resources']) for provider, allocation in body['allocations'].items()}
 
 
-def _amounts(value: str) -> dict[str, int]:
+def _parse_amounts(value: str) -> dict[str, int]:
     return {name: int(amount) for name, _, amount in (pair.partition(':') for pair in value.split(','))}

@@ -21,33 +21,35 @@ class ModelPlacement(Placement):
         self._model, self._world = model, world
 
     def get(self, path: str) -> Json:
-        return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
+        return self._world.call(
+            Call('placement', ('GET', path)), lambda: self._translate_refusal(lambda: self._model.get(path))
+        )
 
     def write(self, method: str, path: str, body: Json | None) -> None:
         operation = (method, path, json.dumps(body))
         model = self._model
         if not path.startswith('/allocations'):
             call = Call('placement', operation, writes=True)
-            self._world.call(call, lambda: self._answered(lambda: model.write(method, path, body)))
+            self._world.call(call, lambda: self._translate_refusal(lambda: model.write(method, path, body)))
             return
         assert body is not None, 'a claim is released as it was read, never by DELETE'
         bodies = body if method == 'POST' else {path.rsplit('/', 1)[-1]: body}
         call = Call(
             *('placement', operation, True),
-            lambda: self._answered(lambda: model.begin(bodies)),
-            lambda: model.makes(bodies),
+            lambda: self._translate_refusal(lambda: model.begin(bodies)),
+            lambda: model.creates_consumer(bodies),
         )
-        started = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
+        started = self._world.call(call, lambda: self._translate_refusal(lambda: model.finish(model.begin(bodies))))
         if started is not None:
             second = Call('placement', ('goes on', *operation), writes=True, is_second=True)
-            self._world.call(second, lambda: self._answered(lambda: model.finish(started)))
+            self._world.call(second, lambda: self._translate_refusal(lambda: model.finish(started)))
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    def _answered(self, do: Callable[[], Any]) -> Any:
+    def _translate_refusal(self, function: Callable[[], Any]) -> Any:
         try:
-            return do()
+            return function()
         except Refused as error:
             status, body = error.answer
-            raise self._error(Answer(status, json.dumps(body).encode(), {}), AssertionError) from None  # type: ignore[arg-type]
+            raise self._make_error(Answer(status, json.dumps(body).encode(), {}), AssertionError) from None  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from unittest import mock
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Change = Callable[[Function], None]
-Found = TypeVar('Found')
+Match = TypeVar('Match')
 
 
 class Constant(NamedTuple):
@@ -30,7 +30,7 @@ class Constant(NamedTuple):
 class Plant(NamedTuple):
     """One change of one function, or of one constant."""
 
-    where: str
+    target: str
     change: Change | Constant
 
 
@@ -41,14 +41,14 @@ class Bug(NamedTuple):
     scenarios: tuple[str, ...]
 
 
-def bug(where: str, change: Change | Constant, *scenarios: str) -> Bug:
+def make_bug(target: str, change: Change | Constant, *scenarios: str) -> Bug:
     """Make a bug of one plant."""
-    return Bug((Plant(where, change),), scenarios)
+    return Bug((Plant(target, change),), scenarios)
 
 
-def pair(some: Bug, other: Bug, *scenarios: str) -> Bug:
+def make_pair(first: Bug, second: Bug, *scenarios: str) -> Bug:
     """Make one bug of two that cover each other: neither is found alone."""
-    return Bug((*some.plants, *other.plants), scenarios)
+    return Bug((*first.plants, *second.plants), scenarios)
 
 
 class Misplaced(AssertionError):
@@ -56,36 +56,36 @@ class Misplaced(AssertionError):
 
 
 @contextmanager
-def planted(plants: Sequence[Plant]) -> Iterator[None]:
+def plant_bugs(plants: Sequence[Plant]) -> Iterator[None]:
     """Have these bugs in the product within the context. Misplaced."""
-    assert len({plant.where for plant in plants}) == len(plants), 'one plant a function: both() joins changes'
+    assert len({plant.target for plant in plants}) == len(plants), 'one plant a function: both() joins changes'
     with ExitStack() as stack:
         for plant in plants:
-            stack.enter_context(_planted(plant))
+            stack.enter_context(_plant_bug(plant))
         yield
 
 
 @contextmanager
-def _planted(plant: Plant) -> Iterator[None]:
-    module_name, _, name = plant.where.partition(':')
+def _plant_bug(plant: Plant) -> Iterator[None]:
+    module_name, _, name = plant.target.partition(':')
     module = importlib.import_module(module_name)
     if isinstance(plant.change, Constant):
         if name not in vars(module):
-            raise Misplaced(f'{plant.where}: there is no such constant')
+            raise Misplaced(f'{plant.target}: there is no such constant')
         with mock.patch.object(module, name, plant.change.value):
             yield
         return
-    function = _function(module, name)
+    function = _find_function(module, name)
     before = function.__code__
     # Exchange the code, not the name: a module that imported the function by name gets the bug, too.
-    function.__code__ = _changed(module, name, plant)
+    function.__code__ = _compile_changed(module, name, plant)
     try:
         yield
     finally:
         function.__code__ = before
 
 
-def _function(module: ModuleType, name: str) -> FunctionType:
+def _find_function(module: ModuleType, name: str) -> FunctionType:
     value: object = module
     for part in name.split('.'):
         value = inspect.getattr_static(value, part, None)
@@ -98,7 +98,7 @@ def _function(module: ModuleType, name: str) -> FunctionType:
     return inspect.unwrap(value)
 
 
-def _changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
+def _compile_changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
     tree = ast.parse(inspect.getsource(module))
     node: ast.AST = tree
     for part in name.split('.'):
@@ -108,127 +108,129 @@ def _changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
     try:
         plant.change(node)
     except Misplaced as error:
-        raise Misplaced(f'{plant.where}: {error}') from None
+        raise Misplaced(f'{plant.target}: {error}') from None
     code = compile(ast.fix_missing_locations(tree), str(module.__file__), 'exec')
-    return next(nested for nested in _nested(code) if nested.co_qualname == name)
+    return next(nested for nested in _list_nested_code(code) if nested.co_qualname == name)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _list_nested_code(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from _nested(constant)
+            yield from _list_nested_code(constant)
 
 
-def changing(edit: Callable[..., None]) -> Callable[..., Change]:
+def make_change_factory(edit: Callable[..., None]) -> Callable[..., Change]:
     """Turn an edit of a function into a factory of changes, which takes its other arguments."""
     return lambda *given, **named: lambda function: edit(function, *given, **named)
 
 
-@changing
-def both(function: Function, *changes: Change) -> None:
+@make_change_factory
+def combine(function: Function, *changes: Change) -> None:
     """Make several changes to one function."""
     for change in changes:
         change(function)
 
 
-@changing
-def returns(function: Function, value: object) -> None:
+@make_change_factory
+def return_constant(function: Function, value: object) -> None:
     """Return a constant immediately."""
-    function.body = [ast.Return(_expression(repr(value)))]
+    function.body = [ast.Return(_parse_expression(repr(value)))]
 
 
-@changing
-def asks(function: Function, expression: str, *names: str) -> None:
+@make_change_factory
+def replace_condition(function: Function, expression: str, *names: str) -> None:
     """Replace the one condition that mentions these names."""
     tests = [(node, 'test', node.test) for node in ast.walk(function) if isinstance(node, ast.If | ast.IfExp)]
-    owner, field, _ = _only(names, [test for test in tests if _mentions(test[2], names)])
-    setattr(owner, field, _expression(expression))
+    owner, field, _ = _get_only(names, [test for test in tests if _mentions(test[2], names)])
+    setattr(owner, field, _parse_expression(expression))
 
 
 def never(*names: str) -> Change:
     """Make the one condition that mentions these names always false."""
-    return asks('False', *names)
+    return replace_condition('False', *names)
 
 
 def always(*names: str) -> Change:
     """Make the one condition that mentions these names always true."""
-    return asks('True', *names)
+    return replace_condition('True', *names)
 
 
-@changing
-def drops(function: Function, *names: str) -> None:
+@make_change_factory
+def drop_statement(function: Function, *names: str) -> None:
     """Delete the one simple statement that mentions these names."""
-    block, statement = _statement(function, names)
+    block, statement = _find_statement(function, names)
     block[block.index(statement)] = ast.Pass()
 
 
-@changing
-def moves_last(function: Function, *names: str) -> None:
+@make_change_factory
+def move_last(function: Function, *names: str) -> None:
     """Move the one simple statement that mentions these names to the end of its block."""
-    block, statement = _statement(function, names)
+    block, statement = _find_statement(function, names)
     block.remove(statement)
     block.append(statement)
 
 
-@changing
-def moves_first(function: Function, *names: str) -> None:
+@make_change_factory
+def move_first(function: Function, *names: str) -> None:
     """Move the one simple statement that mentions these names to the beginning of its block."""
-    block, statement = _statement(function, names)
+    block, statement = _find_statement(function, names)
     block.remove(statement)
     block.insert(0, statement)
 
 
-@changing
-def without(function: Function, *names: str, place: int | None = None) -> None:
+@make_change_factory
+def drop_operand(function: Function, *names: str, place: int | None = None) -> None:
     """Delete the one operand or element that mentions these names.
 
     It is an operand of and, or, -, |, or an element of a list, a tuple or a set. `place` is its index among several
     matches, in the order of the source.
     """
-    matches = [(parent, node) for parent in ast.walk(function) for node in _operands(parent) if _mentions(node, names)]
+    matches = [
+        (parent, node) for parent in ast.walk(function) for node in _list_operands(parent) if _mentions(node, names)
+    ]
     # Keep only the innermost matches: the nodes around a match mention its names, too.
-    inner = [(parent, node) for parent, node in matches if not any(_holds(node, other) for other, _ in matches)]
+    inner = [(parent, node) for parent, node in matches if not any(_contains(node, other) for other, _ in matches)]
     inner.sort(key=lambda each: (each[1].lineno, each[1].col_offset))
-    parent, operand = inner[place] if place is not None else _only(names, inner)
+    parent, operand = inner[place] if place is not None else _get_only(names, inner)
     if isinstance(parent, ast.BinOp):
-        _exchange(function, parent, parent.right if operand is parent.left else parent.left)
+        _replace_node(function, parent, parent.right if operand is parent.left else parent.left)
         return
     assert isinstance(parent, ast.BoolOp | ast.List | ast.Tuple | ast.Set)
     operands: list[ast.expr] = parent.values if isinstance(parent, ast.BoolOp) else parent.elts
     operands.remove(operand)
     if isinstance(parent, ast.BoolOp) and len(operands) == 1:
-        _exchange(function, parent, operands[0])
+        _replace_node(function, parent, operands[0])
 
 
-@changing
-def without_argument(function: Function, call: str, *names: str) -> None:
+@make_change_factory
+def drop_argument(function: Function, call: str, *names: str) -> None:
     """Delete the one argument that mentions these names from the calls of this function."""
     matches = [
         (arguments, argument)
-        for node in _calls(function, call)
+        for node in _find_calls(function, call)
         for arguments in (node.args, node.keywords)
         for argument in arguments
         if _mentions(argument, names)
     ]
-    arguments, argument = _only((call, *names), matches)
+    arguments, argument = _get_only((call, *names), matches)
     arguments.remove(argument)  # type: ignore[arg-type]
 
 
-@changing
-def passes(function: Function, call: str, position: int, expression: str) -> None:
+@make_change_factory
+def replace_argument(function: Function, call: str, position: int, expression: str) -> None:
     """Replace the argument at this position in the one call of this function."""
-    _only((call,), _calls(function, call)).args[position] = _expression(expression)
+    _get_only((call,), _find_calls(function, call)).args[position] = _parse_expression(expression)
 
 
-@changing
-def becomes(function: Function, call: str, expression: str) -> None:
+@make_change_factory
+def replace_call(function: Function, call: str, expression: str) -> None:
     """Replace the one call of this function by another expression."""
-    _exchange(function, _only((call,), _calls(function, call)), _expression(expression))
+    _replace_node(function, _get_only((call,), _find_calls(function, call)), _parse_expression(expression))
 
 
-@changing
-def assigns(function: Function, name: str, expression: str) -> None:
+@make_change_factory
+def replace_assignment(function: Function, name: str, expression: str) -> None:
     """Replace the value of the first assignment to this name."""
     assignments = [
         node
@@ -238,30 +240,30 @@ def assigns(function: Function, name: str, expression: str) -> None:
     ]
     if not assignments:
         raise Misplaced(f'nothing is assigned to {name}')
-    min(assignments, key=lambda each: each.lineno).value = _expression(expression)
+    min(assignments, key=lambda each: each.lineno).value = _parse_expression(expression)
 
 
-@changing
-def results(function: Function, expression: str) -> None:
+@make_change_factory
+def replace_return(function: Function, expression: str) -> None:
     """Replace the value of the function's last return."""
     statements = [statement for statement in function.body if isinstance(statement, ast.Return)]
     if not statements:
         raise Misplaced('it does not end with a return')
-    statements[-1].value = _expression(expression)
+    statements[-1].value = _parse_expression(expression)
 
 
-@changing
-def catches(function: Function, before: str, after: str) -> None:
+@make_change_factory
+def replace_handler(function: Function, before: str, after: str) -> None:
     """Replace the exception class of the one handler that catches `before`."""
     handlers = [node for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.type]
     matches = [node for node in handlers if ast.unparse(node.type or node) == before]
-    _only((before,), matches).type = _expression(after)
+    _get_only((before,), matches).type = _parse_expression(after)
 
 
-def _only(names: Sequence[str], found: Sequence[Found]) -> Found:
-    if len(found) != 1:
-        raise Misplaced(f'{len(found)} places mention {", ".join(names)}')
-    return found[0]
+def _get_only(names: Sequence[str], matches: Sequence[Match]) -> Match:
+    if len(matches) != 1:
+        raise Misplaced(f'{len(matches)} places mention {", ".join(names)}')
+    return matches[0]
 
 
 def _mentions(node: ast.AST, names: Sequence[str]) -> bool:
@@ -271,7 +273,7 @@ def _mentions(node: ast.AST, names: Sequence[str]) -> bool:
     return mentioned.issuperset(names)
 
 
-def _statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt], ast.stmt]:
+def _find_statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt], ast.stmt]:
     simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete | ast.Return | ast.Raise
     blocks = [
         block
@@ -279,7 +281,7 @@ def _statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt]
         for field in ('body', 'orelse', 'finalbody')
         if isinstance(block := getattr(node, field, None), list)
     ]
-    return _only(
+    return _get_only(
         names,
         [
             (block, statement)
@@ -290,7 +292,7 @@ def _statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt]
     )
 
 
-def _operands(node: ast.AST) -> list[ast.expr]:
+def _list_operands(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.BoolOp):
         return node.values
     if isinstance(node, ast.BinOp):
@@ -299,20 +301,20 @@ def _operands(node: ast.AST) -> list[ast.expr]:
     return node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) and is_read else []
 
 
-def _holds(outer: ast.AST, inner: ast.AST) -> bool:
+def _contains(outer: ast.AST, inner: ast.AST) -> bool:
     return any(node is inner for node in ast.walk(outer))
 
 
-def _calls(function: Function, name: str) -> list[ast.Call]:
+def _find_calls(function: Function, name: str) -> list[ast.Call]:
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     return [call for call in calls if getattr(call.func, 'id', getattr(call.func, 'attr', None)) == name]
 
 
-def _expression(text: str) -> ast.expr:
+def _parse_expression(text: str) -> ast.expr:
     return ast.parse(text, mode='eval').body
 
 
-def _exchange(function: Function, before: ast.AST, after: ast.expr) -> None:
+def _replace_node(function: Function, before: ast.AST, after: ast.expr) -> None:
     class Exchange(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:
             return after if node is before else self.generic_visit(node)

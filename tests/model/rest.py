@@ -13,38 +13,38 @@ from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.changing.change import destroy
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
-from tests.model.properties import violations
+from tests.model.properties import find_violations
 
 # Rounds of a minute each. A cloud that is not at rest after these never comes to rest.
-ROUNDS = 20
+MAX_MINUTES = 20
 # Seconds. Leases up to this belong to attempts in flight; longer ones belong to records that are kept.
-SHORT = 180
+MAX_ATTEMPT_LEASE_SECONDS = 180
 
 
-def left_alone(cloud: Cloud) -> list[str]:
+def check_left_alone(cloud: Cloud) -> list[str]:
     """Let the cloud rest, repeat unknown commands, destroy everything; return the violations."""
-    return next((problems for problems in _stages(cloud) if problems), [])
+    return next((problems for problems in _run_stages(cloud) if problems), [])
 
 
-def _stages(cloud: Cloud) -> Iterator[list[str]]:
-    yield [f'unexpected error: {error}' for error in cloud.world.surprises]
+def _run_stages(cloud: Cloud) -> Iterator[list[str]]:
+    yield [f'unexpected error: {error}' for error in cloud.world.unexpected_errors]
     yield settle(cloud)
-    if not to_be_repeated(cloud):
-        yield violations(cloud)
-    yield ask_again(cloud)
+    if not list_retries(cloud):
+        yield find_violations(cloud)
+    yield repeat_commands(cloud)
     yield settle(cloud)
-    yield violations(cloud)
+    yield find_violations(cloud)
     destroy_all(cloud)
     yield settle(cloud)
     restart_all(cloud)
     yield settle(cloud)
-    yield violations(cloud)
-    yield nothing_left(cloud)
-    yield nothing_remembered(cloud)
-    yield [f'unexpected error: {error}' for error in cloud.world.surprises]
+    yield find_violations(cloud)
+    yield find_leftovers(cloud)
+    yield find_remembered(cloud)
+    yield [f'unexpected error: {error}' for error in cloud.world.unexpected_errors]
 
 
-def fingerprint(cloud: Cloud) -> int:
+def make_fingerprint(cloud: Cloud) -> int:
     """Return a hash of everything that decides what happens when the cloud is left alone.
 
     Who wrote a value, and in which order, does not count. An actor that is part of a compute continues to run, so its
@@ -58,14 +58,14 @@ def fingerprint(cloud: Cloud) -> int:
     etcd = [(entry.key, entry.value, entry.lease) for _, entry in sorted(cloud.etcd.entries.items())]
     hosts = [
         (
-            *compute.hypervisor.guests().items(),
-            *compute.hypervisor.reservations().items(),
+            *compute.hypervisor.list_guests().items(),
+            *compute.hypervisor.list_reservations().items(),
             *compute.disk.files.items(),
         )
         for compute in cloud.computes.values()
     ]
     leases = tuple(sorted(cloud.etcd.leases))
-    return hash((repr(actors), repr(etcd), leases, repr(hosts), cloud.model.shape(), cloud.world.clock))
+    return hash((repr(actors), repr(etcd), leases, repr(hosts), cloud.model.make_fingerprint(), cloud.world.clock))
 
 
 def settle(cloud: Cloud) -> list[str]:
@@ -79,55 +79,57 @@ def settle(cloud: Cloud) -> list[str]:
     renewed = {host.presence.lease for host in cloud.computes.values() if not host.is_dead}
     owners = {actor.name for actor in cloud.world.actors}
     for lease, grant in list(cloud.etcd.leases.items()):
-        if grant.owner in owners and grant.seconds <= SHORT and lease not in renewed:
-            cloud.etcd.end(lease)
+        if grant.owner in owners and grant.seconds <= MAX_ATTEMPT_LEASE_SECONDS and lease not in renewed:
+            cloud.etcd.end_lease(lease)
     quiet_minutes = 0
-    for _ in range(ROUNDS):
+    for _ in range(MAX_MINUTES):
         before = cloud.etcd.revision, cloud.model.writes
-        errors = [error for host in cloud.computes.values() if not host.is_dead for error in _minute(host)]
+        errors = [error for host in cloud.computes.values() if not host.is_dead for error in _run_minute(host)]
         cloud.world.clock += 61.0
         quiet_minutes = quiet_minutes + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
         if quiet_minutes == 2:
             return [f'at rest, and something fails for ever: {error}' for error in errors]
-    return [f'does not come to rest: after {ROUNDS} minutes something is still written every minute']
+    return [f'does not come to rest: after {MAX_MINUTES} minutes something is still written every minute']
 
 
-def ask_again(cloud: Cloud) -> list[str]:
+def repeat_commands(cloud: Cloud) -> list[str]:
     """Repeat, with --uuid, the commands whose outcome the user does not know."""
     problems = []
-    for command in cloud.unknown():
-        name = cloud.world.names.get(command.wanted.instance, command.wanted.instance)
+    for command in cloud.find_unknown_outcomes():
+        name = cloud.world.names.get(command.order.instance, command.order.instance)
         try:
-            cloud.create(command.wanted, resume=True)
+            cloud.create(command.order, resume=True)
         except Conflict as error:
-            if not has_past(cloud, command.wanted):
+            if not is_refusal_lasting(cloud, command.order):
                 problems.append(f'{name}: asked for again with --uuid, and refused for no reason that lasts: {error}')
         except NoCapacity as error:
-            if cloud.is_ample:
+            if cloud.has_ample_room:
                 problems.append(
                     f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}'
                 )
         except EcompError as error:
             problems.append(f'{name}: asked for again with --uuid: {error}')
-    for retry in to_be_repeated(cloud):
+    for retry in list_retries(cloud):
         with suppress(Conflict, NotFound):  # a refusal with its reason, or everything was done already
             retry()
     return problems
 
 
-def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
+def is_refusal_lasting(cloud: Cloud, order: SetOrder) -> bool:
     """True if there is a lasting reason to refuse the order when it is repeated with --uuid.
 
     The instance has ended, is being destroyed or is queued, it has another name, or its name belongs to another
     instance.
     """
     entries = cloud.etcd.entries
-    instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
+    instance, name = order.instance, entries.get(keys.name(order.name or ''))
     if name is not None and instance.encode() not in name.value:
         return True
-    names = {keys.last(key): json.loads(entry.value) for key, entry in entries.items() if key.startswith(keys.NAMES)}
+    names = {
+        keys.get_last_part(key): json.loads(entry.value) for key, entry in entries.items() if key.startswith(keys.NAMES)
+    }
     own_names = {name for name, held in names.items() if held.get('instance') == instance}
-    if own_names - {wanted.name}:
+    if own_names - {order.name}:
         return True
     records = [entry for key, entry in entries.items() if key.startswith(keys.INSTANCES) and key.endswith(instance)]
     record = records[0] if records else None
@@ -140,31 +142,34 @@ def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
     )
 
 
-def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
+def list_retries(cloud: Cloud) -> list[Callable[[], object]]:
     """Return the commands that operators repeat, after an interruption or as a repair."""
     return [
-        actor.again
+        actor.retry
         for actor in cloud.world.actors
-        if actor.again is not None and (cloud.is_astray or actor.dead or isinstance(actor.outcome, Unreachable))
+        if actor.retry is not None
+        and (cloud.starts_inconsistent or actor.dead or isinstance(actor.outcome, Unreachable))
     ]
 
 
 def destroy_all(cloud: Cloud) -> None:
-    requested = [keys.last(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
+    requested = [keys.get_last_part(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
     queued = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
-    for instance in [*requested, *map(keys.last, queued)]:
+    for instance in [*requested, *map(keys.get_last_part, queued)]:
         try:
             destroy(cloud.store, instance)
         except NotFound:
             continue
 
 
-def nothing_left(cloud: Cloud) -> list[str]:
+def find_leftovers(cloud: Cloud) -> list[str]:
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
     permanent = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
     # Keys that belong to a dead compute, or to its instances, stay until the compute is forgotten.
     unreachable = {
-        keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.request_prefix, dead)) or '-')
+        keys.get_last_part(key)
+        for key in cloud.etcd.entries
+        if key.startswith(tuple(map(keys.request_prefix, dead)) or '-')
     }
     leftovers = [
         f'all is destroyed, and {key} is left'
@@ -178,8 +183,10 @@ def nothing_left(cloud: Cloud) -> list[str]:
         ]
     for compute in cloud.computes.values():
         if not compute.is_dead:
-            leftovers += [f'all is destroyed, and {instance} is a guest' for instance in compute.hypervisor.guests()]
-            leftovers += [f'all is destroyed, and {mac} is reserved' for mac in compute.hypervisor.reservations()]
+            leftovers += [
+                f'all is destroyed, and {instance} is a guest' for instance in compute.hypervisor.list_guests()
+            ]
+            leftovers += [f'all is destroyed, and {mac} is reserved' for mac in compute.hypervisor.list_reservations()]
     return leftovers
 
 
@@ -189,25 +196,25 @@ def restart_all(cloud: Cloud) -> None:
             compute.restart()
 
 
-def nothing_remembered(cloud: Cloud) -> list[str]:
+def find_remembered(cloud: Cloud) -> list[str]:
     """Check that no state directory remembers an ended instance after a restart."""
     return [
         f'{cloud.world.names.get(instance, instance)} has ended, and is remembered on {cloud.world.names[uuid]}'
         for uuid, compute in cloud.computes.items()
-        for instance in compute.remembered()
+        for instance in compute.list_remembered()
         if not compute.is_dead
     ]
 
 
-def _minute(compute: Compute) -> list[EcompError]:
+def _run_minute(compute: Compute) -> list[EcompError]:
     if compute.is_dead:
         return []
-    compute.planner.works_again()
-    errors = compute.do(
-        *(compute.look_after_presence, compute.plan, compute.keep_claims, compute.planner.recheck),
-        *(compute.hear_hosts, compute.hear_queues, compute.pull),
+    compute.planner.retry_now()
+    errors = compute.run_all(
+        *(compute.keep_presence, compute.plan, compute.check_claims, compute.planner.recheck),
+        *(compute.read_requests, compute.read_queues, compute.pull),
     )
-    if compute.knows_of_waiting:  # a request that it has just tried is checked again a moment later
+    if compute.has_queued:  # a request that it has just tried is checked again a moment later
         compute.world.clock += 1.0
-        errors += compute.do(compute.hear_queues, compute.pull)
+        errors += compute.run_all(compute.read_queues, compute.pull)
     return errors

@@ -23,10 +23,10 @@ from tests.model import (
 )
 from tests.model.explorer import Scenario
 
-ROOMS = (
+MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
     scenarios_restored,
 )
-SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}
+SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

@@ -6,46 +6,46 @@ from contextlib import suppress
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.queue import mark_to_json
+from ecomp.model.queue import taker_to_json
 from ecomp.scheduler.changing.change import destroy
 from ecomp.store.client import Delete, Entry, Put
-from tests.model.acting import SHAKY, Bounds
+from tests.model.acting import SINGLE_FAULT, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute
-from tests.model.explorer import Check, within
+from tests.model.explorer import Check, make_scenarios
 
-KILLED = Bounds(2, 1, kills=1)
+ONE_KILL = Bounds(2, 1, kills=1)
 
 
-def _plans(host: Compute) -> None:
+def _plan_and_wait(host: Compute) -> None:
     for _ in range(4):
-        host.do(host.planner.works_again, host.plan)
+        host.run_all(host.planner.retry_now, host.plan)
         host.world.clock += 30.0
 
 
-def _takes(host: Compute) -> None:
+def _take_and_wait(host: Compute) -> None:
     for _ in range(3):
-        host.do(host.hear_computes, host.hear_hosts, host.hear_queues, host.pull, host.plan)
+        host.run_all(host.read_presence, host.read_requests, host.read_queues, host.pull, host.plan)
         host.world.clock += 1.0
 
 
-def fails(host: Compute, boot: str = 'second') -> None:
+def fail_power(host: Compute, boot: str = 'second') -> None:
     """Fail all power of a host, and start it again."""
     host.hypervisor.lose_power(host.uuid)
     host.disk.files['boot_id'] = boot
     host.restart()
 
 
-def _is_on(host: Compute) -> Check:
+def _make_running_check(host: Compute) -> Check:
     def check() -> list[str]:
-        _plans(host)
-        guest = host.hypervisor.guests().get(U)
+        _plan_and_wait(host)
+        guest = host.hypervisor.list_guests().get(U)
         return [] if guest is not None and guest.running else ['U ran when the power failed, and is off']
 
     return check
 
 
-def restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
+def restore_etcd(cloud: Cloud, saved: dict[str, Entry]) -> None:
     """Restore the saved entries of etcd, except presence keys, which stay as they are."""
     added = [key for key in cloud.etcd.entries if key not in saved and not key.startswith(keys.COMPUTES)]
     restored = [
@@ -58,59 +58,59 @@ def restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
 
 def off_before_it_was_active(cloud: Cloud) -> None:
     """A guest turns itself off before its record is active: its disk is recognised as its own."""
-    host = cloud.host(A)
-    cloud.delivered(U, A)
-    cloud.works(A, '', host.rounds(1, host.plan))
+    host = cloud.add_host(A)
+    cloud.deliver(U, A)
+    cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
 
     def turn_off() -> None:
-        cloud.world.wait('U to run', lambda: host.hypervisor.runs(U))
-        host.hypervisor._before('turns itself off:', U)
-        if host.hypervisor.runs(U):
+        cloud.world.wait('U to run', lambda: host.hypervisor.is_running(U))
+        host.hypervisor._step_before('turns itself off:', U)
+        if host.hypervisor.is_running(U):
             host.hypervisor.switch_off(U, A)
 
-    cloud.act('the guest', turn_off, mortal=False)
+    cloud.add_actor('the guest', turn_off, mortal=False)
 
 
 def power_fails_in_a_build(cloud: Cloud) -> Check:
     """An ecompute is killed in a build, then all power fails: the guest is completed."""
-    host = cloud.host(A)
-    cloud.delivered(U, A)
-    first = cloud.works(A, '', host.rounds(1, host.plan))
+    host = cloud.add_host(A)
+    cloud.deliver(U, A)
+    first = cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
 
     def come_back() -> None:
-        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
-        fails(host)
-        _plans(host)
+        cloud.world.wait('the power to fail', lambda: not first.is_active)
+        fail_power(host)
+        _plan_and_wait(host)
 
-    cloud.act('the host', come_back, mortal=False)
-    return _is_on(host)
+    cloud.add_actor('the host', come_back, mortal=False)
+    return _make_running_check(host)
 
 
 def power_fails_without_a_record(cloud: Cloud) -> Check:
     """A running instance's record is deleted, then all power fails: it runs again."""
-    host = cloud.host(A)
-    cloud.delivered(U, A, 'web')
-    _plans(host)
+    host = cloud.add_host(A)
+    cloud.deliver(U, A, 'web')
+    _plan_and_wait(host)
     cloud.store.commit([], [Delete(keys.record(A, U))])
-    fails(host)
-    cloud.works(A, '', lambda: _plans(host))
-    return _is_on(host)
+    fail_power(host)
+    cloud.add_compute_actor(A, '', lambda: _plan_and_wait(host))
+    return _make_running_check(host)
 
 
 def older_state_directory(cloud: Cloud) -> Check:
     """The state directory is older than U; a minute later all power fails: U is started again."""
-    host = cloud.host(A)
+    host = cloud.add_host(A)
     saved = dict(host.disk.files)
-    cloud.delivered(U, A, 'web')
-    _plans(host)
+    cloud.deliver(U, A, 'web')
+    _plan_and_wait(host)
     host.disk.files.clear()
     host.disk.files.update(saved)
     host.restart()
-    _plans(host)
+    _plan_and_wait(host)
     host.planner.recheck()
-    fails(host)
-    cloud.works(A, '', lambda: _plans(host))
-    return _is_on(host)
+    fail_power(host)
+    cloud.add_compute_actor(A, '', lambda: _plan_and_wait(host))
+    return _make_running_check(host)
 
 
 def state_directory_behind(cloud: Cloud) -> Check:
@@ -118,36 +118,36 @@ def state_directory_behind(cloud: Cloud) -> Check:
 
     etcd is restored to that moment, too.
     """
-    host = cloud.host(A)
-    host.hypervisor.unheard.add(U)  # a reported address would also record that U is active
-    cloud.delivered(U, A)
-    first = cloud.works(A, '', host.rounds(1, host.plan))
+    host = cloud.add_host(A)
+    host.hypervisor.without_addresses.add(U)  # a reported address would also record that U is active
+    cloud.deliver(U, A)
+    first = cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
 
     def later() -> None:
-        cloud.world.wait('the first to end', lambda: not first.is_at_it)
+        cloud.world.wait('the first to end', lambda: not first.is_active)
         host.restart()
         host.plan()
         saved = dict(cloud.etcd.entries)
         host.hypervisor.lose_power(A)
         host.disk.files['boot_id'] = 'second'
-        restore(cloud, saved)
+        restore_etcd(cloud, saved)
         host.start(republishes=True)
-        _plans(host)
+        _plan_and_wait(host)
 
-    cloud.act('later', later, mortal=False)
-    return _is_on(host)
+    cloud.add_actor('later', later, mortal=False)
+    return _make_running_check(host)
 
 
-def destroyed_and_waiting_again(cloud: Cloud) -> Check:
+def destroyed_and_queued_again(cloud: Cloud) -> Check:
     """U was destroyed; etcd is restored to when U was queued: U is not taken again."""
-    host = cloud.host(A)
-    cloud.limited(5)
-    cloud.waiting(U, 'web')
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(5)
+    cloud.enqueue_request(U, 'web')
     saved = dict(cloud.etcd.entries)
-    _takes(host)
+    _take_and_wait(host)
     destroy(cloud.store, U)
-    _plans(host)
-    restore(cloud, saved)
+    _plan_and_wait(host)
+    restore_etcd(cloud, saved)
     host.republishes = True
 
     def come_back() -> None:
@@ -155,60 +155,60 @@ def destroyed_and_waiting_again(cloud: Cloud) -> Check:
             with suppress(EcompError):
                 host.restart()
                 break
-        _takes(host)
+        _take_and_wait(host)
 
-    cloud.act('A', come_back, mortal=False)
-    return lambda: ['U was destroyed here, and lives again'] if U in host.hypervisor.guests() else []
+    cloud.add_actor('A', come_back, mortal=False)
+    return lambda: ['U was destroyed here, and lives again'] if U in host.hypervisor.list_guests() else []
 
 
-def runs_and_waits_again(cloud: Cloud) -> Check:
+def running_and_queued_again(cloud: Cloud) -> Check:
     """U runs on A; etcd is restored to when U was queued: A keeps U although B reads it first."""
-    return _runs_and_waits(cloud, marked=False)
+    return _restore_running_instance(cloud, has_taker=False)
 
 
-def runs_and_waits_marked(cloud: Cloud) -> Check:
+def running_and_queued_with_taker(cloud: Cloud) -> Check:
     """The same, and at that time B had a taker key at U, which it released later."""
-    return _runs_and_waits(cloud, marked=True)
+    return _restore_running_instance(cloud, has_taker=True)
 
 
-def _runs_and_waits(cloud: Cloud, marked: bool) -> Check:
-    host, other = cloud.host(A), cloud.host(B)
-    cloud.limited(5)
-    taker_key = keys.taker(cloud.waiting(U, 'web').waiting.key)
-    if marked:
-        cloud.store.commit([], [Put(taker_key, mark_to_json(B), other.presence.lease)])
+def _restore_running_instance(cloud: Cloud, has_taker: bool) -> Check:
+    host, other = cloud.add_host(A), cloud.add_host(B)
+    cloud.set_instance_limit(5)
+    taker_key = keys.taker(cloud.enqueue_request(U, 'web').entry.key)
+    if has_taker:
+        cloud.store.commit([], [Put(taker_key, taker_to_json(B), other.presence.lease)])
     saved = dict(cloud.etcd.entries)
     cloud.store.commit([], [Delete(taker_key)])
-    _takes(host)
-    assert U in host.hypervisor.guests()
-    restore(cloud, saved)
-    cloud.is_ample = False
+    _take_and_wait(host)
+    assert U in host.hypervisor.list_guests()
+    restore_etcd(cloud, saved)
+    cloud.has_ample_room = False
     host.republishes = other.republishes = True
     other.start(republishes=True)
     other.republishes = False  # later starts are without the option
 
     def come_back() -> None:
         host.start(republishes=True)
-        host.rounds(2, host.plan)()
+        host.repeat(2, host.plan)()
 
-    cloud.act('A', come_back, process=A)
-    steps = other.hear_computes, other.hear_hosts, other.hear_queues, other.pull, other.plan
+    cloud.add_actor('A', come_back, process=A)
+    steps = other.read_presence, other.read_requests, other.read_queues, other.pull, other.plan
 
     def read_and_restart() -> None:
-        other.rounds(1, *steps)()
+        other.repeat(1, *steps)()
         other.restart()
-        other.rounds(2, *steps)()
+        other.repeat(2, *steps)()
 
-    cloud.act('B', read_and_restart, process=B)
-    return lambda: ['U runs on two computes'] if other.hypervisor.guests() else []
+    cloud.add_actor('B', read_and_restart, process=B)
+    return lambda: ['U runs on two computes'] if other.hypervisor.list_guests() else []
 
 
 SCENARIOS = [
-    *within(
-        KILLED,
+    *make_scenarios(
+        ONE_KILL,
         *(off_before_it_was_active, power_fails_in_a_build, power_fails_without_a_record, older_state_directory),
         state_directory_behind,
     ),
-    *within(SHAKY, destroyed_and_waiting_again),
-    *within(Bounds(2, 0), runs_and_waits_again, runs_and_waits_marked),
+    *make_scenarios(SINGLE_FAULT, destroyed_and_queued_again),
+    *make_scenarios(Bounds(2, 0), running_and_queued_again, running_and_queued_with_taker),
 ]

@@ -5,116 +5,116 @@ from __future__ import annotations
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
-from ecomp.model.queue import Place
+from ecomp.model.queue import WaitingEntry
 from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.operating.sharing import limit
+from ecomp.scheduler.operating.sharing import set_limits
 from ecomp.store.client import Entry, Put
-from tests.model.acting import SHAKY, Actor, Bounds
-from tests.model.cloud import TOGETHER, A, B, Cloud, U, V
+from tests.model.acting import SINGLE_FAULT, Actor, Bounds
+from tests.model.cloud import AFFINITY, A, B, Cloud, U, V
 from tests.model.compute import Compute
-from tests.model.explorer import Check, within
-from tests.model.scenarios_losses import restore
-from tests.model.scenarios_operators import drains, ends, forgets, forgetting
-from tests.model.scenarios_pairs import active
+from tests.model.explorer import Check, make_scenarios
+from tests.model.scenarios_losses import restore_etcd
+from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, make_forget
+from tests.model.scenarios_pairs import make_active
 
 # Passing time
 
 
 def drain_and_slow_create(cloud: Cloud) -> None:
     """A create is frozen between query and announcement until the drain has finished."""
-    cloud.host(A)
-    cloud.is_ample = False
-    create = cloud.creates('eschedule', U, asks_first=True)
-    drain = drains(cloud, A)
-    create.ready = lambda: create.call.what[0] == 'begins' or not drain.is_at_it
+    cloud.add_host(A)
+    cloud.has_ample_room = False
+    create = cloud.add_create('eschedule', U, asks_first=True)
+    drain = add_drain(cloud, A)
+    create.is_ready = lambda: create.call.operation[0] == 'begins' or not drain.is_active
 
 
 def drain_beside_a_frozen_create(cloud: Cloud) -> None:
     """A create is frozen between announcement and claim until the drain has finished."""
-    cloud.host(A)
-    cloud.is_ample = False
-    create = cloud.creates('eschedule', U)
-    _freeze_before_claim(create, drains(cloud, A))
+    cloud.add_host(A)
+    cloud.has_ample_room = False
+    create = cloud.add_create('eschedule', U)
+    _freeze_before_claim(create, add_drain(cloud, A))
 
 
 def drain_beside_a_frozen_claim(cloud: Cloud) -> None:
     """A taker is frozen between taker key and claim until the drain has finished."""
-    cloud.host(A)
-    cloud.is_ample = False
-    taker = cloud.takes(A, cloud.waiting(U))
-    _freeze_before_claim(taker, drains(cloud, A))
+    cloud.add_host(A)
+    cloud.has_ample_room = False
+    taker = cloud.add_take(A, cloud.enqueue_request(U))
+    _freeze_before_claim(taker, add_drain(cloud, A))
 
 
 def _freeze_before_claim(actor: Actor, drain: Actor) -> None:
     def is_free() -> bool:
-        is_claim = actor.call.where == 'placement' and actor.call.writes
-        return not (is_claim and drain.is_at_it)
+        is_claim = actor.call.service == 'placement' and actor.call.writes
+        return not (is_claim and drain.is_active)
 
-    actor.ready = is_free
+    actor.is_ready = is_free
 
 
 def drain_beside_orphans(cloud: Cloud) -> None:
     """`host drain --wait` of a compute with an orphaned claim, which its keeper releases."""
-    host = cloud.host(A)
-    cloud.is_ample = False
-    cloud.claimed(V, A)
-    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
-    drains(cloud, A)
+    host = cloud.add_host(A)
+    cloud.has_ample_room = False
+    cloud.claim(V, A)
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.check_claims))
+    add_drain(cloud, A)
 
 
 def drain_beside_a_taker(cloud: Cloud) -> None:
     """`host drain --wait` of a compute that takes from a queue."""
-    host = cloud.host(A)
-    cloud.is_ample = False
-    cloud.waiting(U)
-    cloud.works(A, 'taking', host.rounds(2, host.take))
-    drains(cloud, A)
+    host = cloud.add_host(A)
+    cloud.has_ample_room = False
+    cloud.enqueue_request(U)
+    cloud.add_compute_actor(A, 'taking', host.repeat(2, host.take_and_build))
+    add_drain(cloud, A)
 
 
 def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
     """The same where the taker is frozen between its choice and its taker key."""
-    host = cloud.host(A)
-    cloud.is_ample = False
-    cloud.waiting(U)
-    drain = drains(cloud, A)
-    begin = host.offers.begin
+    host = cloud.add_host(A)
+    cloud.has_ample_room = False
+    cloud.enqueue_request(U)
+    drain = add_drain(cloud, A)
+    begin = host.offers.begin_take
 
-    def begin_late(place: Place) -> bool:
-        if drain.is_at_it:
-            cloud.world.wait('the drain to end', lambda: not drain.is_at_it)
+    def begin_late(place: WaitingEntry) -> bool:
+        if drain.is_active:
+            cloud.world.wait('the drain to end', lambda: not drain.is_active)
         return begin(place)
 
-    host.offers.begin = begin_late  # type: ignore[method-assign]
-    cloud.works(A, 'taking', host.take)
+    host.offers.begin_take = begin_late  # type: ignore[method-assign]
+    cloud.add_compute_actor(A, 'taking', host.take_and_build)
 
 
 def forget_and_slow_create(cloud: Cloud) -> None:
     """A compute ends and is forgotten during a create that may be slow."""
-    cloud.host(A)
-    cloud.is_ample = False
-    cloud.creates('eschedule', U)
-    forgets(cloud, A, ends(cloud, A))
+    cloud.add_host(A)
+    cloud.has_ample_room = False
+    cloud.add_create('eschedule', U)
+    add_forget(cloud, A, add_compute_end(cloud, A))
 
 
 def forget_and_slow_taker(cloud: Cloud) -> None:
     """A taker ends with a claim and is forgotten; another compute, perhaps slow, takes it."""
-    cloud.hosts(A, B)
-    place = cloud.waiting(U)
-    cloud.claimed(U, A)
-    forgets(cloud, A, ends(cloud, A))
-    cloud.takes(B, place)
+    cloud.add_hosts(A, B)
+    place = cloud.enqueue_request(U)
+    cloud.claim(U, A)
+    add_forget(cloud, A, add_compute_end(cloud, A))
+    cloud.add_take(B, place)
 
 
 # Computes that come back, and new computes
 
 
-def forgotten_as_it_takes(cloud: Cloud) -> Check:
+def forgotten_while_taking(cloud: Cloud) -> Check:
     """A silent compute with a claim comes back while it is forgotten as fenced, and takes."""
-    host = cloud.host(A)
-    cloud.waiting(U, 'web')
-    cloud.claimed(U, A)
-    cloud.etcd.end(host.presence.lease)
-    cloud.is_ample = False
+    host = cloud.add_host(A)
+    cloud.enqueue_request(U, 'web')
+    cloud.claim(U, A)
+    cloud.etcd.end_lease(host.presence.lease)
+    cloud.has_ample_room = False
     provider = cloud.model.providers[A]
 
     def register() -> None:
@@ -123,110 +123,110 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
     def come_back() -> None:
         register()
         host.restart()
-        host.take(2)
+        host.take_and_build(2)
         for _ in range(2):
             register()
             cloud.world.sleep(75.0)
-            host.take()
+            host.take_and_build()
 
     def check() -> list[str]:
         register()
         return []
 
-    forgotten = cloud.act('host forget', forgetting(cloud, A), command='forget', about=(A,))
+    forgotten = cloud.add_actor('host forget', make_forget(cloud, A), command='forget', subjects=(A,))
     # `host forget` has read that A is silent, and is frozen before it releases the claim until A is back.
     releases = 'GET', f'/allocations/{U}'
-    forgotten.ready = lambda: forgotten.call.what != releases or keys.compute(A) in cloud.etcd.entries
-    cloud.act('A again', come_back, mortal=False, about=(A,))
+    forgotten.is_ready = lambda: forgotten.call.operation != releases or keys.compute(A) in cloud.etcd.entries
+    cloud.add_actor('A again', come_back, mortal=False, subjects=(A,))
     return check
 
 
 def forgotten_and_back(cloud: Cloud) -> None:
     """A forgotten compute starts, registers, and competes with another taker."""
-    host, other = cloud.host(A), cloud.host(B)
-    cloud.limited(5)
-    cloud.waiting(U, 'web', TOGETHER)
-    cloud.etcd.end(host.presence.lease)
+    host, other = cloud.add_host(A), cloud.add_host(B)
+    cloud.set_instance_limit(5)
+    cloud.enqueue_request(U, 'web', AFFINITY)
+    cloud.etcd.end_lease(host.presence.lease)
     provider = cloud.model.providers[A]
-    run_forget = forgetting(cloud, A, fenced=False)
-    forgotten = cloud.act('host forget', run_forget, command='forget', about=(A,), mortal=False)
+    run_forget = make_forget(cloud, A, fenced=False)
+    forgotten = cloud.add_actor('host forget', run_forget, command='forget', subjects=(A,), mortal=False)
 
     def come_back() -> None:
-        cloud.world.wait('the compute to be forgotten', lambda: not forgotten.is_at_it)
+        cloud.world.wait('the compute to be forgotten', lambda: not forgotten.is_active)
         cloud.model.providers.setdefault(A, provider)
         cloud.model.writes += 1
         host.restart()
-        host.take(2)
+        host.take_and_build(2)
 
-    cloud.act('A again', come_back, process=A, about=(A,))
-    cloud.works(B, 'taking', other.rounds(2, other.take))
+    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
+    cloud.add_compute_actor(B, 'taking', other.repeat(2, other.take_and_build))
 
 
 def new_compute_takes(cloud: Cloud) -> None:
     """A compute that is new to this etcd starts and competes with another taker."""
-    host = cloud.host(A)
-    cloud.limited(5)
-    cloud.waiting(U, 'web', TOGETHER)
-    new = cloud.host(B)
-    cloud.etcd.end(new.presence.lease)
-    cloud.works(A, 'taking', host.rounds(2, host.take))
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(5)
+    cloud.enqueue_request(U, 'web', AFFINITY)
+    new = cloud.add_host(B)
+    cloud.etcd.end_lease(new.presence.lease)
+    cloud.add_compute_actor(A, 'taking', host.repeat(2, host.take_and_build))
 
     def start() -> None:
         new.start()
-        new.take(2)
+        new.take_and_build(2)
 
-    cloud.act('B, new', start, process=B)
-    cloud.destroys('destroy', U)
+    cloud.add_actor('B, new', start, process=B)
+    cloud.add_destroy('destroy', U)
 
 
 def new_compute_behind_acceptance(cloud: Cloud) -> None:
     """U runs on A; after a restore A publishes U before a new compute starts."""
-    host = cloud.host(A)
-    cloud.limited(5)
-    cloud.waiting(U, 'web', TOGETHER)
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(5)
+    cloud.enqueue_request(U, 'web', AFFINITY)
     saved = dict(cloud.etcd.entries)
-    host.take(3)
-    restore(cloud, saved)
-    cloud.is_ample = False
+    host.take_and_build(3)
+    restore_etcd(cloud, saved)
+    cloud.has_ample_room = False
     host.start(republishes=True)
-    new = cloud.host(B)
-    cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.works(B, 'taking', new.rounds(2, new.take))
-    cloud.destroys('destroy', U)
+    new = cloud.add_host(B)
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
+    cloud.add_compute_actor(B, 'taking', new.repeat(2, new.take_and_build))
+    cloud.add_destroy('destroy', U)
 
 
 # Room that is free again, and quotas
 
 
-def refused_and_room_again(cloud: Cloud) -> None:
+def refused_and_room_freed(cloud: Cloud) -> None:
     """An instance takes the last place and is destroyed: a queued one gets the room."""
-    host = cloud.host(A, room=1)
-    cloud.is_ample = False
-    cloud.waiting(U)
-    cloud.works(A, 'taking', host.rounds(4, host.take, lambda: cloud.world.sleep(1.0)))
-    cloud.creates('eschedule', V)
-    cloud.destroys('destroy', V)
+    host = cloud.add_host(A, room=1)
+    cloud.has_ample_room = False
+    cloud.enqueue_request(U)
+    cloud.add_compute_actor(A, 'taking', host.repeat(4, host.take_and_build, lambda: cloud.world.sleep(1.0)))
+    cloud.add_create('eschedule', V)
+    cloud.add_destroy('destroy', V)
 
 
 def queued_in_a_quota(cloud: Cloud) -> None:
     """A quota of one: one instance is queued and taken, another one is created directly."""
-    host = cloud.host(A)
-    cloud.limited(1)
-    cloud.is_ample = False
-    cloud.enqueues('eschedule --queue', U)
-    cloud.creates('eschedule', V)
-    cloud.works(A, 'taking', host.rounds(2, host.take))
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(1)
+    cloud.has_ample_room = False
+    cloud.add_enqueue('eschedule --queue', U)
+    cloud.add_create('eschedule', V)
+    cloud.add_compute_actor(A, 'taking', host.repeat(2, host.take_and_build))
 
 
 def destroyed_twice_beside_another(cloud: Cloud) -> None:
     """Two destroys of one instance while V lives in the same quota: the share is released once."""
-    cloud.limited(5)
-    host = active(cloud)
-    active(cloud, V, 'db')
-    limit(cloud.store, 'p', ['instances=5'])
-    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.set_instance_limit(5)
+    host = make_active(cloud)
+    make_active(cloud, V, 'db')
+    set_limits(cloud.store, 'p', ['instances=5'])
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
     for number in (1, 2):
-        cloud.destroys(f'destroy {number}', U)
+        cloud.add_destroy(f'destroy {number}', U)
 
 
 # An etcd that is restored in the middle of a destroy
@@ -237,60 +237,60 @@ def destroyed_half_and_restored(cloud: Cloud) -> Check:
 
     The compute publishes. V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
     """
-    cloud.limited(5)
-    host = active(cloud, group=TOGETHER)
-    active(cloud, V, 'db', TOGETHER)
+    cloud.set_instance_limit(5)
+    host = make_active(cloud, group=AFFINITY)
+    make_active(cloud, V, 'db', AFFINITY)
     group = Group('g', 'affinity', True, {U: A, V: A})  # deliver() writes a group with one member
     cloud.store.commit([], [Put(keys.group('g'), group_json(group))])
-    limit(cloud.store, 'p', ['instances=5'])
+    set_limits(cloud.store, 'p', ['instances=5'])
     saved = dict(cloud.etcd.entries)
     destroy(cloud.store, U)
-    first = cloud.works(A, '', host.rounds(1, host.plan))
-    return _publishes_after(cloud, host, first, saved)
+    first = cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
+    return _add_publish(cloud, host, first, saved)
 
 
 def destroyed_half_in_a_restored_queue(cloud: Cloud) -> Check:
     """The same where etcd is restored to when U was queued."""
-    host = cloud.host(A)
-    cloud.limited(5)
-    cloud.waiting(U, 'web', TOGETHER)
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(5)
+    cloud.enqueue_request(U, 'web', AFFINITY)
     saved = dict(cloud.etcd.entries)
-    host.take(3)
+    host.take_and_build(3)
     destroy(cloud.store, U)
-    first = cloud.works(A, '', host.rounds(1, host.plan))
-    return _publishes_after(cloud, host, first, saved)
+    first = cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
+    return _add_publish(cloud, host, first, saved)
 
 
-def _publishes_after(cloud: Cloud, host: Compute, first: Actor, saved: dict[str, Entry]) -> Check:
+def _add_publish(cloud: Cloud, host: Compute, destroyer: Actor, saved: dict[str, Entry]) -> Check:
     is_begun: list[bool] = []
 
     def come_back() -> None:
-        cloud.world.wait('ecompute to end', lambda: not first.is_at_it)
+        cloud.world.wait('ecompute to end', lambda: not destroyer.is_active)
         is_begun.append('destroying' in host.disk.files.get(f'state/instances/{U}.json', ''))
-        restore(cloud, saved)
+        restore_etcd(cloud, saved)
         host.republishes = True
         host.restart()
-        host.rounds(4, host.planner.works_again, host.plan)()
+        host.repeat(4, host.planner.retry_now, host.plan)()
 
-    cloud.act('A again', come_back, mortal=False)
+    cloud.add_actor('A again', come_back, mortal=False)
 
     def check() -> list[str]:
-        host.rounds(4, host.planner.works_again, host.plan)()
-        is_living = is_begun == [True] and U in host.hypervisor.guests()
+        host.repeat(4, host.planner.retry_now, host.plan)()
+        is_living = is_begun == [True] and U in host.hypervisor.list_guests()
         return ['its compute had begun to destroy U, and U lives'] if is_living else []
 
     return check
 
 
 SCENARIOS = [
-    *within(SHAKY._replace(minutes=1), drain_and_slow_create, drain_beside_a_frozen_taker),
-    *within(
-        SHAKY,
+    *make_scenarios(SINGLE_FAULT._replace(minutes=1), drain_and_slow_create, drain_beside_a_frozen_taker),
+    *make_scenarios(
+        SINGLE_FAULT,
         *(drain_beside_a_frozen_create, drain_beside_a_frozen_claim, forgotten_and_back, new_compute_takes),
         *(new_compute_behind_acceptance, queued_in_a_quota),
     ),
-    *within(Bounds(2, 2, minutes=2), drain_beside_orphans),
-    *within(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
-    *within(Bounds(2, 0), forgotten_as_it_takes, refused_and_room_again, destroyed_twice_beside_another),
-    *within(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
+    *make_scenarios(Bounds(2, 2, minutes=2), drain_beside_orphans),
+    *make_scenarios(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
+    *make_scenarios(Bounds(2, 0), forgotten_while_taking, refused_and_room_freed, destroyed_twice_beside_another),
+    *make_scenarios(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
 ]

@@ -6,23 +6,23 @@ import json
 from collections.abc import Callable
 
 from ecomp.model import keys
-from ecomp.model.order import Power
+from ecomp.model.order import PowerAction
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
-from ecomp.scheduler.changing.change import power
-from ecomp.scheduler.operating.sharing import limit
+from ecomp.scheduler.changing.change import change_power
+from ecomp.scheduler.operating.sharing import set_limits
 from ecomp.store.client import Delete, Put, Unchanged
-from tests.model.acting import SHAKY, Actor, Bounds
-from tests.model.cloud import APART, IMAGE, SIZE, TOGETHER, A, B, Cloud, U, V, name_uuid
+from tests.model.acting import SINGLE_FAULT, Actor, Bounds
+from tests.model.cloud import AFFINITY, ANTI_AFFINITY, IMAGE, SIZE, A, B, Cloud, U, V, make_numbered_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, within
-from tests.model.scenarios_losses import fails, restore
-from tests.model.scenarios_operators import sets
-from tests.model.scenarios_pairs import active, fixes_all
+from tests.model.explorer import Check, make_scenarios
+from tests.model.scenarios_losses import fail_power, restore_etcd
+from tests.model.scenarios_operators import add_quota_set
+from tests.model.scenarios_pairs import add_complete_fix, make_active
 
 
-def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
+def add_manual_writes(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
     """Add manual writes with etcdctl, without conditions; each key is a call of its own."""
     store = ModelStore(cloud.etcd)
 
@@ -30,43 +30,43 @@ def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
         for operation in operations:
             store.commit([], [operation])
 
-    touched = {keys.last(operation.key.removesuffix(keys.TAKER)) for operation in operations}
-    return cloud.act(name, write_all, mortal=False, about=tuple(touched))
+    touched = {keys.get_last_part(operation.key.removesuffix(keys.TAKER)) for operation in operations}
+    return cloud.add_actor(name, write_all, mortal=False, subjects=tuple(touched))
 
 
-def switched_by_many(cloud: Cloud) -> None:
+def switched_concurrently(cloud: Cloud) -> None:
     """A stop, a start and a reboot run concurrently, and ecompute may be killed."""
-    host = active(cloud)
-    cloud.works(A, '', host.rounds(5, host.plan))
+    host = make_active(cloud)
+    cloud.add_compute_actor(A, '', host.repeat(5, host.plan))
     for action in ('stop', 'start', 'reboot'):
-        cloud.powers(action, U, action)
+        cloud.add_power(action, U, action)
 
 
-def _power_fails(cloud: Cloud, host: Compute, first: Actor) -> None:
+def _add_power_failure(cloud: Cloud, host: Compute, first: Actor) -> None:
     """Add a power failure of the host, which begins when `first` has finished."""
 
     def come_back() -> None:
-        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
-        fails(host)
-        host.rounds(4, host.plan)()
+        cloud.world.wait('the power to fail', lambda: not first.is_active)
+        fail_power(host)
+        host.repeat(4, host.plan)()
 
-    cloud.act('the host', come_back, mortal=False)
+    cloud.add_actor('the host', come_back, mortal=False)
 
 
 def stopped_and_power_fails(cloud: Cloud) -> Check:
     """A stop and a start while ecompute works, then all power fails: the last action decides."""
-    host = active(cloud)
-    first = cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.powers('stop', U, 'stop')
-    _power_fails(cloud, host, first)
-    cloud.powers('start', U, 'start')
+    host = make_active(cloud)
+    first = cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
+    cloud.add_power('stop', U, 'stop')
+    _add_power_failure(cloud, host, first)
+    cloud.add_power('start', U, 'start')
 
     def check() -> list[str]:
         for _ in range(4):
-            host.do(host.planner.works_again, host.plan)
+            host.run_all(host.planner.retry_now, host.plan)
         requested = json.loads(cloud.etcd.entries[keys.request(A, U)].value).get('power')
         should_run = requested is None or requested['action'] != 'stop'
-        is_running = host.hypervisor.guests()[U].running
+        is_running = host.hypervisor.list_guests()[U].running
         return [] if is_running == should_run else [f'asked last: {requested}, and it runs: {is_running}']
 
     return check
@@ -74,15 +74,15 @@ def stopped_and_power_fails(cloud: Cloud) -> Check:
 
 def destroyed_and_power_fails(cloud: Cloud) -> None:
     """All power fails during a destroy; another instance that ran is started again."""
-    host = active(cloud)
-    active(cloud, V, 'db')
-    first = cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.destroys('destroy', U)
-    cloud.powers('reboot', V, 'reboot')
-    _power_fails(cloud, host, first)
+    host = make_active(cloud)
+    make_active(cloud, V, 'db')
+    first = cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
+    cloud.add_destroy('destroy', U)
+    cloud.add_power('reboot', V, 'reboot')
+    _add_power_failure(cloud, host, first)
 
 
-def _of_2019(instance: str, compute: str, is_destroy: bool = False) -> Put:
+def _make_2019_request(instance: str, compute: str, is_destroy: bool = False) -> Put:
     value = {
         'allocations': {} if is_destroy else {compute: {'resources': SIZE}},
         'instance': instance,
@@ -94,34 +94,34 @@ def _of_2019(instance: str, compute: str, is_destroy: bool = False) -> Put:
     return Put(keys.request(compute, instance), json.dumps(value))
 
 
-def asked_as_in_2019(cloud: Cloud) -> None:
+def requested_as_in_2019(cloud: Cloud) -> None:
     """A client of 2019 claims, requests, and destroys twice, during a destroy of ours."""
-    host = cloud.host(A)
+    host = cloud.add_host(A)
     store = ModelStore(cloud.etcd)
 
     def request() -> None:
-        cloud.claimed(U, A)
-        store.commit([], [_of_2019(U, A)])
+        cloud.claim(U, A)
+        store.commit([], [_make_2019_request(U, A)])
 
     def destroy_twice() -> None:
-        cloud.world.wait('it to be asked for', lambda: not requester.is_at_it)
-        store.commit([], [_of_2019(U, A, is_destroy=True)])
-        store.commit([], [_of_2019(U, A, is_destroy=True)])
+        cloud.world.wait('it to be asked for', lambda: not requester.is_active)
+        store.commit([], [_make_2019_request(U, A, is_destroy=True)])
+        store.commit([], [_make_2019_request(U, A, is_destroy=True)])
 
-    requester = cloud.act('2019', request, mortal=False)
-    cloud.act('2019 destroy', destroy_twice, mortal=False)
-    cloud.works(A, '', host.rounds(3, host.plan, host.keep_claims))
-    cloud.destroys('destroy', U)
+    requester = cloud.add_actor('2019', request, mortal=False)
+    cloud.add_actor('2019 destroy', destroy_twice, mortal=False)
+    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, host.check_claims))
+    cloud.add_destroy('destroy', U)
 
 
 def destroyed_as_in_2019(cloud: Cloud) -> None:
     """A client of 2019 and ours destroy an instance: what it shared is released."""
-    cloud.limited(5)
-    host = active(cloud, group=TOGETHER)
-    by_hand(cloud, '2019 destroy', _of_2019(U, A, is_destroy=True))
-    cloud.works(A, '', host.rounds(3, host.plan))
-    cloud.powers('stop', U, 'stop')
-    cloud.destroys('destroy', U)
+    cloud.set_instance_limit(5)
+    host = make_active(cloud, group=AFFINITY)
+    add_manual_writes(cloud, '2019 destroy', _make_2019_request(U, A, is_destroy=True))
+    cloud.add_compute_actor(A, '', host.repeat(3, host.plan))
+    cloud.add_power('stop', U, 'stop')
+    cloud.add_destroy('destroy', U)
 
 
 # Manual changes in etcd
@@ -129,49 +129,49 @@ def destroyed_as_in_2019(cloud: Cloud) -> None:
 
 def presence_removed(cloud: Cloud) -> None:
     """A compute's presence key is deleted while it builds, takes and destroys."""
-    host = cloud.host(A)
-    cloud.waiting(V)
-    cloud.delivered(U, A, 'web')
-    by_hand(cloud, 'somebody', Delete(keys.compute(A)))
-    cloud.works(A, '', host.rounds(2, host.plan, host.hear_queues, host.pull))
-    cloud.works(A, 'its presence', host.rounds(4, host.look_after_presence, lambda: cloud.world.sleep(1.0)))
-    cloud.destroys('destroy', U)
+    host = cloud.add_host(A)
+    cloud.enqueue_request(V)
+    cloud.deliver(U, A, 'web')
+    add_manual_writes(cloud, 'somebody', Delete(keys.compute(A)))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.read_queues, host.pull))
+    cloud.add_compute_actor(A, 'its presence', host.repeat(4, host.keep_presence, lambda: cloud.world.sleep(1.0)))
+    cloud.add_destroy('destroy', U)
 
 
-def mark_removed(cloud: Cloud) -> None:
+def taker_key_removed(cloud: Cloud) -> None:
     """A taker key is deleted manually while two computes take the request."""
-    cloud.hosts(A, B)
-    place = cloud.waiting(U)
-    by_hand(cloud, 'somebody', Delete(keys.taker(place.waiting.key)))
+    cloud.add_hosts(A, B)
+    place = cloud.enqueue_request(U)
+    add_manual_writes(cloud, 'somebody', Delete(keys.taker(place.entry.key)))
     for compute in (A, B):
-        cloud.takes(compute, place)
+        cloud.add_take(compute, place)
 
 
-def waiting_removed(cloud: Cloud) -> None:
+def queue_entry_removed(cloud: Cloud) -> None:
     """A queued request is deleted manually while it is taken, and its uuid is created again."""
-    host = cloud.host(A)
-    place = cloud.waiting(U)
-    cloud.takes(A, place)
-    by_hand(cloud, 'somebody', Delete(place.waiting.key))
-    cloud.creates('eschedule', U, resume=True)
-    cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims, lambda: cloud.world.sleep(61.0)))
+    host = cloud.add_host(A)
+    place = cloud.enqueue_request(U)
+    cloud.add_take(A, place)
+    add_manual_writes(cloud, 'somebody', Delete(place.entry.key))
+    cloud.add_create('eschedule', U, resume=True)
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims, lambda: cloud.world.sleep(61.0)))
 
 
 def attempt_removed(cloud: Cloud) -> None:
     """The key of an attempt is deleted manually while two eschedules create its instance."""
-    cloud.hosts(A, B)
-    cloud.limited(4)
-    by_hand(cloud, 'somebody', Delete(keys.attempt(U)))
-    cloud.creates('eschedule 1', U, resume=True, name='web', group=APART)
-    cloud.creates('eschedule 2', U, resume=True, name='web', group=APART)
+    cloud.add_hosts(A, B)
+    cloud.set_instance_limit(4)
+    add_manual_writes(cloud, 'somebody', Delete(keys.attempt(U)))
+    cloud.add_create('eschedule 1', U, resume=True, name='web', group=ANTI_AFFINITY)
+    cloud.add_create('eschedule 2', U, resume=True, name='web', group=ANTI_AFFINITY)
 
 
-def group_turned(cloud: Cloud) -> None:
+def group_policy_changed(cloud: Cloud) -> None:
     """A group's policy is changed manually, and back, beside a destroy and a take."""
-    host = active(cloud, group=APART)
-    other = cloud.host(B)
-    cloud.is_ample = False
-    cloud.waiting(V, 'db', APART)
+    host = make_active(cloud, group=ANTI_AFFINITY)
+    other = cloud.add_host(B)
+    cloud.has_ample_room = False
+    cloud.enqueue_request(V, 'db', ANTI_AFFINITY)
     store = ModelStore(cloud.etcd)
 
     def change_policy() -> None:
@@ -181,104 +181,111 @@ def group_turned(cloud: Cloud) -> None:
                 if store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, json.dumps(changed))]):
                     break
 
-    cloud.act('somebody', change_policy, mortal=False)
-    cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.act('B', other.rounds(2, other.hear_queues, other.pull), process=other.process)
-    cloud.destroys('destroy', U)
+    cloud.add_actor('somebody', change_policy, mortal=False)
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
+    cloud.add_actor('B', other.repeat(2, other.read_queues, other.pull), process=other.process)
+    cloud.add_destroy('destroy', U)
 
 
-def quota_spoilt(cloud: Cloud) -> None:
+def quota_malformed(cloud: Cloud) -> None:
     """A quota becomes malformed and is repaired manually, during a create and a destroy."""
-    cloud.limited(5)
-    host = active(cloud)
-    cloud.is_astray = True
-    cloud.is_ample = False
+    cloud.set_instance_limit(5)
+    host = make_active(cloud)
+    cloud.starts_inconsistent = True
+    cloud.has_ample_room = False
     store = ModelStore(cloud.etcd)
 
     def spoil() -> None:
         store.commit([], [Put(keys.quota('p'), '{')])
         store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
 
-    cloud.act('somebody', spoil, mortal=False)
-    cloud.creates('eschedule', V, name='db')
-    cloud.destroys('destroy', U)
-    cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.act('later', lambda: None, again=lambda: limit(cloud.store, 'p', ['instances=5']))
+    cloud.add_actor('somebody', spoil, mortal=False)
+    cloud.add_create('eschedule', V, name='db')
+    cloud.add_destroy('destroy', U)
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
+    cloud.add_actor('later', lambda: None, retry=lambda: set_limits(cloud.store, 'p', ['instances=5']))
 
 
-def _accepts(host: Compute, number: int, *work: Callable[[], object]) -> Callable[[], None]:
+def _make_acceptance(host: Compute, rounds: int, *functions: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         host.start(republishes=True)
-        host.rounds(number, *work)()
+        host.repeat(rounds, *functions)()
 
     return run
 
 
 def accepted_and_destroyed(cloud: Cloud) -> None:
     """After a restore U is published and destroyed while V joins its group."""
-    cloud.limited(5)
-    host = cloud.host(A)
+    cloud.set_instance_limit(5)
+    host = cloud.add_host(A)
     saved = dict(cloud.etcd.entries)
-    active(cloud, group=TOGETHER)
-    restore(cloud, saved)
+    make_active(cloud, group=AFFINITY)
+    restore_etcd(cloud, saved)
     host.republishes = True
-    cloud.is_ample = False
-    cloud.works(A, '', _accepts(host, 2, host.plan))
-    cloud.destroys('destroy', U)
-    cloud.creates('eschedule', V, group=TOGETHER)
-    sets(cloud, 'quota set', 'instances=4')
+    cloud.has_ample_room = False
+    cloud.add_compute_actor(A, '', _make_acceptance(host, 2, host.plan))
+    cloud.add_destroy('destroy', U)
+    cloud.add_create('eschedule', V, group=AFFINITY)
+    add_quota_set(cloud, 'quota set', 'instances=4')
 
 
 def accepted_by_two(cloud: Cloud) -> None:
     """The same for two computes whose instances share a quota, which is set at that moment."""
-    cloud.limited(5)
-    hosts = {compute: cloud.host(compute) for compute in (A, B)}
+    cloud.set_instance_limit(5)
+    hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
     saved = dict(cloud.etcd.entries)
-    cloud.delivered(U, A, 'web')
+    cloud.deliver(U, A, 'web')
     cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
-    cloud.delivered(V, B, 'db')
+    cloud.deliver(V, B, 'db')
     amounts_of_two = {name: 2 * amount for name, amount in SIZE.items()}
     cloud.store.commit(
         [], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**amounts_of_two, 'instances': 2})))]
     )
     for host in hosts.values():
         host.plan(3)
-    restore(cloud, saved)
+    restore_etcd(cloud, saved)
     for name, host in hosts.items():
         host.republishes = True
-        cloud.works(name, '', _accepts(host, 2, host.plan))
-    sets(cloud, 'quota set', 'instances=4')
+        cloud.add_compute_actor(name, '', _make_acceptance(host, 2, host.plan))
+    add_quota_set(cloud, 'quota set', 'instances=4')
 
 
 def accepted_beside_operators(cloud: Cloud) -> None:
     """A publishes to an emptied etcd during `audit --fix` and a create of the same uuid."""
-    host = active(cloud)
+    host = make_active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True
-    cloud.works(A, '', _accepts(host, 2, host.plan, host.keep_claims))
-    fixes_all(cloud)
-    cloud.creates('eschedule', U, resume=True, name='web')
-    cloud.is_ample = False
+    cloud.add_compute_actor(A, '', _make_acceptance(host, 2, host.plan, host.check_claims))
+    add_complete_fix(cloud)
+    cloud.add_create('eschedule', U, resume=True, name='web')
+    cloud.has_ample_room = False
 
 
 def accepted_and_switched(cloud: Cloud) -> None:
     """U is stopped; etcd is restored to before that; U is published and rebooted."""
-    host = active(cloud)
+    host = make_active(cloud)
     saved = dict(cloud.etcd.entries)
-    power(cloud.store, U, Power('stop', name_uuid(78)))
+    change_power(cloud.store, U, PowerAction('stop', make_numbered_uuid(78)))
     host.plan(3)
-    restore(cloud, saved)
+    restore_etcd(cloud, saved)
     host.republishes = True
-    cloud.works(A, '', _accepts(host, 3, host.plan))
-    cloud.powers('reboot', U, 'reboot')
+    cloud.add_compute_actor(A, '', _make_acceptance(host, 3, host.plan))
+    cloud.add_power('reboot', U, 'reboot')
 
 
 SCENARIOS = [
-    *within(
-        SHAKY,
-        *(switched_by_many, stopped_and_power_fails, destroyed_and_power_fails, asked_as_in_2019),
-        *(destroyed_as_in_2019, presence_removed, mark_removed, attempt_removed, group_turned, quota_spoilt),
+    *make_scenarios(
+        SINGLE_FAULT,
+        *(switched_concurrently, stopped_and_power_fails, destroyed_and_power_fails, requested_as_in_2019),
+        *(
+            destroyed_as_in_2019,
+            presence_removed,
+            taker_key_removed,
+            attempt_removed,
+            group_policy_changed,
+            quota_malformed,
+        ),
         *(accepted_and_destroyed, accepted_by_two, accepted_beside_operators, accepted_and_switched),
     ),
-    *within(Bounds(2, 0), waiting_removed),
+    *make_scenarios(Bounds(2, 0), queue_entry_removed),
 ]

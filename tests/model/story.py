@@ -10,7 +10,7 @@ from ecomp.store.client import Entry, Put, Snapshot
 from tests.model.acting import ANSWER, HALVES, INTERRUPT, KILL, LATE, READ, REQUEST, Call, Step
 from tests.model.world import World
 
-FATES = {
+FAULT_TEXTS = {
     KILL: 'and is killed before that',
     REQUEST: 'and the request is lost on its way',
     ANSWER: 'which is done, and the answer is lost',
@@ -21,28 +21,28 @@ FATES = {
 }
 
 
-def tell(world: World) -> str:
+def format_story(world: World) -> str:
     lines = []
     for number, step in enumerate(world.steps, 1):
-        lines.append(f'{number:4}. {_line(step)}')
+        lines.append(f'{number:4}. {_format_step(step)}')
     text = '\n'.join(lines)
     for uuid, name in world.names.items():
         text = text.replace(uuid, name)
     return text
 
 
-def _line(step: Step) -> str:
+def _format_step(step: Step) -> str:
     if step.call is None:
         return f'-- {step.fate} --'
-    sentence = f'{step.actor} {WORDS[step.call.where](step.call)}'
+    sentence = f'{step.actor} {CALL_FORMATTERS[step.call.service](step.call)}'
     if step.fate in (KILL, REQUEST, LATE, INTERRUPT, READ):
-        return f'{sentence}, {"and placement is killed before that" if step.call.is_second else FATES[step.fate]}'
-    answer = _answer(step)
-    return f'{sentence}{f": {answer}" if answer else ""}{f", {FATES[step.fate]}" if step.fate else ""}'
+        return f'{sentence}, {"and placement is killed before that" if step.call.is_second else FAULT_TEXTS[step.fate]}'
+    answer = _format_answer(step)
+    return f'{sentence}{f": {answer}" if answer else ""}{f", {FAULT_TEXTS[step.fate]}" if step.fate else ""}'
 
 
-def _etcd(call: Call) -> str:
-    kind, *rest = call.what
+def _format_etcd_call(call: Call) -> str:
+    kind, *rest = call.operation
     if kind == 'commit':
         conditions, operations = rest
         writes = [f'{"puts" if isinstance(write, Put) else "deletes"} {write.key}' for write in operations]  # type: ignore[attr-defined]
@@ -55,8 +55,8 @@ def _etcd(call: Call) -> str:
     return f'{words[str(kind)]} {rest[0]}'
 
 
-def _placement(call: Call) -> str:
-    operation = list(call.what)
+def _format_placement_call(call: Call) -> str:
+    operation = list(call.operation)
     prefix = 'has placement go on with the second half: ' if call.is_second else ''
     method, path, body = [*operation[call.is_second :], None][:3]
     path = str(path)
@@ -72,45 +72,47 @@ def _placement(call: Call) -> str:
         data = {path.rsplit('/', 1)[-1]: data}
     elif path != '/allocations':
         return f'{method} {path}'
-    return prefix + ' and '.join(_claim(name, claim) for name, claim in data.items())
+    return prefix + ' and '.join(_format_claim(name, claim) for name, claim in data.items())
 
 
-def _claim(name: str, body: dict[str, Any]) -> str:
+def _format_claim(name: str, body: dict[str, Any]) -> str:
     providers = ', '.join(body['allocations'])
     generation = 'null' if body['consumer_generation'] is None else body['consumer_generation']
     action = f'claims {providers} for {name}' if providers else f'releases the claim of {name}'
     return f'{action}, with generation {generation}'
 
 
-WORDS: dict[str, Callable[[Call], str]] = {
-    'etcd': _etcd,
-    'placement': _placement,
-    'disk': lambda call: f'writes {call.what[2]} into the state directory of {call.what[1]}',
-    'libvirt': lambda call: ' of '.join(map(str, call.what)),
-    'clock': lambda call: f'sleeps {call.what[1]} s' if call.what[0] == 'sleeps' else f'waits for {call.what[1]}',
+CALL_FORMATTERS: dict[str, Callable[[Call], str]] = {
+    'etcd': _format_etcd_call,
+    'placement': _format_placement_call,
+    'disk': lambda call: f'writes {call.operation[2]} into the state directory of {call.operation[1]}',
+    'libvirt': lambda call: ' of '.join(map(str, call.operation)),
+    'clock': lambda call: (
+        f'sleeps {call.operation[1]} s' if call.operation[0] == 'sleeps' else f'waits for {call.operation[1]}'
+    ),
     '': lambda _: 'begins',
 }
 
 
-def _answer(step: Step) -> str:
+def _format_answer(step: Step) -> str:
     call, answer = step.call, step.answer
     assert call is not None
     if isinstance(answer, Exception):
         return f'{type(answer).__name__}, {answer}'
-    if call.where == 'etcd':
+    if call.service == 'etcd':
         if isinstance(answer, Snapshot):
             return ', '.join(answer.entries) or 'nothing is there'
         if isinstance(answer, Entry):
             return f'it is there, of revision {answer.revision}'
-        if call.what[0] == 'commit':
+        if call.operation[0] == 'commit':
             return 'refused' if answer is None else f'done, at revision {answer}'
-        return 'it is not there' if call.what[0] == 'get' else ''
-    if call.where == 'placement' and isinstance(answer, dict):
-        return _said(answer)
-    return 'done' if call.where == 'placement' else ''
+        return 'it is not there' if call.operation[0] == 'get' else ''
+    if call.service == 'placement' and isinstance(answer, dict):
+        return _format_placement_answer(answer)
+    return 'done' if call.service == 'placement' else ''
 
 
-def _said(answer: dict[str, Any]) -> str:
+def _format_placement_answer(answer: dict[str, Any]) -> str:
     if 'consumer_generation' in answer:
         return f'generation {answer["consumer_generation"]}, on {", ".join(answer["allocations"])}'
     if 'allocation_requests' in answer:

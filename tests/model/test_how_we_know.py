@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 TESTS = re.findall(r'`(\w+/test_\w+\.py)::(test_\w+)`', PAGE)
 
 
-def test_it_names_what_holds_each_defect() -> None:
+def test_page_names_a_proof_for_each_defect() -> None:
     rows = PAGE[PAGE.index('| defect |') :].splitlines()[2:]
     assert len(rows) > 20
     proof = re.compile(r'\| (`\w+/test_\w+\.py::test_\w+`|the scenario `\w+`) \|$')
@@ -23,16 +23,16 @@ def test_it_names_what_holds_each_defect() -> None:
 
 
 @pytest.mark.parametrize(('path', 'name'), TESTS)
-def test_each_test_is_there(path: str, name: str) -> None:
+def test_named_test_exists(path: str, name: str) -> None:
     tree = ast.parse((TOP / 'tests' / path).read_text())
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize('name', re.findall(r'the scenario `(\w+)`', PAGE))
-def test_each_scenario_is_there(name: str) -> None:
+def test_named_scenario_exists(name: str) -> None:
     assert name in SCENARIOS
 
 
 @pytest.mark.parametrize('path', re.findall(r'`(tests/[\w/.]+)`', PAGE))
-def test_each_place_is_there(path: str) -> None:
+def test_named_path_exists(path: str) -> None:
     assert (TOP / path).exists()

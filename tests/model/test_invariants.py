@@ -22,20 +22,20 @@ pytestmark = pytest.mark.fast
 class Breach(NamedTuple):
     """A change that breaks a rule, the change that reverts it, and the message of the rule."""
 
-    breaks: Callable[[Cloud], object]
-    mends: Callable[[Cloud], object]
+    break_rule: Callable[[Cloud], object]
+    restore: Callable[[Cloud], object]
     message: str
 
 
 def _set_guest(cloud: Cloud, compute: str, instance: str, guest: Guest | None) -> None:
-    guests = dict(cloud.computes[compute].hypervisor.guests())
+    guests = dict(cloud.computes[compute].hypervisor.list_guests())
     guests.pop(instance, None)
     cloud.computes[compute].hypervisor._guests = guests if guest is None else {**guests, instance: guest}
 
 
-def _hold(cloud: Cloud, instance: str, on: dict[str, dict[str, int]]) -> None:
-    cloud.model.held[instance] = on
-    if not on:
+def _hold(cloud: Cloud, instance: str, allocations: dict[str, dict[str, int]]) -> None:
+    cloud.model.held[instance] = allocations
+    if not allocations:
         del cloud.model.held[instance]
     cloud.model.writes += 1
 
@@ -70,27 +70,27 @@ BREACHES = {
 
 
 def _break_for_one_step(cloud: Cloud, breach: Breach) -> None:
-    cloud.hosts(A, B)
-    cloud.delivered(U, A, 'web')
+    cloud.add_hosts(A, B)
+    cloud.deliver(U, A, 'web')
     cloud.computes[A].plan(3)
 
     def work() -> None:
-        for number, change in enumerate((breach.breaks, breach.mends)):
+        for number, change in enumerate((breach.break_rule, breach.restore)):
             cloud.world.call(Call('libvirt', ('changes', str(number)), writes=True), lambda: None)
             change(cloud)
 
-    cloud.act('somebody', work, mortal=False)
+    cloud.add_actor('somebody', work, mortal=False)
 
 
 @pytest.mark.parametrize('rule', RULES)
-def test_a_breach_of_one_step_is_found(rule: str) -> None:
+def test_rule_broken_for_one_step_is_reported(rule: str) -> None:
     def scene(cloud: Cloud) -> Check | None:
         """One rule is broken for one step."""
         _break_for_one_step(cloud, BREACHES[rule])
         return None
 
     result = explore(Scenario(scene, Bounds(0, 0)))
-    assert [finding.wrong for finding in result.findings] == [(BREACHES[rule].message,)]
+    assert [finding.violations for finding in result.findings] == [(BREACHES[rule].message,)]
     assert f'WRONG from here on: {BREACHES[rule].message}' in result.findings[0].story
 
 

@@ -20,35 +20,45 @@ from ecomp.scheduler.operating.audit import audit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
 from tests.model.cloud import A, Cloud, U, V
-from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
-from tests.model.rest import left_alone
+from tests.model.explorer import (
+    Check,
+    Exploration,
+    RecordingChooser,
+    Scenario,
+    decode_choices,
+    encode_choices,
+    explore,
+    replay,
+    search,
+)
+from tests.model.rest import check_left_alone
 from tests.model.scenarios import SCENARIOS
-from tests.model.scenarios_pairs import active
-from tests.model.virtual import inside, virtual
+from tests.model.scenarios_pairs import make_active
+from tests.model.virtual import enter_world, patch_environment
 from tests.model.world import World
 
 # Schedules of each scenario in every run: about 20 seconds for all scenarios.
-SCHEDULES = 30
+SCHEDULES_OF_EACH = 30
 # Schedules of each scenario with --all: about ten minutes for all scenarios.
-MANY = 2_000
+SCHEDULES_OF_EACH_SLOW = 2_000
 
 
 @pytest.mark.parametrize('name', SCENARIOS)
-def test_nothing_is_lost_doubled_or_leaked(name: str) -> None:
-    judge(name, look_for(SCENARIOS[name], SCHEDULES))
+def test_scenario_keeps_the_guarantees(name: str) -> None:
+    fail_on_findings(name, search(SCENARIOS[name], SCHEDULES_OF_EACH))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', SCENARIOS)
-def test_nor_in_many_more(name: str) -> None:
-    judge(name, look_for(SCENARIOS[name], MANY, seed=2))
+def test_scenario_keeps_the_guarantees_for_long(name: str) -> None:
+    fail_on_findings(name, search(SCENARIOS[name], SCHEDULES_OF_EACH_SLOW, seed=2))
 
 
-def judge(name: str, found: Explored) -> None:
-    for finding in found.findings:
-        violations = '\n'.join(f'WRONG: {violation}' for violation in finding.wrong)
+def fail_on_findings(name: str, result: Exploration) -> None:
+    for finding in result.findings:
+        violations = '\n'.join(f'WRONG: {violation}' for violation in finding.violations)
         pytest.fail(
-            f'{SCENARIOS[name].title}\n{finding.story}\n{violations}\n{finding.replay(SCENARIOS[name])}', pytrace=False
+            f'{SCENARIOS[name].title}\n{finding.story}\n{violations}\n{finding.encode(SCENARIOS[name])}', pytrace=False
         )
 
 
@@ -59,51 +69,53 @@ def test_every_scenario_has_a_title() -> None:
 # A leak that is planted in the state is found by the product's audit, and by the properties at rest
 
 
-def _put(key: str, value: str) -> object:
+def make_put(key: str, value: str) -> object:
     return lambda cloud: cloud.store.commit([], [Put(key, value)])
 
 
-def _delete(key: str) -> object:
+def make_delete(key: str) -> object:
     return lambda cloud: cloud.store.commit([], [Delete(key)])
 
 
-def _domain(cloud: Cloud) -> None:
+def add_domain(cloud: Cloud) -> None:
     hypervisor = cloud.computes[A].hypervisor
-    guest = hypervisor.guests()[U]
+    guest = hypervisor.list_guests()[U]
     hypervisor._guests[V] = type(guest)(V, A, defined=True, running=True, disk=True)
 
 
-def _domain_gone(cloud: Cloud) -> None:
+def remove_domain(cloud: Cloud) -> None:
     cloud.computes[A].hypervisor.destroy(U, A)
     cloud.computes[A].hypervisor.delete_disk(U)
 
 
 LEAKS = {
-    'a claim': lambda cloud: cloud.claimed(V, A),
+    'a claim': lambda cloud: cloud.claim(V, A),
     'a claim that is gone': lambda cloud: allocations.release_once(
-        cloud.placement, U, allocations.consumer(cloud.placement, U)
+        cloud.placement, U, allocations.read_consumer(cloud.placement, U)
     ),
-    'a name': _put(keys.name('other'), name_to_json(V)),
-    'a name that is gone': _delete(keys.name('web')),
-    'a member of a group': _put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
-    'a quota that counts too much': _put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {'instances': 2}))),
-    'an address': _put(keys.booted(V), '10.0.0.1'),
-    'an address that is gone': _delete(keys.booted(U)),
-    'a request that is gone': _delete(keys.request(A, U)),
-    'a domain': _domain,
-    'a domain that is gone': _domain_gone,
-    'a reservation': lambda cloud: cloud.computes[A].hypervisor.reserve(V, '52:54:00:00:00:01', 'default'),
+    'a name': make_put(keys.name('other'), name_to_json(V)),
+    'a name that is gone': make_delete(keys.name('web')),
+    'a member of a group': make_put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
+    'a quota that counts too much': make_put(
+        keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {'instances': 2}))
+    ),
+    'an address': make_put(keys.address(V), '10.0.0.1'),
+    'an address that is gone': make_delete(keys.address(U)),
+    'a request that is gone': make_delete(keys.request(A, U)),
+    'a domain': add_domain,
+    'a domain that is gone': remove_domain,
+    'a reservation': lambda cloud: cloud.computes[A].hypervisor.reserve_address(V, '52:54:00:00:00:01', 'default'),
 }
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('leak', LEAKS)
 def test_a_planted_leak_is_found(leak: str) -> None:
-    world = World(Bounds(), Follow())
-    with virtual(), inside(world):
+    world = World(Bounds(), RecordingChooser())
+    with patch_environment(), enter_world(world):
         cloud = Cloud(world)
-        cloud.limited(5)
-        active(cloud)
+        cloud.set_instance_limit(5)
+        make_active(cloud)
         assert audit(cloud.store, cloud.placement).findings == []
         LEAKS[leak](cloud)  # type: ignore[operator]
         assert audit(cloud.store, cloud.placement).findings != []
@@ -112,13 +124,13 @@ def test_a_planted_leak_is_found(leak: str) -> None:
 def test_a_planted_leak_is_found_at_rest() -> None:
     def scene(cloud: Cloud) -> None:
         """A claim of an unknown consumer, on a compute that never checks claims."""
-        host = cloud.host(A)
-        host.keep_claims = lambda: None  # type: ignore[method-assign]
-        cloud.claimed(V, A)
-        cloud.creates('eschedule', U)
+        host = cloud.add_host(A)
+        host.check_claims = lambda: None  # type: ignore[method-assign]
+        cloud.claim(V, A)
+        cloud.add_create('eschedule', U)
 
     result = explore(Scenario(scene, Bounds(0, 0)))
-    assert [finding.wrong[0] for finding in result.findings] == [
+    assert [finding.violations[0] for finding in result.findings] == [
         "the claim of V is leaked: {'A': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}"
     ]
 
@@ -127,7 +139,7 @@ def test_a_planted_leak_is_found_at_rest() -> None:
 
 
 @pytest.mark.fast
-def test_every_end_that_can_be_is_met() -> None:
+def test_explore_reaches_every_final_state() -> None:
     final_values: set[bytes] = set()
 
     def scene(cloud: Cloud) -> Check:
@@ -138,7 +150,7 @@ def test_every_end_that_can_be_is_met() -> None:
             cloud.store.commit([], [Put('/x', (before.value.decode() if before else '') + letter)])
 
         for letter in 'ab':
-            cloud.act(letter, partial(append_letter, letter), mortal=False)
+            cloud.add_actor(letter, partial(append_letter, letter), mortal=False)
 
         def check() -> list[str]:
             final_values.add(cloud.etcd.entries['/x'].value)
@@ -146,20 +158,20 @@ def test_every_end_that_can_be_is_met() -> None:
 
         return check
 
-    assert explore(Scenario(scene, Bounds(9, 0)), first=False).exhausted
+    assert explore(Scenario(scene, Bounds(9, 0)), stop_at_first=False).exhausted
     assert final_values == {b'a', b'b', b'ab', b'ba'}
 
 
 @pytest.mark.fast
-def test_what_is_found_is_replayed() -> None:
+def test_replay_repeats_an_encoded_schedule() -> None:
     scenario = SCENARIOS['set_against_single']
-    world = World(scenario.bounds, chooser := Follow())
-    with virtual(), inside(world):
+    world = World(scenario.bounds, chooser := RecordingChooser())
+    with patch_environment(), enter_world(world):
         cloud = Cloud(world)
         scenario.scene(cloud)
         world.run()
-        assert left_alone(cloud) == []
-    name, choices = decode(encode(scenario.name, chooser.choices))
+        assert check_left_alone(cloud) == []
+    name, choices = decode_choices(encode_choices(scenario.name, chooser.choices))
     assert (name, choices) == (scenario.name, list(chooser.choices))
     violations, story = replay(scenario, choices)
     assert violations == []

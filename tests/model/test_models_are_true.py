@@ -10,72 +10,72 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Fence, Put, Store, Unchanged
-from tests.kit.in_process import empty, start
+from tests.kit.in_process import remove_providers, start_placement
 from tests.kit.servers import Etcd
 from tests.model.acting import Bounds
-from tests.model.alike import answer, fresh
+from tests.model.alike import get_answer, make_random_uuid
 from tests.model.etcd import Etcd as EtcdModel
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Follow
-from tests.model.pair import Pair
+from tests.model.explorer import RecordingChooser
+from tests.model.pair import PlacementPair
 from tests.model.placement import PlacementModel
 from tests.model.placement_client import ModelPlacement
-from tests.model.twins import Twins
+from tests.model.twins import StorePair
 from tests.model.world import World
 
 # Calls of each server in every run.
-STEPS = 1_000
+CALLS = 1_000
 # Calls of each server with --all.
-MANY = 25_000
+CALLS_SLOW = 25_000
 # Placement's slow run is split: each part starts with an empty placement, because calls of a full one take several
 # times as long.
 PARTS = 5
 # Calls in one sequence, which has its own names.
-LENGTH = 50
+CALLS_OF_SEQUENCE = 50
 
 
 @pytest.fixture
 def world() -> World:
-    return World(Bounds(), Follow())
+    return World(Bounds(), RecordingChooser())
 
 
-def run_etcd(etcd: Etcd, world: World, steps: int, seed: int) -> None:
+def compare_etcd(etcd: Etcd, world: World, steps: int, seed: int) -> None:
     store = Store(EtcdConfig((etcd.endpoint,)))
     try:
-        for number in range(steps // LENGTH):
+        for number in range(steps // CALLS_OF_SEQUENCE):
             rng = random.Random(f'{seed} {number}')
-            twins = Twins(store, ModelStore(EtcdModel(world)), f'/twins/{fresh()}/', rng)
-            for _ in range(LENGTH):
+            twins = StorePair(store, ModelStore(EtcdModel(world)), f'/twins/{make_random_uuid()}/', rng)
+            for _ in range(CALLS_OF_SEQUENCE):
                 twins.step()
     finally:
         store.close()
 
 
-def test_etcd_answers_as_the_model(etcd: Etcd, world: World) -> None:
-    run_etcd(etcd, world, STEPS, 1)
+def test_etcd_model_answers_like_etcd(etcd: Etcd, world: World) -> None:
+    compare_etcd(etcd, world, CALLS, 1)
 
 
 @pytest.mark.slow
-def test_etcd_answers_as_the_model_for_long(etcd: Etcd, world: World) -> None:
-    run_etcd(etcd, world, MANY, 2)
+def test_etcd_model_answers_like_etcd_for_long(etcd: Etcd, world: World) -> None:
+    compare_etcd(etcd, world, CALLS_SLOW, 2)
 
 
-def test_a_fence_holds_in_both(etcd: Etcd, world: World) -> None:
+def test_fence_refuses_the_same_writes_in_both(etcd: Etcd, world: World) -> None:
     real, model = Store(EtcdConfig((etcd.endpoint,))), ModelStore(EtcdModel(world))
     notices: list[str] = []
-    prefix = f'/twins/{fresh()}/'
+    prefix = f'/twins/{make_random_uuid()}/'
     try:
         answers: list[list[object]] = [[], []]
         for store, results in zip((real, model), answers, strict=True):
             written = store.commit([], [Put(f'{prefix}me', 'x')])
             assert written
             store.fence = Fence(Unchanged(f'{prefix}me', written), lambda: notices.append('broken'))
-            results.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '1')]) is not None, store))
+            results.append(get_answer(lambda each: each.commit([], [Put(f'{prefix}a', '1')]) is not None, store))
             results.append(
-                answer(lambda each: each.commit([Unchanged(f'{prefix}b', 7)], [Put(f'{prefix}a', '2')]), store)
+                get_answer(lambda each: each.commit([Unchanged(f'{prefix}b', 7)], [Put(f'{prefix}a', '2')]), store)
             )
-            store.commit([], [Delete(f'{prefix}me')], fenced=False)
-            results.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '3')]), store))
+            store.commit([], [Delete(f'{prefix}me')], use_fence=False)
+            results.append(get_answer(lambda each: each.commit([], [Put(f'{prefix}a', '3')]), store))
             results.append(store.get(f'{prefix}a').value)  # type: ignore[union-attr]
         assert answers[0] == answers[1] == [True, None, 'Unreachable', b'1']
         assert set(notices) == {'broken'}
@@ -83,29 +83,31 @@ def test_a_fence_holds_in_both(etcd: Etcd, world: World) -> None:
         real.close()
 
 
-def run_placement(client: Placement, world: World, steps: int, seed: int) -> None:
+def compare_placement(client: Placement, world: World, steps: int, seed: int) -> None:
     calls = number = 0
     while calls < steps:
         number += 1
-        pair = Pair(client, ModelPlacement(PlacementModel(world), world), random.Random(f'{seed} {number}'))
-        for _ in range(LENGTH // 4):
+        pair = PlacementPair(client, ModelPlacement(PlacementModel(world), world), random.Random(f'{seed} {number}'))
+        for _ in range(CALLS_OF_SEQUENCE // 4):
             pair.step()
         calls += len(pair.calls)
 
 
 @pytest.fixture
-def in_process() -> Iterator[Placement]:
+def in_process_placement() -> Iterator[Placement]:
     """The real placement, inside this process: a separate server would take ten times as long."""
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
-    yield start()
-    empty(start())
+    yield start_placement()
+    remove_providers(start_placement())
 
 
-def test_placement_answers_as_the_model(in_process: Placement, world: World) -> None:
-    run_placement(in_process, world, STEPS, 1)
+def test_placement_model_answers_like_placement(in_process_placement: Placement, world: World) -> None:
+    compare_placement(in_process_placement, world, CALLS, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(2, 2 + PARTS))
-def test_placement_answers_as_the_model_for_long(in_process: Placement, world: World, seed: int) -> None:
-    run_placement(in_process, world, MANY // PARTS, seed)
+def test_placement_model_answers_like_placement_for_long(
+    in_process_placement: Placement, world: World, seed: int
+) -> None:
+    compare_placement(in_process_placement, world, CALLS_SLOW // PARTS, seed)

@@ -7,7 +7,16 @@ import importlib
 import pytest
 
 from tests.model.mutations import MUTATIONS, detect
-from tests.model.planting import Misplaced, Plant, becomes, drops, never, planted, returns, without
+from tests.model.planting import (
+    Misplaced,
+    Plant,
+    drop_operand,
+    drop_statement,
+    never,
+    plant_bugs,
+    replace_call,
+    return_constant,
+)
 from tests.model.scenarios import SCENARIOS
 
 
@@ -18,18 +27,18 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize('name', MUTATIONS)
-def test_each_has_its_place_and_its_scenarios(name: str) -> None:
+def test_bug_has_its_place_and_scenarios(name: str) -> None:
     bug = MUTATIONS[name]
     assert [scenario for scenario in bug.scenarios if scenario not in SCENARIOS] == []
-    codes = [_code(plant) for plant in bug.plants]
-    with planted(bug.plants):
-        assert [_code(plant) for plant in bug.plants] != codes
-    assert [_code(plant) for plant in bug.plants] == codes
+    codes = [read_code(plant) for plant in bug.plants]
+    with plant_bugs(bug.plants):
+        assert [read_code(plant) for plant in bug.plants] != codes
+    assert [read_code(plant) for plant in bug.plants] == codes
 
 
-def _code(plant: Plant) -> object:
+def read_code(plant: Plant) -> object:
     """Return what a plant exchanges: the code of a function, or the value of a constant."""
-    module, _, name = plant.where.partition(':')
+    module, _, name = plant.target.partition(':')
     value: object = importlib.import_module(module)
     for part in name.split('.'):
         value = getattr(value, part)
@@ -40,14 +49,14 @@ def _code(plant: Plant) -> object:
 @pytest.mark.parametrize(
     ('where', 'change'),
     [
-        ('ecomp.placement.allocations:no_such_function', returns(None)),
-        ('ecomp.placement.allocations:release', drops('no_such_name')),
+        ('ecomp.placement.allocations:no_such_function', return_constant(None)),
+        ('ecomp.placement.allocations:release', drop_statement('no_such_name')),
         ('ecomp.placement.allocations:release', never('no_such_name')),
-        ('ecomp.placement.allocations:release', without('no_such_name')),
-        ('ecomp.placement.allocations:claim', becomes('consumer_of', 'None')),
-        ('ecomp.scheduler.operating.decommission:drained', without('placing')),
+        ('ecomp.placement.allocations:release', drop_operand('no_such_name')),
+        ('ecomp.placement.allocations:claim', replace_call('consumer_of', 'None')),
+        ('ecomp.scheduler.operating.decommission:drained', drop_operand('placing')),
     ],
 )
-def test_a_plant_without_its_one_place_says_so(where: str, change: object) -> None:
-    with pytest.raises(Misplaced, match=where.rpartition('.')[2]), planted([Plant(where, change)]):  # type: ignore[arg-type]
+def test_plant_without_a_unique_place_is_misplaced(where: str, change: object) -> None:
+    with pytest.raises(Misplaced, match=where.rpartition('.')[2]), plant_bugs([Plant(where, change)]):  # type: ignore[arg-type]
         pass

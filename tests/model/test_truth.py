@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
-from ecomp.model.order import Power
+from ecomp.model.order import PowerAction
 from ecomp.scheduler.changing.change import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from tests.model.acting import Actor
 from tests.model.cloud import A, U, V, W
-from tests.model.explorer import quiet_cloud
-from tests.model.scenarios_pairs import active
-from tests.model.truth import untrue
+from tests.model.explorer import open_quiet_cloud
+from tests.model.scenarios_pairs import make_active
+from tests.model.truth import find_false_sentences
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +29,7 @@ LIES = {
     'nothing of it was begun, while it lives': ('destroy', U, f'{U}: taken out of its queue, nothing of it was begun'),
     'no such instance, while it lives': ('destroy', U, NotFound(f'{U}: no such instance')),
     'destroy not accepted, while it is gone': ('destroy', V, Unreachable(f'the destroy of {V} is not accepted')),
-    'stop accepted, and not asked for': ('power', U, Acceptance(f'{U}: stop accepted, {A}', Power('stop', 'x'))),
+    'stop accepted, and not asked for': ('power', U, Acceptance(f'{U}: stop accepted, {A}', PowerAction('stop', 'x'))),
     'forgotten, while it is registered': ('forget', A, None),
     'not forgotten, while it is': ('forget', V, Conflict(f'compute {V} is not forgotten: it is alive')),
     'drained, while something lives there': ('drain', A, None),
@@ -47,29 +47,31 @@ TRUTHS = {
 }
 
 
-def judge(command: str, about: str, outcome: object) -> list[str]:
+def find_false(command: str, about: str, outcome: object) -> list[str]:
     """Return what is false in one sentence, where U lives on A and W holds a claim."""
-    with quiet_cloud() as cloud:
-        cloud.limited(5)
-        host = active(cloud)
-        cloud.etcd.end(host.presence.lease)
-        cloud.claimed(W, A)
-        command_actor = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
+    with open_quiet_cloud() as cloud:
+        cloud.set_instance_limit(5)
+        host = make_active(cloud)
+        cloud.etcd.end_lease(host.presence.lease)
+        cloud.claim(W, A)
+        command_actor = Actor(
+            'the command', lambda: None, command=command, subjects=(about,), done=True, outcome=outcome
+        )
         cloud.world.actors.append(command_actor)
-        return untrue(cloud, frozenset())
+        return find_false_sentences(cloud, frozenset())
 
 
 @pytest.mark.parametrize('lie', LIES)
-def test_what_is_not_so_is_found(lie: str) -> None:
-    (message,) = judge(*LIES[lie])
+def test_false_sentence_is_reported(lie: str) -> None:
+    (message,) = find_false(*LIES[lie])
     assert 'and that is not so' in message
 
 
 @pytest.mark.parametrize('truth', TRUTHS)
-def test_what_is_so_is_not_found(truth: str) -> None:
-    assert judge(*TRUTHS[truth]) == []
+def test_true_sentence_is_accepted(truth: str) -> None:
+    assert find_false(*TRUTHS[truth]) == []
 
 
-def test_a_sentence_without_a_row_is_found() -> None:
-    (message,) = judge('destroy', U, f'{U}: will be gone one day')
+def test_sentence_without_a_row_is_reported() -> None:
+    (message,) = find_false('destroy', U, f'{U}: will be gone one day')
     assert message == 'the command told its user "U: will be gone one day", a str: truth.py has no row for that'

@@ -23,213 +23,227 @@ from ecomp.errors import (
     UsageError,
 )
 from ecomp.model import keys, status
-from ecomp.scheduler.changing.change import Acceptance, Cleared
+from ecomp.scheduler.changing.change import Acceptance, ClearResult
 from tests.model.acting import Actor
 from tests.model.cloud import Cloud
-from tests.model.end import PLACING, End, Told
+from tests.model.end import PLACEMENT_COMMANDS, FinalState, Sentence
 
 
-def untrue(cloud: Cloud, before: frozenset[str]) -> list[str]:
+def find_false_sentences(cloud: Cloud, before: frozenset[str]) -> list[str]:
     """Return the messages of commands that are false. For `before` see list_prior_instances()."""
-    end = End(cloud, before)
+    end = FinalState(cloud, before)
     return [
         violation
         for actor in end.commands
         if actor.done
-        for sentence in _sentences(actor)
-        for violation in _judge(end, sentence)
+        for sentence in _list_sentences(actor)
+        for violation in _check_sentence(end, sentence)
     ]
 
 
-def _sentences(actor: Actor) -> Iterator[Told]:
+def _list_sentences(actor: Actor) -> Iterator[Sentence]:
     outcome = actor.outcome
     if isinstance(outcome, list):
-        yield from (Told(actor, line, line) for line in outcome)
+        yield from (Sentence(actor, line, line) for line in outcome)
     else:
-        yield Told(actor, outcome, outcome.said if isinstance(outcome, Acceptance) else str(outcome))
+        yield Sentence(actor, outcome, outcome.message if isinstance(outcome, Acceptance) else str(outcome))
 
 
-def _judge(end: End, told: Told) -> Iterator[str]:
-    row = find_row(told)
-    quoted = f'{told.actor.name} told its user "{end.called(told.text) or type(told.outcome).__name__}"'
+def _check_sentence(end: FinalState, sentence: Sentence) -> Iterator[str]:
+    row = find_row(sentence)
+    quoted = (
+        f'{sentence.actor.name} told its user "{end.replace_uuids(sentence.text) or type(sentence.outcome).__name__}"'
+    )
     if row is None:
-        yield f'{quoted}, a {type(told.outcome).__name__}: truth.py has no row for that'
-    elif not row.holds(end, told):
+        yield f'{quoted}, a {type(sentence.outcome).__name__}: truth.py has no row for that'
+    elif not row.holds(end, sentence):
         yield f'{quoted}, and that is not so: {" ".join((row.holds.__doc__ or "").split())}'
 
 
 # Predicates. The docstring is printed as the condition that does not hold.
 
 
-def promises_nothing(_end: End, _told: Told) -> bool:
+def promises_nothing(_end: FinalState, _told: Sentence) -> bool:
     """The message promises nothing, or says that the outcome is unknown."""
     return True
 
 
-def is_delivered(end: End, told: Told) -> bool:
+def is_delivered(end: FinalState, sentence: Sentence) -> bool:
     """Each instance is requested of the reported compute, or has ended."""
-    assert isinstance(told.outcome, dict)
+    assert isinstance(sentence.outcome, dict)
     return all(
         keys.request(delivery.compute, instance) in end.entries or end.has_ended(instance)
-        for instance, delivery in told.outcome.items()
+        for instance, delivery in sentence.outcome.items()
     )
 
 
-def is_queued(end: End, told: Told) -> bool:
+def is_queued(end: FinalState, sentence: Sentence) -> bool:
     """The instance is queued, a compute has taken it, or it has ended."""
-    return all(end.has_entry(instance) or end.has_ended(instance) for instance in told.actor.about)
+    return all(end.has_entry(instance) or end.has_ended(instance) for instance in sentence.actor.subjects)
 
 
-def exists(end: End, told: Told) -> bool:
+def is_existing(end: FinalState, sentence: Sentence) -> bool:
     """The named instance exists or has ended, and this command placed nothing."""
-    instance = told.text.partition(':')[0]
-    return (end.has_entry(instance) or end.has_ended(instance)) and is_not_placed(end, told)
+    instance = sentence.text.partition(':')[0]
+    return (end.has_entry(instance) or end.has_ended(instance)) and is_not_placed(end, sentence)
 
 
-def is_not_placed(end: End, told: Told) -> bool:
+def is_not_placed(end: FinalState, sentence: Sentence) -> bool:
     """No instance of the command is requested or queued, unless another command placed it."""
     return all(
-        not (end.is_requested(instance) or end.waits(instance)) or end.may_be_another_s(told.actor, instance)
-        for instance in told.actor.about
+        not (end.is_requested(instance) or end.is_queued(instance))
+        or end.may_be_placed_by_another(sentence.actor, instance)
+        for instance in sentence.actor.subjects
     )
 
 
-def leaves_nothing(end: End, told: Told) -> bool:
+def has_left_nothing(end: FinalState, sentence: Sentence) -> bool:
     """No instance is requested, queued or claimed, unless by another command or after a loss."""
-    return has_released(end, told) or (is_not_placed(end, told) and end.was_harmed(told.actor))
+    return has_released(end, sentence) or (is_not_placed(end, sentence) and end.was_harmed(sentence.actor))
 
 
-def has_released(end: End, told: Told) -> bool:
+def has_released(end: FinalState, sentence: Sentence) -> bool:
     """No instance is requested, queued or claimed, unless by another command."""
-    others = end.others(told.actor, *PLACING)
+    others = end.find_related_commands(sentence.actor, *PLACEMENT_COMMANDS)
     held = [
-        instance for instance in told.actor.about if instance in end.cloud.model.held and instance not in end.before
+        instance
+        for instance in sentence.actor.subjects
+        if instance in end.cloud.model.held and instance not in end.before
     ]
-    return is_not_placed(end, told) and (not held or bool(others))
+    return is_not_placed(end, sentence) and (not held or bool(others))
 
 
-def is_destroyed(end: End, told: Told) -> bool:
+def is_destroyed(end: FinalState, sentence: Sentence) -> bool:
     """The instance is not queued, and no compute is requested to run it."""
     return all(
-        not (end.is_requested(instance) or end.waits(instance))
-        or (end.were_given('clear') and _is_asked_again(end, told))
-        for instance in told.actor.about
+        not (end.is_requested(instance) or end.is_queued(instance))
+        or (end.has_command('clear') and _is_requested_again(end, sentence))
+        for instance in sentence.actor.subjects
     )
 
 
-def _is_asked_again(end: End, told: Told) -> bool:
-    return bool(end.others(told.actor, *PLACING))
+def _is_requested_again(end: FinalState, sentence: Sentence) -> bool:
+    return bool(end.find_related_commands(sentence.actor, *PLACEMENT_COMMANDS))
 
 
-def was_never_begun(end: End, told: Told) -> bool:
+def was_never_begun(end: FinalState, sentence: Sentence) -> bool:
     """The instance is not queued, not requested of a compute, and has no domain."""
-    return is_destroyed(end, told) and not any(map(end.is_domain, told.actor.about))
+    return is_destroyed(end, sentence) and not any(map(end.is_domain, sentence.actor.subjects))
 
 
-def is_unknown(end: End, told: Told) -> bool:
+def is_unknown(end: FinalState, sentence: Sentence) -> bool:
     """The instance is not requested or queued, unless it was created or published later."""
     is_published = any(machine.republishes for machine in end.cloud.machines)
-    return is_published or is_destroyed(end, told) or _is_asked_again(end, told)
+    return is_published or is_destroyed(end, sentence) or _is_requested_again(end, sentence)
 
 
-def is_not_destroyed(end: End, told: Told) -> bool:
+def is_not_destroyed(end: FinalState, sentence: Sentence) -> bool:
     """The instance is queued or requested, unless another destroy was given or it has ended."""
     return all(
         end.is_requested(instance)
-        or end.waits(instance)
-        or bool(end.others(told.actor, 'destroy'))
+        or end.is_queued(instance)
+        or bool(end.find_related_commands(sentence.actor, 'destroy'))
         or end.has_ended(instance)
-        for instance in told.actor.about
+        for instance in sentence.actor.subjects
     )
 
 
-def is_switched(end: End, told: Told) -> bool:
+def is_switched(end: FinalState, sentence: Sentence) -> bool:
     """The request has this power action, unless another command changed it later."""
-    assert isinstance(told.outcome, Acceptance)
-    requested = (end.request(told.subject) or {}).get('power') or {}
-    accepted = told.outcome.power
+    assert isinstance(sentence.outcome, Acceptance)
+    requested = (end.read_request(sentence.subject) or {}).get('power') or {}
+    accepted = sentence.outcome.power
     return (accepted is not None and requested.get('id') == accepted.id) or bool(
-        end.others(told.actor, 'power', 'destroy')
+        end.find_related_commands(sentence.actor, 'power', 'destroy')
     )
 
 
-def is_not_switched(end: End, told: Told) -> bool:
+def is_not_switched(end: FinalState, sentence: Sentence) -> bool:
     """The request lacks this power action, unless the instance's keys were changed manually."""
-    (instance,) = told.actor.about
-    return instance in end.touched or ((end.request(instance) or {}).get('power') or {}).get('id') != told.actor.power
+    (instance,) = sentence.actor.subjects
+    return (
+        instance in end.touched
+        or ((end.read_request(instance) or {}).get('power') or {}).get('id') != sentence.actor.power
+    )
 
 
-def is_forgotten(end: End, told: Told) -> bool:
+def is_forgotten(end: FinalState, sentence: Sentence) -> bool:
     """The compute is in neither plane and nothing is claimed there, unless it has come back."""
-    has_requests = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
-    has_claims = any(told.subject in allocations for allocations in end.cloud.model.held.values())
-    is_back = told.subject in end.touched or keys.compute(told.subject) in end.entries
-    return is_back or not (has_requests or has_claims or told.subject in end.cloud.model.providers)
+    has_requests = any(key.startswith(keys.request_prefix(sentence.subject)) for key in end.entries)
+    has_claims = any(sentence.subject in allocations for allocations in end.cloud.model.held.values())
+    is_back = sentence.subject in end.touched or keys.compute(sentence.subject) in end.entries
+    return is_back or not (has_requests or has_claims or sentence.subject in end.cloud.model.providers)
 
 
-def is_not_forgotten(end: End, told: Told) -> bool:
+def is_not_forgotten(end: FinalState, sentence: Sentence) -> bool:
     """The compute is in placement, unless another command has forgotten it."""
-    return told.subject in end.cloud.model.providers or bool(end.others(told.actor, 'forget'))
+    return sentence.subject in end.cloud.model.providers or bool(end.find_related_commands(sentence.actor, 'forget'))
 
 
-def is_drained(end: End, told: Told) -> bool:
+def is_drained(end: FinalState, sentence: Sentence) -> bool:
     """The compute has no requests and no claims, and it is disabled."""
-    has_requests = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
-    has_claims = any(told.subject in allocations for allocations in end.cloud.model.held.values())
-    return not has_requests and not has_claims and is_disabled(end, told)
+    has_requests = any(key.startswith(keys.request_prefix(sentence.subject)) for key in end.entries)
+    has_claims = any(sentence.subject in allocations for allocations in end.cloud.model.held.values())
+    return not has_requests and not has_claims and is_disabled(end, sentence)
 
 
-def is_disabled(end: End, told: Told) -> bool:
+def is_disabled(end: FinalState, sentence: Sentence) -> bool:
     """The compute is disabled, unless it was enabled later."""
-    return end.has_trait(told.subject, status.DISABLED) or bool(end.others(told.actor, 'enable'))
+    return end.has_trait(sentence.subject, status.DISABLED) or bool(end.find_related_commands(sentence.actor, 'enable'))
 
 
-def is_enabled(end: End, told: Told) -> bool:
+def is_enabled(end: FinalState, sentence: Sentence) -> bool:
     """No operator's trait keeps instances off the compute, unless it was disabled later."""
-    return not end.has_trait(told.subject, status.BY_OPERATOR) or bool(end.others(told.actor, 'disable', 'drain'))
+    return not end.has_trait(sentence.subject, status.DISABLED_BY_OPERATOR) or bool(
+        end.find_related_commands(sentence.actor, 'disable', 'drain')
+    )
 
 
-def is_no_compute(end: End, told: Told) -> bool:
+def is_no_compute(end: FinalState, sentence: Sentence) -> bool:
     """The compute is not in placement, unless it has come back or was forgotten only later."""
-    return told.subject not in end.cloud.model.providers or told.subject in end.touched or end.were_given('forget')
+    return (
+        sentence.subject not in end.cloud.model.providers
+        or sentence.subject in end.touched
+        or end.has_command('forget')
+    )
 
 
-def has_limits(end: End, told: Told) -> bool:
+def has_limits(end: FinalState, sentence: Sentence) -> bool:
     """The project has a quota, unless another command removed it."""
-    return keys.quota(told.subject) in end.entries or bool(end.others(told.actor, 'quota'))
+    return keys.quota(sentence.subject) in end.entries or bool(end.find_related_commands(sentence.actor, 'quota'))
 
 
-def has_no_limits(end: End, told: Told) -> bool:
+def has_no_limits(end: FinalState, sentence: Sentence) -> bool:
     """The project has no quota, unless another command set one."""
-    return keys.quota(told.subject) not in end.entries or bool(end.others(told.actor, 'quota'))
+    return keys.quota(sentence.subject) not in end.entries or bool(end.find_related_commands(sentence.actor, 'quota'))
 
 
-def is_cleared(end: End, told: Told) -> bool:
+def is_cleared(end: FinalState, sentence: Sentence) -> bool:
     """A removed record does not exist, unless its uuid was used again."""
-    assert isinstance(told.outcome, Cleared)
-    reused = {instance for actor in end.commands if actor.command in PLACING for instance in actor.about}
-    return all(instance in reused or not end.has_entry(instance) for instance in told.outcome.removed)
+    assert isinstance(sentence.outcome, ClearResult)
+    reused = {instance for actor in end.commands if actor.command in PLACEMENT_COMMANDS for instance in actor.subjects}
+    return all(instance in reused or not end.has_entry(instance) for instance in sentence.outcome.removed)
 
 
-def is_released(end: End, told: Told) -> bool:
+def is_released(end: FinalState, sentence: Sentence) -> bool:
     """The subject holds no claim, unless another actor claimed for it."""
-    subject = _subject(told)
-    return subject not in end.cloud.model.held or end.is_claimed_by_another(told.actor, subject)
+    subject = _parse_subject(sentence)
+    return subject not in end.cloud.model.held or end.is_claimed_by_another(sentence.actor, subject)
 
 
-def is_deleted(end: End, told: Told) -> bool:
+def is_deleted(end: FinalState, sentence: Sentence) -> bool:
     """The key does not exist, unless another command may have written it later."""
-    (key,) = re.findall(r': (\S+) is deleted$', told.text)
-    return key not in end.entries or end.were_given(*PLACING, 'destroy')
+    (key,) = re.findall(r': (\S+) is deleted$', sentence.text)
+    return key not in end.entries or end.has_command(*PLACEMENT_COMMANDS, 'destroy')
 
 
-def is_claimed_again(end: End, told: Told) -> bool:
+def is_claimed_again(end: FinalState, sentence: Sentence) -> bool:
     """The instance holds a claim, unless it was destroyed later."""
-    return _subject(told) in end.cloud.model.held or end.were_given('destroy')
+    return _parse_subject(sentence) in end.cloud.model.held or end.has_command('destroy')
 
 
-def _subject(told: Told) -> str:
-    return told.text.partition(': ')[0].partition(' ')[2]
+def _parse_subject(sentence: Sentence) -> str:
+    return sentence.text.partition(': ')[0].partition(' ')[2]
 
 
 class Row(NamedTuple):
@@ -238,14 +252,14 @@ class Row(NamedTuple):
     commands: tuple[str, ...]
     outcome: type
     pattern: str
-    holds: Callable[[End, Told], bool]
+    holds: Callable[[FinalState, Sentence], bool]
 
 
 CREATE, QUEUE, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLEAR, FIX = (
     *(('create',), ('queue',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
-ANY = (*PLACING, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
+ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
@@ -255,22 +269,32 @@ ROWS = [
     Row(CREATE, Unreachable, 'its claim (stays|within)', is_not_placed),
     Row(CREATE, Unreachable, '(nothing was changed|nothing was placed, and its claim is released)$', has_released),
     Row(CREATE, Unreachable, 'is not placed: the computes release its claim', is_not_placed),
-    Row(PLACING, Conflict, 'not delivered: .*; nothing was placed, and its claim is released$', leaves_nothing),
-    Row(PLACING, Conflict, 'not delivered: .*(its claim stays|the computes release its claim)', promises_nothing),
-    Row(PLACING, Conflict, 'took it over', leaves_nothing),
-    Row(PLACING, Conflict, ': exists, ', exists),
-    Row(PLACING, Conflict, 'never used twice', exists),
-    Row(PLACING, Conflict, 'it failed; destroy it', exists),
-    Row(PLACING, Conflict, 'is at it: try again when that has ended', leaves_nothing),
-    Row(PLACING, Conflict, 'is the name of instance', leaves_nothing),
-    Row(PLACING, Conflict, 'as its first member said', leaves_nothing),
-    Row(PLACING, Conflict, '(changed by somebody else|at this uuid) all the time', leaves_nothing),
-    Row(PLACING, Conflict, '(is the uuid of|members, and [0-9]+ at most)', leaves_nothing),
-    Row(PLACING, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
-    Row(PLACING, NoCapacity, '', leaves_nothing),
-    Row(PLACING, UsageError, '', leaves_nothing),
-    Row(PLACING, Unreadable, '', leaves_nothing),
-    Row(PLACING, EcompError, 'requested lease not found: this is not written', leaves_nothing),
+    Row(
+        PLACEMENT_COMMANDS,
+        Conflict,
+        'not delivered: .*; nothing was placed, and its claim is released$',
+        has_left_nothing,
+    ),
+    Row(
+        PLACEMENT_COMMANDS,
+        Conflict,
+        'not delivered: .*(its claim stays|the computes release its claim)',
+        promises_nothing,
+    ),
+    Row(PLACEMENT_COMMANDS, Conflict, 'took it over', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, ': exists, ', is_existing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'never used twice', is_existing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'it failed; destroy it', is_existing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'is at it: try again when that has ended', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'is the name of instance', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'as its first member said', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, '(changed by somebody else|at this uuid) all the time', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and [0-9]+ at most)', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
+    Row(PLACEMENT_COMMANDS, NoCapacity, '', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, UsageError, '', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Unreadable, '', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, EcompError, 'requested lease not found: this is not written', has_left_nothing),
     # eschedule --queue
     Row(QUEUE, bool, '', is_queued),
     Row(QUEUE, Conflict, 'not queued', is_not_placed),
@@ -312,7 +336,7 @@ ROWS = [
     Row(QUOTA, Conflict, '', promises_nothing),
     Row(QUOTA, Unreachable, '', promises_nothing),
     # eschedule clear
-    Row(CLEAR, Cleared, '', is_cleared),
+    Row(CLEAR, ClearResult, '', is_cleared),
     Row(CLEAR, Unreachable, '', promises_nothing),
     # eschedule audit --fix, one line for each repair
     Row(FIX, str, ': (released on|is released already)', is_released),
@@ -325,10 +349,10 @@ ROWS = [
 ]
 
 
-def find_row(told: Told) -> Row | None:
+def find_row(sentence: Sentence) -> Row | None:
     """Return the first row that matches, or None."""
     for row in ROWS:
-        is_match = told.actor.command in row.commands and isinstance(told.outcome, row.outcome)
-        if is_match and re.search(row.pattern, told.text):
+        is_match = sentence.actor.command in row.commands and isinstance(sentence.outcome, row.outcome)
+        if is_match and re.search(row.pattern, sentence.text):
             return row
     return None

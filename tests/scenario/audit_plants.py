@@ -11,25 +11,25 @@ from collections.abc import Callable
 from string import Template
 from typing import Any
 
-from tests.kit.story import SMALL, reached, record
-from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, guests_file
+from tests.kit.story import SMALL_QUERY, read_record, wait_state
+from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, get_guests_path
 
 Plant = Callable[[Scene], str]
 
 
-def new() -> str:
+def make_uuid() -> str:
     return str(uuid.uuid4())
 
 
-def write(name: str, key: str, value: object, subject: str) -> Plant:
+def make_key_plant(name: str, key: str, value: object, subject: str) -> Plant:
     """Make a plant that writes a key.
 
     Key, value and subject are templates: $one, $instance and $gone are the scene's, $nobody and $other are new uuids.
     """
 
     def plant(scene: Scene) -> str:
-        values = {'one': scene.one.uuid, 'instance': scene.instance, 'gone': scene.gone}
-        values |= {'nobody': new(), 'other': new()}
+        values = {'one': scene.first.uuid, 'instance': scene.instance, 'gone': scene.gone}
+        values |= {'nobody': make_uuid(), 'other': make_uuid()}
         text = value if isinstance(value, str) else json.dumps(value)
         scene.put(Template(key).substitute(values), Template(text).substitute(values))
         return Template(subject).substitute(values)
@@ -38,73 +38,75 @@ def write(name: str, key: str, value: object, subject: str) -> Plant:
     return plant
 
 
-NEWER = {'version': 99}
-request_unreadable = write('request_unreadable', '/hosts/$other/$nobody', 'no request', '$nobody')
-queued_unreadable = write('queued_unreadable', '/queues/small/$nobody', 'no request', '$nobody')
-record_unreadable = write('record_unreadable', '/instances/$one/$nobody', NEWER, '$nobody')
-group_unreadable = write('group_unreadable', '/groups/newer', NEWER, 'newer')
-quota_unreadable = write('quota_unreadable', '/quotas/newer', NEWER, 'newer')
-booted_orphaned = write('booted_orphaned', '/booted/$gone', '10.1.2.3', '$gone')
-booted_differs = write('booted_differs', '/booted/$instance', '10.1.2.3', '$instance')
-name_orphaned = write('name_orphaned', '/names/of-nobody', {'version': 1, 'instance': '$gone'}, 'of-nobody')
+NEWER_VALUE = {'version': 99}
+request_unreadable = make_key_plant('request_unreadable', '/hosts/$other/$nobody', 'no request', '$nobody')
+queued_unreadable = make_key_plant('queued_unreadable', '/queues/small/$nobody', 'no request', '$nobody')
+record_unreadable = make_key_plant('record_unreadable', '/instances/$one/$nobody', NEWER_VALUE, '$nobody')
+group_unreadable = make_key_plant('group_unreadable', '/groups/newer', NEWER_VALUE, 'newer')
+quota_unreadable = make_key_plant('quota_unreadable', '/quotas/newer', NEWER_VALUE, 'newer')
+booted_orphaned = make_key_plant('booted_orphaned', '/booted/$gone', '10.1.2.3', '$gone')
+booted_differs = make_key_plant('booted_differs', '/booted/$instance', '10.1.2.3', '$instance')
+name_orphaned = make_key_plant('name_orphaned', '/names/of-nobody', {'version': 1, 'instance': '$gone'}, 'of-nobody')
 ATTEMPT = {'version': 1, 'instances': ['$nobody'], 'pid': 1}
-attempt_unleased = write('attempt_unleased', '/requests/$nobody', ATTEMPT, '$nobody')
-hostname_orphaned = write('hostname_orphaned', '/hostnames/$nobody', {'version': 1, 'hostname': 'hv9'}, '$nobody')
+attempt_unleased = make_key_plant('attempt_unleased', '/requests/$nobody', ATTEMPT, '$nobody')
+hostname_orphaned = make_key_plant(
+    'hostname_orphaned', '/hostnames/$nobody', {'version': 1, 'hostname': 'hv9'}, '$nobody'
+)
 QUOTA = {'version': 1, 'limits': {'VCPU': 9}, 'used': {'VCPU': 7}}
-quota_differs = write('quota_differs', '/quotas/project', QUOTA, 'project')
+quota_differs = make_key_plant('quota_differs', '/quotas/project', QUOTA, 'project')
 
 
-def change(name: str, of_nobody: bool = False, on_two: bool = False, **changed: Any) -> Plant:
+def make_guest_plant(name: str, of_nobody: bool = False, on_two: bool = False, **changed: Any) -> Plant:
     """Make a plant that changes one property of a guest on a compute.
 
     The guest belongs to the scene's instance, or with `of_nobody` to an unknown uuid.
     """
 
     def plant(scene: Scene) -> str:
-        instance = new() if of_nobody else scene.instance
-        properties = {key: scene.one.uuid if value == '$one' else value for key, value in changed.items()}
-        scene.guest(scene.two if on_two else scene.one, instance, **properties)
+        instance = make_uuid() if of_nobody else scene.instance
+        properties = {key: scene.first.uuid if value == '$one' else value for key, value in changed.items()}
+        scene.change_guest(scene.second if on_two else scene.first, instance, **properties)
         return instance
 
     plant.__name__ = name
     return plant
 
 
-NOTHING_BUT_A_DISK: dict[str, Any] = {'compute': None, 'defined': False, 'running': False}
-domain_missing = change('domain_missing', **NOTHING_BUT_A_DISK)
-domain_undefined = change('domain_undefined', defined=False)
-domain_orphaned = change('domain_orphaned', of_nobody=True, on_two=True)
-domain_misplaced = change('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
-domain_doubled = change('domain_doubled', on_two=True)
-disk_missing = change('disk_missing', disk=False)
-disk_orphaned = change('disk_orphaned', of_nobody=True, on_two=True, **NOTHING_BUT_A_DISK)
+DISK_ONLY: dict[str, Any] = {'compute': None, 'defined': False, 'running': False}
+domain_missing = make_guest_plant('domain_missing', **DISK_ONLY)
+domain_undefined = make_guest_plant('domain_undefined', defined=False)
+domain_orphaned = make_guest_plant('domain_orphaned', of_nobody=True, on_two=True)
+domain_misplaced = make_guest_plant('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
+domain_doubled = make_guest_plant('domain_doubled', on_two=True)
+disk_missing = make_guest_plant('disk_missing', disk=False)
+disk_orphaned = make_guest_plant('disk_orphaned', of_nobody=True, on_two=True, **DISK_ONLY)
 
 
 def provider_missing(scene: Scene) -> str:
-    scene.control.placement.call('DELETE', f'/resource_providers/{scene.two.uuid}')
-    return scene.two.uuid
+    scene.control.placement.call('DELETE', f'/resource_providers/{scene.second.uuid}')
+    return scene.second.uuid
 
 
 def inventory_missing(scene: Scene) -> str:
-    scene.inventory(scene.two.uuid)
-    return scene.two.uuid
+    scene.set_inventory(scene.second.uuid)
+    return scene.second.uuid
 
 
 def compute_silent(scene: Scene) -> str:
-    silent = new()
+    silent = make_uuid()
     scene.control.placement.call('POST', '/resource_providers', {'uuid': silent, 'name': silent})
-    scene.inventory(silent, VCPU=4, DISK_GB=4, MEMORY_MB=512)
-    scene.hold_on(new(), silent)
+    scene.set_inventory(silent, VCPU=4, DISK_GB=4, MEMORY_MB=512)
+    scene.set_allocation_on(make_uuid(), silent)
     return silent
 
 
 def capacity_exceeded(scene: Scene) -> str:
-    scene.inventory(scene.one.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=64)
-    return scene.one.uuid
+    scene.set_inventory(scene.first.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=64)
+    return scene.first.uuid
 
 
 def allocation_orphaned(scene: Scene) -> str:
-    scene.hold_on(nobody := new(), scene.two.uuid)
+    scene.set_allocation_on(nobody := make_uuid(), scene.second.uuid)
     return nobody
 
 
@@ -114,20 +116,20 @@ def allocation_missing(scene: Scene) -> str:
 
 
 def allocation_differs(scene: Scene) -> str:
-    scene.hold_on(scene.instance, scene.one.uuid, VCPU=2)
+    scene.set_allocation_on(scene.instance, scene.first.uuid, VCPU=2)
     return scene.instance
 
 
 def allocation_doubled(scene: Scene) -> str:
-    scene.hold_on(scene.instance, scene.one.uuid, scene.two.uuid)
+    scene.set_allocation_on(scene.instance, scene.first.uuid, scene.second.uuid)
     return scene.instance
 
 
 def request_doubled(scene: Scene) -> str:
-    value = scene.control.etcd.get(f'/hosts/{scene.one.uuid}/{scene.instance}')
+    value = scene.control.etcd.get(f'/hosts/{scene.first.uuid}/{scene.instance}')
     assert value is not None
     # A living compute would drop this request, so it belongs to an unknown compute.
-    scene.put(f'/hosts/{(other := new())}/{scene.instance}', value.decode().replace(scene.one.uuid, other))
+    scene.put(f'/hosts/{(other := make_uuid())}/{scene.instance}', value.decode().replace(scene.first.uuid, other))
     return scene.instance
 
 
@@ -137,28 +139,28 @@ def request_misplaced(scene: Scene) -> str:
 
 
 def request_missing(scene: Scene) -> str:
-    scene.control.etcd.delete(f'/hosts/{scene.one.uuid}/{scene.instance}')
+    scene.control.etcd.delete(f'/hosts/{scene.first.uuid}/{scene.instance}')
     return scene.instance
 
 
 def request_ended(scene: Scene) -> str:
-    other = new()
+    other = make_uuid()
     request = {
         'version': 1, 'instance': scene.gone, 'image': 'http://images.invalid/i',
         'allocations': {other: {'resources': SIZE}},
     }  # fmt: skip
-    gone_record = record(scene.control, scene.gone)
+    gone_record = read_record(scene.control, scene.gone)
     assert gone_record is not None
-    scene.control.etcd.delete(scene.control.etcd.record_key(scene.gone))
+    scene.control.etcd.delete(scene.control.etcd.find_record_key(scene.gone))
     scene.put(f'/instances/{other}/{scene.gone}', {**gone_record, 'compute': other}, 3600)
     scene.put(f'/hosts/{other}/{scene.gone}', request)
     return scene.gone
 
 
-def waits(scene: Scene, instance: str, flavor: str) -> str:
+def queue_request(scene: Scene, instance: str, flavor: str) -> str:
     """Queue a request for the instance; only the flavor small exists."""
     request = {
-        'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL, 'image': 'http://images.invalid/i',
+        'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL_QUERY, 'image': 'http://images.invalid/i',
         'user_id': 'u', 'project_id': 'p', 'stages': {},
     }  # fmt: skip
     scene.put(f'/queues/{flavor}/{instance}', request)
@@ -167,39 +169,39 @@ def waits(scene: Scene, instance: str, flavor: str) -> str:
 
 
 def queued_flavorless(scene: Scene) -> str:
-    return waits(scene, new(), 'none')
+    return queue_request(scene, make_uuid(), 'none')
 
 
 def queued_doubled(scene: Scene) -> str:
-    return waits(scene, scene.instance, 'small')
+    return queue_request(scene, scene.instance, 'small')
 
 
 def taker_unleased(scene: Scene) -> str:
-    nobody = waits(scene, new(), 'small')
-    scene.put(f'/queues/small/{nobody}/taker', {'version': 1, 'compute': new()})
+    nobody = queue_request(scene, make_uuid(), 'small')
+    scene.put(f'/queues/small/{nobody}/taker', {'version': 1, 'compute': make_uuid()})
     return nobody
 
 
 def record_doubled(scene: Scene) -> str:
-    old_record = record(scene.control, scene.instance)
+    old_record = read_record(scene.control, scene.instance)
     assert old_record is not None
-    other = scene.two.uuid
+    other = scene.second.uuid
     scene.put(f'/instances/{other}/{scene.instance}', {**old_record, 'compute': other})
     return scene.instance
 
 
 def record_missing(scene: Scene) -> str:
-    scene.control.etcd.delete(scene.control.etcd.record_key(scene.instance))
+    scene.control.etcd.delete(scene.control.etcd.find_record_key(scene.instance))
     return scene.instance
 
 
 def record_unleased(scene: Scene) -> str:
-    scene.rewrite(scene.gone)
+    scene.rewrite_record(scene.gone)
     return scene.gone
 
 
 def record_leased(scene: Scene) -> str:
-    scene.rewrite(scene.instance, seconds=3600)
+    scene.rewrite_record(scene.instance, seconds=3600)
     return scene.instance
 
 
@@ -210,36 +212,36 @@ def name_missing(scene: Scene) -> str:
 
 def name_reserved(scene: Scene) -> str:
     scene.put('/names/rename', {'version': 1, 'instance': scene.instance})
-    scene.rewrite(scene.instance, name='rename')
+    scene.rewrite_record(scene.instance, name='rename')
     return scene.instance
 
 
 def group_broken(scene: Scene) -> str:
-    other = new()
+    other = make_uuid()
     scene.put(f'/requests/{other}', {'version': 1, 'instances': [other], 'pid': 1}, seconds=600)  # no orphan
-    scene.join({scene.instance: scene.one.uuid, other: scene.two.uuid})
+    scene.join_group({scene.instance: scene.first.uuid, other: scene.second.uuid})
     return GROUP
 
 
 def group_orphaned(scene: Scene) -> str:
-    scene.join({scene.instance: scene.one.uuid, new(): scene.one.uuid, new(): scene.one.uuid})
+    scene.join_group({scene.instance: scene.first.uuid, make_uuid(): scene.first.uuid, make_uuid(): scene.first.uuid})
     return GROUP
 
 
 def group_missing(scene: Scene) -> str:
-    scene.join({scene.instance: scene.one.uuid})
+    scene.join_group({scene.instance: scene.first.uuid})
     scene.control.etcd.delete(f'/groups/{GROUP}')
     return scene.instance
 
 
 def usage_differs(scene: Scene) -> str:
-    storage, call = new(), scene.control.placement.call
+    storage, call = make_uuid(), scene.control.placement.call
     call('POST', '/resource_providers', {'uuid': storage, 'name': 'tapes'})
     inventories = {'resource_provider_generation': 0, 'inventories': {'DISK_GB': {'total': 9}}}
     call('PUT', f'/resource_providers/{storage}/inventories', inventories)
     body = {'allocations': {storage: {'resources': {'DISK_GB': 1}}}, 'project_id': 'tapes', 'user_id': 'x'}
     body |= {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
-    call('PUT', f'/allocations/{new()}', body)
+    call('PUT', f'/allocations/{make_uuid()}', body)
     scene.put('/quotas/tapes', {'version': 1, 'limits': {'VCPU': 9}, 'used': {}})
     return 'tapes'
 
@@ -251,43 +253,43 @@ def presence_unleased(scene: Scene) -> str:
 
 
 def compute_mute(scene: Scene) -> str:
-    scene.two.pause()
-    return scene.two.uuid
+    scene.second.pause()
+    return scene.second.uuid
 
 
 def domain_off(scene: Scene) -> str:
-    if any(guest['running'] for guest in json.loads(guests_file(scene.one).read_text())):
-        scene.guest(scene.one, scene.instance, running=False)
-    reached(scene.control, scene.instance, 'stopped')
-    scene.rewrite(scene.instance, state='active')
+    if any(guest['running'] for guest in json.loads(get_guests_path(scene.first).read_text())):
+        scene.change_guest(scene.first, scene.instance, running=False)
+    wait_state(scene.control, scene.instance, 'stopped')
+    scene.rewrite_record(scene.instance, state='active')
     return scene.instance
 
 
 def domain_running(scene: Scene) -> str:
-    scene.rewrite(scene.instance, state='stopped')
+    scene.rewrite_record(scene.instance, state='stopped')
     return scene.instance
 
 
 def seed_orphaned(scene: Scene) -> str:
-    data = {'version': 1, 'instance': (nobody := new()), 'mac': MAC}
-    scene.seed().write_text(json.dumps(data))
+    data = {'version': 1, 'instance': (nobody := make_uuid()), 'mac': MAC}
+    scene.get_metadata_path().write_text(json.dumps(data))
     return nobody
 
 
 def domain_differs(scene: Scene) -> str:
-    scene.rewrite(scene.instance, fault='its interface is on no bridge (vnet0): network default is off')
+    scene.rewrite_record(scene.instance, fault='its interface is on no bridge (vnet0): network default is off')
     return scene.instance
 
 
 def metadata_refused(scene: Scene) -> str:
-    scene.rewrite(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
+    scene.rewrite_record(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
     return scene.instance
 
 
 def part_orphaned(scene: Scene) -> str:
-    (scene.one.directory / 'state' / 'images').mkdir(exist_ok=True)
-    (scene.one.directory / 'state' / 'images' / 'base-0123.part').write_bytes(b'half')
-    return scene.one.uuid
+    (scene.first.directory / 'state' / 'images').mkdir(exist_ok=True)
+    (scene.first.directory / 'state' / 'images' / 'base-0123.part').write_bytes(b'half')
+    return scene.first.uuid
 
 
 PLANTS: list[Plant] = [
@@ -304,15 +306,15 @@ PLANTS: list[Plant] = [
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
-NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
+SELF_REPAIRED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
 # An ecompute repairs these itself once a minute: the test plants them again.
-NOTICED += [domain_differs, metadata_refused]
+SELF_REPAIRED += [domain_differs, metadata_refused]
 # Codes that tests/faults/test_audit_lab.py plants and repairs.
-ON_A_HYPERVISOR = {
+HYPERVISOR_CODES = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),
     *('base-differs', 'dhcp-open'),
 }
 
 
-def code_of(plant: Plant) -> str:
+def get_code(plant: Plant) -> str:
     return plant.__name__.replace('_', '-')

@@ -13,11 +13,11 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operating.audit import Report, audit
 from ecomp.store.client import Store
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import Kept, allocations, everything
-from tests.kit.servers import b64, until
-from tests.kit.story import record
+from tests.kit.invariants import StoredValue, read_allocations, read_lasting_keys
+from tests.kit.servers import b64, wait_until
+from tests.kit.story import read_record
 
-SOON = 30.0
+AUDIT_TIMEOUT_SECONDS = 30.0
 SIZE = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 MAC = '52:54:00:00:00:01'
 NAME = 'audited'
@@ -32,8 +32,8 @@ class Scene:
     """
 
     control: Control
-    one: Ecompute
-    two: Ecompute
+    first: Ecompute
+    second: Ecompute
     instance: str
     gone: str
     store: Store
@@ -43,7 +43,7 @@ class Scene:
         """Run one audit in this process."""
         return audit(self.store, self.placement, again)
 
-    def found(self) -> list[tuple[str, str]]:
+    def list_findings(self) -> list[tuple[str, str]]:
         """Return the code and subject of each finding."""
         return [(finding.code, finding.subject) for finding in self.audit().findings]
 
@@ -58,11 +58,11 @@ class Scene:
             body['lease'] = self.control.etcd.call('lease/grant', {'TTL': seconds})['ID']
         self.control.etcd.call('kv/put', body)
 
-    def hold(self, consumer: str, held: dict[str, dict[str, int]]) -> None:
+    def set_allocation(self, consumer: str, amounts_by_provider: dict[str, dict[str, int]]) -> None:
         """Set the allocation of a consumer, for each provider."""
         current = self.control.placement.call('GET', f'/allocations/{consumer}')
         body = {
-            'allocations': {name: {'resources': amounts} for name, amounts in held.items()},
+            'allocations': {name: {'resources': amounts} for name, amounts in amounts_by_provider.items()},
             'user_id': 'u',
             'project_id': 'p',
             'consumer_generation': current.get('consumer_generation'),
@@ -70,11 +70,11 @@ class Scene:
         }
         self.control.placement.call('PUT', f'/allocations/{consumer}', body)
 
-    def hold_on(self, consumer: str, *computes: str, **changed: int) -> None:
+    def set_allocation_on(self, consumer: str, *computes: str, **changed: int) -> None:
         """Set the allocation of a consumer on each compute to a small size with changes."""
-        self.hold(consumer, {compute: {**SIZE, **changed} for compute in computes})
+        self.set_allocation(consumer, {compute: {**SIZE, **changed} for compute in computes})
 
-    def inventory(self, compute: str, **totals: int) -> None:
+    def set_inventory(self, compute: str, **totals: int) -> None:
         """Set a compute's inventory."""
         path = f'/resource_providers/{compute}'
         generation = self.control.placement.call('GET', path)['generation']
@@ -82,83 +82,85 @@ class Scene:
         body = {'resource_provider_generation': generation, 'inventories': inventories}
         self.control.placement.call('PUT', f'{path}/inventories', body)
 
-    def guest(self, on: Ecompute, instance: str, **changed: Any) -> None:
+    def change_guest(self, target: Ecompute, instance: str, **changed: Any) -> None:
         """Change a guest in the file of a fake compute, whose ecompute is restarted."""
-        guests = {guest['instance']: guest for guest in json.loads(guests_file(on).read_text())}
-        defaults = {'instance': instance, 'compute': on.uuid, 'defined': True, 'running': True, 'disk': True}
+        guests = {guest['instance']: guest for guest in json.loads(get_guests_path(target).read_text())}
+        defaults = {'instance': instance, 'compute': target.uuid, 'defined': True, 'running': True, 'disk': True}
         guests[instance] = {**defaults, **guests.get(instance, {}), **changed}
-        on.stop()
-        guests_file(on).write_text(json.dumps(list(guests.values())))
-        on.start()
+        target.stop()
+        get_guests_path(target).write_text(json.dumps(list(guests.values())))
+        target.start()
 
-    def rewrite(self, instance: str, seconds: int = 0, **changed: Any) -> None:
+    def rewrite_record(self, instance: str, seconds: int = 0, **changed: Any) -> None:
         """Change a record in etcd without its ecompute."""
-        old_record = record(self.control, instance)
+        old_record = read_record(self.control, instance)
         assert old_record is not None
-        self.put(self.control.etcd.record_key(instance), {**old_record, **changed}, seconds)
+        self.put(self.control.etcd.find_record_key(instance), {**old_record, **changed}, seconds)
 
-    def join(self, members: dict[str, str]) -> None:
+    def join_group(self, members: dict[str, str]) -> None:
         """Make the instance a member of a group with these members."""
         rule = {'policy': 'affinity', 'strict': True}
-        key = f'/hosts/{self.one.uuid}/{self.instance}'
+        key = f'/hosts/{self.first.uuid}/{self.instance}'
         request = json.loads(self.control.etcd.get(key) or b'')
         self.put(key, {**request, 'group': {'name': GROUP, **rule}})
         self.put(f'/groups/{GROUP}', {'version': 1, **rule, 'members': members})
 
-    def restore(self, before: Before) -> None:
+    def restore(self, before: Baseline) -> None:
         """Restore the state before the test and wait until an audit finds nothing."""
-        presence_keys = {f'/computes/{compute.uuid}' for compute in (self.one, self.two)}
-        for compute in (self.one, self.two):
+        presence_keys = {f'/computes/{compute.uuid}' for compute in (self.first, self.second)}
+        for compute in (self.first, self.second):
             if compute.is_running:
                 compute.resume()
         rewritten = [
             compute
-            for compute in (self.one, self.two)
-            if guests_file(compute).read_text() != before.guests[compute.uuid]
+            for compute in (self.first, self.second)
+            if get_guests_path(compute).read_text() != before.guests[compute.uuid]
         ]
         for compute in rewritten:
             compute.stop()
-            guests_file(compute).write_text(before.guests[compute.uuid])
-        current = everything(self.control)
+            get_guests_path(compute).write_text(before.guests[compute.uuid])
+        current = read_lasting_keys(self.control)
         for key in (current.keys() | before.etcd.keys()) - presence_keys:
             if key not in before.etcd:
                 self.control.etcd.delete(key)
             elif current.get(key) != before.etcd[key]:
                 value, lease = before.etcd[key]
                 self.control.etcd.call('kv/put', {'key': b64(key), 'value': b64(value), 'lease': lease})
-        for consumer in allocations(self.control).keys() - before.held.keys():
+        for consumer in read_allocations(self.control).keys() - before.allocations.keys():
             self.control.placement.call('DELETE', f'/allocations/{consumer}')
         for provider in self.control.placement.call('GET', '/resource_providers')['resource_providers']:
-            if provider['uuid'] not in (self.one.uuid, self.two.uuid):
+            if provider['uuid'] not in (self.first.uuid, self.second.uuid):
                 self.control.placement.call('DELETE', f'/resource_providers/{provider["uuid"]}')
-        for compute in (self.one, self.two):
+        for compute in (self.first, self.second):
             if not compute.is_running:
                 compute.start()
-        for compute in (self.one, self.two):
-            if not self.control.placement.inventory(compute.uuid):
+        for compute in (self.first, self.second):
+            if not self.control.placement.read_inventory(compute.uuid):
                 with contextlib.suppress(urllib.error.HTTPError):  # the provider exists, without an inventory
                     body = {'uuid': compute.uuid, 'name': compute.uuid}
                     self.control.placement.call('POST', '/resource_providers', body)
-            self.inventory(compute.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=65536)
-        for consumer, amounts in before.held.items():
-            self.hold(consumer, amounts)
-        for path in (*self.one.directory.glob('state/images/*.part'), self.seed()):
+            self.set_inventory(compute.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=65536)
+        for consumer, amounts in before.allocations.items():
+            self.set_allocation(consumer, amounts)
+        for path in (*self.first.directory.glob('state/images/*.part'), self.get_metadata_path()):
             path.unlink(missing_ok=True)
-        until(lambda: self.found() == [], SOON, f'all is as it was; {self.found()}')
+        wait_until(
+            lambda: self.list_findings() == [], AUDIT_TIMEOUT_SECONDS, f'all is as it was; {self.list_findings()}'
+        )
 
-    def seed(self) -> Path:
+    def get_metadata_path(self) -> Path:
         """Return the path of the first compute's metadata for MAC."""
-        return self.one.directory / 'state' / 'metadata' / f'{MAC}.json'
+        return self.first.directory / 'state' / 'metadata' / f'{MAC}.json'
 
 
-class Before(NamedTuple):
+class Baseline(NamedTuple):
     """The state before a test."""
 
-    etcd: dict[str, Kept]
-    held: dict[str, dict[str, dict[str, int]]]
+    etcd: dict[str, StoredValue]
+    allocations: dict[str, dict[str, dict[str, int]]]
     guests: dict[str, str]
 
 
-def guests_file(compute: Ecompute) -> Path:
+def get_guests_path(compute: Ecompute) -> Path:
     """Return the path of the file in which a fake compute keeps its guests."""
     return compute.directory / 'state' / 'fake.json'

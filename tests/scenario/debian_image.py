@@ -11,7 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.kit.kept import kept
+from tests.kit.kept import cache_file
 
 RELEASE = 'bookworm'
 PACKAGES = (
@@ -50,12 +50,12 @@ LABEL debian
 VERSION = 1
 
 
-def debian_image() -> Path:
+def get_debian_image() -> Path:
     """Return the path of the qcow2 image, which is made if it is not cached."""
-    return kept('debian.qcow2', (VERSION, RELEASE, PACKAGES, INITRAMFS, FILES, SYSLINUX_CFG), _make)
+    return cache_file('debian.qcow2', (VERSION, RELEASE, PACKAGES, INITRAMFS, FILES, SYSLINUX_CFG), _make_image)
 
 
-def _make(work: Path) -> Path:
+def _make_image(work: Path) -> Path:
     tree, raw = work / 'tree', work / 'raw'
     early = ' && '.join(
         f'mkdir -p "$(dirname "$1/{path}")" && printf {text!r} >"$1/{path}"' for path, text in INITRAMFS.items()
@@ -76,7 +76,7 @@ def _make(work: Path) -> Path:
         disk.write(Path('/usr/lib/SYSLINUX/mbr.bin').read_bytes())
     # The partitions, in sectors of 512 bytes.
     sectors = f'label: dos\nstart=2048, size={boot // 512}, type=e, bootable\nstart={(MIB + boot) // 512}, type=83\n'
-    _run('sfdisk', '--quiet', str(raw), given=sectors)
+    _run('sfdisk', '--quiet', str(raw), stdin_text=sectors)
     fat = f'{raw}@@{MIB}'
     (work / 'syslinux.cfg').write_text(SYSLINUX_CFG)
     _run('mformat', '-i', fat, '-T', str(boot // 512), '-h', '64', '-s', '32', '-H', '2048', '::')
@@ -93,9 +93,9 @@ def _make(work: Path) -> Path:
     return image
 
 
-def _run(*command: str, given: str = '') -> None:
+def _run(*command: str, stdin_text: str = '') -> None:
     path = f'{os.environ["PATH"]}:/usr/sbin:/sbin'
     done = subprocess.run(
-        command, check=False, input=given, capture_output=True, text=True, env={**os.environ, 'PATH': path}
+        command, check=False, input=stdin_text, capture_output=True, text=True, env={**os.environ, 'PATH': path}
     )
     assert done.returncode == 0, f'{" ".join(command[:3])} ... fails: {done.stderr[-2000:]}'

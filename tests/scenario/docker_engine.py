@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kit.kept import kept
-from tests.kit.servers import until
+from tests.kit.kept import cache_file
+from tests.kit.servers import wait_until
 
 # Required commands, and the Debian packages that contain them.
-NEEDED = {
+REQUIRED_COMMANDS = {
     'dockerd': 'docker.io',
     'docker': 'docker.io',
     'containerd': 'containerd',
@@ -37,7 +37,7 @@ NEEDED = {
 
 # dockerd would use the machine's containerd if it found its socket, so it gets its own /run. The metadata address must
 # not be reachable outside of a lab, so it is blackholed. dockerd then replaces the shell as process 1 of its namespace.
-INSIDE = """
+NAMESPACE_SCRIPT = """
 set -eu
 root=$1; shift
 mount -t proc proc /proc
@@ -50,7 +50,7 @@ exec dockerd --host "unix://$root/docker.sock" --data-root "$root/data" --exec-r
 
 PACKAGES = ('python3', 'python3-venv', 'ca-certificates', 'etcd-server', 'etcd-client', 'postgresql')
 # Installing PostgreSQL would create a cluster; the entry point below creates it in its own directory instead.
-NO_CLUSTER = (
+NO_CLUSTER_HOOK = (
     'mkdir -p "$1/etc/postgresql-common" && '
     'echo "create_main_cluster = false" >"$1/etc/postgresql-common/createcluster.conf"'
 )
@@ -85,11 +85,11 @@ ENTRYPOINT ["entry"]
 """
 
 
-def missing() -> str | None:
+def find_missing_requirement() -> str | None:
     """Return the reason why no Engine can be started on this machine, or None."""
     if os.geteuid() != 0:
         return 'namespaces and dockerd need root'
-    packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
+    packages = sorted({package for command, package in REQUIRED_COMMANDS.items() if shutil.which(command) is None})
     if packages:
         return 'not installed: ' + ', '.join(packages)
     return None if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
@@ -107,24 +107,24 @@ class Engine:
     pid: int
     host: str
 
-    def inside(self, command: Sequence[str]) -> list[str]:
+    def wrap_command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` where published ports are on localhost."""
         return ['nsenter', f'--net=/proc/{self.pid}/ns/net', '--', *command]
 
-    def docker(self, *arguments: str) -> str:
+    def run_docker(self, *arguments: str) -> str:
         """Run docker and return its output; raise CalledProcessError if it fails."""
         command = ['docker', '--host', self.host, *arguments]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
-    def version(self) -> int:
+    def read_major_version(self) -> int:
         """Return the major version of Docker."""
-        return int(self.docker('version', '--format', '{{.Server.Version}}').partition('.')[0])
+        return int(self.run_docker('version', '--format', '{{.Server.Version}}').partition('.')[0])
 
 
 @contextmanager
-def engine() -> Iterator[Engine]:
+def start_engine() -> Iterator[Engine]:
     """Yield an Engine with the images BASE and POSTGRES, and remove all of it afterwards."""
-    base = base_archive()
+    base = get_base_archive()
     with ExitStack() as undo:
         # pytest's temporary directory would be too long: the path of a socket has at most 107 characters.
         root = Path(tempfile.mkdtemp(prefix='ecomp-docker-'))
@@ -135,36 +135,36 @@ def engine() -> Iterator[Engine]:
         # With pdeathsig and kill-child everything ends with the test, even after kill -9.
         die_with_parent = ['setpriv', '--pdeathsig', 'KILL', '--']
         namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
-        shell = ['bash', '-c', INSIDE, 'bash', str(root), cgroup]
+        shell = ['bash', '-c', NAMESPACE_SCRIPT, 'bash', str(root), cgroup]
         unshare = subprocess.Popen([*die_with_parent, *namespaces, *shell], stdout=log, stderr=log)
-        undo.callback(_end, unshare)
+        undo.callback(_kill, unshare)
 
         def read_first_pid() -> str:
             return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
 
-        until(read_first_pid, 60, 'the namespaces')
+        wait_until(read_first_pid, 60, 'the namespaces')
         started = Engine(int(read_first_pid()), f'unix://{root}/docker.sock')
-        undo.callback(_end_dockerd, unshare, started.pid)
+        undo.callback(_stop_dockerd, unshare, started.pid)
         uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(started.pid), 'tap0']
-        undo.callback(_end, subprocess.Popen([*die_with_parent, *uplink], stdout=log, stderr=log))
+        undo.callback(_kill, subprocess.Popen([*die_with_parent, *uplink], stdout=log, stderr=log))
 
         def is_answering() -> bool:
             assert unshare.poll() is None, f'dockerd ended:\n{(root / "log").read_text()[-2000:]}'
             command = ['docker', '--host', started.host, 'version']
             return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
-        until(is_answering, 60, f'dockerd answers on {started.host}')
-        started.docker('import', str(base), BASE)
+        wait_until(is_answering, 60, f'dockerd answers on {started.host}')
+        started.run_docker('import', str(base), BASE)
         context = root / 'postgres'
         context.mkdir()
         (context / 'Dockerfile').write_text(POSTGRES_DOCKERFILE)
         (context / 'entry').write_text(POSTGRES_ENTRY)
         (context / 'entry').chmod(0o755)
-        started.docker('build', '--quiet', '--tag', POSTGRES, str(context))
+        started.run_docker('build', '--quiet', '--tag', POSTGRES, str(context))
         yield started
 
 
-def base_archive() -> Path:
+def get_base_archive() -> Path:
     """Return a tar of the base image's file system, of the machine's own release.
 
     Making it takes half a minute and 450 MB.
@@ -175,7 +175,7 @@ def base_archive() -> Path:
         '--variant=minbase',
         f'--include={",".join(PACKAGES)}',
         f'--components={components}',
-        f'--essential-hook={NO_CLUSTER}',
+        f'--essential-hook={NO_CLUSTER_HOOK}',
         '--aptopt=Apt::Install-Recommends "false"',
         *(f'--dpkgopt=path-exclude=/usr/share/{part}/*' for part in ('doc', 'man', 'locale')),
         release['VERSION_CODENAME'],
@@ -188,10 +188,10 @@ def base_archive() -> Path:
         assert result.returncode == 0, f'mmdebstrap cannot make the base image: {result.stderr[-2000:]}'
         return archive
 
-    return kept('docker-base.tar', recipe, make)
+    return cache_file('docker-base.tar', recipe, make)
 
 
-def _end_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
+def _stop_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
     """Stop dockerd and its containers; as process 1 of its namespace it takes everything along."""
     if unshare.poll() is None:
         os.kill(dockerd, signal.SIGTERM)
@@ -202,7 +202,7 @@ def _end_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
             unshare.wait()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
 

@@ -20,9 +20,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope='module')
 def engine() -> Iterator[Engine]:
-    if missing := docker_engine.missing():
+    if missing := docker_engine.find_missing_requirement():
         pytest.skip(f'no Docker Engine can be started here: {missing}')
-    with docker_engine.engine() as started:
+    with docker_engine.start_engine() as started:
         yield started
 
 
@@ -40,7 +40,7 @@ def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
 
     def run_command(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            engine.inside([str(word) for word in words]),
+            engine.wrap_command([str(word) for word in words]),
             check=False,
             capture_output=True,
             text=True,
@@ -50,10 +50,10 @@ def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
 
     yield run_command
     run_command(SCRIPT, 'down')
-    if volumes := engine.docker('volume', 'ls', '--quiet'):
-        engine.docker('volume', 'rm', *volumes.split())
+    if volumes := engine.run_docker('volume', 'ls', '--quiet'):
+        engine.run_docker('volume', 'rm', *volumes.split())
 
 
-def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+def expect_success(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, f'{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}'
     return done.stdout

@@ -10,36 +10,36 @@ import pytest
 
 from tests.kit.commands import Control, Ecompute
 from tests.kit.faulty_placement import FaultyPlacement
-from tests.kit.servers import until
-from tests.kit.story import SMALL, called
+from tests.kit.servers import wait_until
+from tests.kit.story import SMALL_QUERY, run_in_process
 
-QUEUED = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
+QUEUED_LINE = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 @pytest.fixture
-def small(cluster: Control) -> Control:
+def small_cluster(cluster: Control) -> Control:
     """Provide the cluster with the flavor small, four of which fill a toy compute."""
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
     return cluster
 
 
-def queue(control: Control, *words: str) -> str:
+def enqueue_request(control: Control, *words: str) -> str:
     """Queue a request, of the flavor small unless `words` name another; return its uuid."""
-    done = called(control, '--queue', *(words if '--flavor' in words else ('--flavor', 'small', *words)))
+    done = run_in_process(control, '--queue', *(words if '--flavor' in words else ('--flavor', 'small', *words)))
     assert done.code == 0, done
-    match = QUEUED.match(done.stdout)
+    match = QUEUED_LINE.match(done.stdout)
     assert match, done
     return match[1]
 
 
-def waiting(control: Control) -> list[str]:
+def list_waiting(control: Control) -> list[str]:
     """Return the instances that wait in a queue."""
-    return [key.rsplit('/', 1)[1] for key in control.etcd.keys('/queues/') if not key.endswith('/taker')]
+    return [key.rsplit('/', 1)[1] for key in control.etcd.list_keys('/queues/') if not key.endswith('/taker')]
 
 
 @contextmanager
-def overheard(control: Control) -> Iterator[tuple[str, list[str]]]:
+def record_placement_calls(control: Control) -> Iterator[tuple[str, list[str]]]:
     """Yield the URL of a proxy of placement, and the paths that are requested through it."""
     requested_paths: list[str] = []
     with FaultyPlacement(control.placement.port) as placement:
@@ -48,10 +48,10 @@ def overheard(control: Control) -> Iterator[tuple[str, list[str]]]:
         control.at_exit.close()  # before the proxy ends
 
 
-def leaves_it(control: Control, asked: list[str], compute: Ecompute, instance: str) -> None:
+def expect_not_taken(control: Control, requested_paths: list[str], compute: Ecompute, instance: str) -> None:
     """Wait until a disabled compute has read its traits and left the request in the queue."""
     traits = f'/resource_providers/{compute.uuid}/traits'
-    until(lambda: traits in asked, 20, 'it has asked what it is')
-    until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')
-    assert waiting(control) == [instance]
-    assert instance not in control.placement.consumers(compute.uuid)
+    wait_until(lambda: traits in requested_paths, 20, 'it has asked what it is')
+    wait_until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')
+    assert list_waiting(control) == [instance]
+    assert instance not in control.placement.read_consumers(compute.uuid)

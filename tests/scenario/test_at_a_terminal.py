@@ -23,10 +23,10 @@ from ecomp.cli.commands import COMMANDS as EVERY
 from ecomp.cli.near import FAMILY_WORDS
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
-from tests.kit.invariants import check
+from tests.kit.invariants import check_invariants
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import environment, until
-from tests.kit.story import IMAGE, SMALL, called, place
+from tests.kit.servers import make_environment, wait_until
+from tests.kit.story import IMAGE, SMALL_QUERY, place, run_in_process
 
 COLOUR = re.compile('\x1b\\[[0-9]*m')
 
@@ -39,36 +39,42 @@ class Screen:
     """
 
     def __init__(
-        self, control: Control, *words: str, columns: int = 80, height: int = 24, whole: bool = False, **more: str
+        self, control: Control, *words: str, columns: int = 80, height: int = 24, with_stderr: bool = False, **more: str
     ) -> None:
-        self._ours, theirs = pty.openpty()
+        self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', height, columns, 0, 0))
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
-        inherited = {key: value for key, value in environment().items() if key not in ('COLUMNS', 'LINES', 'NO_COLOR')}
+        inherited = {
+            key: value for key, value in make_environment().items() if key not in ('COLUMNS', 'LINES', 'NO_COLOR')
+        }
         inherited = {**inherited, 'TERM': 'xterm', **more}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs if whole else subprocess.PIPE, env=inherited
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs if with_stderr else subprocess.PIPE,
+            env=inherited,
         )
         os.close(theirs)
-        self.said = ''
-        self._reading = threading.Thread(target=self._read)
-        self._reading.start()
+        self.output = ''
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
 
     def _read(self) -> None:
         with suppress(OSError):  # EIO: the other end is closed
-            while chunk := os.read(self._ours, 4096):
-                self.said += chunk.decode()
-        os.close(self._ours)
+            while chunk := os.read(self._terminal, 4096):
+                self.output += chunk.decode()
+        os.close(self._terminal)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return the exit code and stderr."""
         _, err = self.process.communicate(timeout=120)
-        self._reading.join()
+        self._reader.join()
         return self.process.returncode, (err or b'').decode()
 
 
 @contextmanager
-def screen(control: Control, *words: str, height: int = 24) -> Iterator[Screen]:
+def start_screen(control: Control, *words: str, height: int = 24) -> Iterator[Screen]:
     terminal = Screen(control, *words, height=height)
     try:
         yield terminal
@@ -77,16 +83,16 @@ def screen(control: Control, *words: str, height: int = 24) -> Iterator[Screen]:
         terminal.end()
 
 
-def lines(control: Control, *words: str, columns: int = 80, **more: str) -> list[str]:
+def read_terminal_lines(control: Control, *words: str, columns: int = 80, **more: str) -> list[str]:
     """Return the lines that a successful command writes on a terminal."""
     started_at, terminal = time.monotonic(), Screen(control, *words, columns=columns, **more)
     code, err = terminal.end()
     # The journal gets the output as it would be without a terminal: in one line.
-    JOURNAL.ended(
-        words, code, (' '.join(terminal.said.split('\r\n')).strip() + '\n', err), started_at, terminal.process.pid
+    JOURNAL.add_run(
+        words, code, (' '.join(terminal.output.split('\r\n')).strip() + '\n', err), started_at, terminal.process.pid
     )
-    assert code == 0, (words, terminal.said, err)
-    return terminal.said.replace('\r\n', '\n').removesuffix('\n').split('\n')
+    assert code == 0, (words, terminal.output, err)
+    return terminal.output.replace('\r\n', '\n').removesuffix('\n').split('\n')
 
 
 @pytest.fixture
@@ -94,156 +100,164 @@ def guests(cluster: Control) -> Iterator[Control]:
     """Provide a cluster with three computes, three guests in a group, a flavor and a quota."""
     computes = [cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:64000') for _ in range(3)]
     for words in (
-        [SMALL, IMAGE, '--name', 'web', '--count', '3', '--group', 'web', '--policy', 'anti-affinity', '--wait'],
+        [SMALL_QUERY, IMAGE, '--name', 'web', '--count', '3', '--group', 'web', '--policy', 'anti-affinity', '--wait'],
         ['flavor', 'set', 'small', 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1&required=HW_CPU_X86_VMX'],
         ['quota', 'set', 'shop', 'VCPU=10', 'MEMORY_MB=100000', 'DISK_GB=1000', 'instances=100'],
     ):
-        assert called(cluster, *words).code == 0
+        assert run_in_process(cluster, *words).code == 0
     yield cluster
-    assert called(cluster, 'destroy', '--wait', 'web-1', 'web-2', 'web-3').code == 0
-    check(cluster, *computes)
+    assert run_in_process(cluster, 'destroy', '--wait', 'web-1', 'web-2', 'web-3').code == 0
+    check_invariants(cluster, *computes)
 
 
-COMMANDS = (
-    *(['list'], ['list', '--all'], ['show', 'web-1'], ['show', 'web-1', 'web-2'], ['hosts'], ['plan', SMALL]),
-    *(['plan', SMALL, '--count', '3', '--project', 'shop'], ['timeline', 'web-1'], ['timeline', 'web-1', 'web-2']),
+FITTING_COMMANDS = (
+    *(['list'], ['list', '--all'], ['show', 'web-1'], ['show', 'web-1', 'web-2'], ['hosts'], ['plan', SMALL_QUERY]),
+    *(
+        ['plan', SMALL_QUERY, '--count', '3', '--project', 'shop'],
+        ['timeline', 'web-1'],
+        ['timeline', 'web-1', 'web-2'],
+    ),
     *(['group', 'list'], ['group', 'show', 'web'], ['flavor', 'list'], ['quota', 'list'], ['quota', 'show', 'shop']),
     *(['why', 'web-1'], ['wait', 'web-1'], ['web-2'], ['audit'], ['list', '--sort', 'address', '-c', 'image,instance']),
 )
 
 
 def test_no_line_is_wrapped_at_80_columns(guests: Control) -> None:
-    for words in COMMANDS:
-        for line in lines(guests, *words):
+    for words in FITTING_COMMANDS:
+        for line in read_terminal_lines(guests, *words):
             assert len(COLOUR.sub('', line)) <= 80, (words, line)
             assert words[0] not in ('list', 'hosts', 'plan') or not re.search('[0-9a-f-]{36}', line), (words, line)
-    notice = lines(guests, SMALL, '--name', 'new')
+    notice = read_terminal_lines(guests, SMALL_QUERY, '--name', 'new')
     assert max(map(len, notice)) <= 80
     assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(notice))
-    assert len(lines(guests, SMALL, '--name', 'wider', columns=120)) == 1
-    assert called(guests, 'destroy', '--wait', 'new', 'wider').code == 0
+    assert len(read_terminal_lines(guests, SMALL_QUERY, '--name', 'wider', columns=120)) == 1
+    assert run_in_process(guests, 'destroy', '--wait', 'new', 'wider').code == 0
 
 
-REFUSED = (
-    *([f'{SMALL}&required=HW_CPU_X86_AVX2', '--count', '2'], ['resources=VCPU:99,DISK_GB:1,MEMORY_MB:256'], ['lst']),
+REFUSED_COMMANDS = (
+    *(
+        [f'{SMALL_QUERY}&required=HW_CPU_X86_AVX2', '--count', '2'],
+        ['resources=VCPU:99,DISK_GB:1,MEMORY_MB:256'],
+        ['lst'],
+    ),
     *(['host', 'drain', 'nosuch'], ['show', 'nosuch', 'no', 'such'], ['--frobnicate'], ['list', '--sort', 'nosuch']),
 )
 
 
-def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> None:
+def test_refusals_and_help_fit_80_columns(guests: Control) -> None:
     """The text is broken at spaces and complete."""
-    for words in REFUSED:
-        terminal = Screen(guests, *words, whole=True)
+    for words in REFUSED_COMMANDS:
+        terminal = Screen(guests, *words, with_stderr=True)
         code, _ = terminal.end()
         assert code, words
-        assert max(map(len, terminal.said.split('\r\n'))) <= 80, (words, terminal.said)
-        piped = called(guests, *words)
-        assert sorted(terminal.said.split()) == sorted((piped.stdout + piped.stderr).split())
+        assert max(map(len, terminal.output.split('\r\n'))) <= 80, (words, terminal.output)
+        piped = run_in_process(guests, *words)
+        assert sorted(terminal.output.split()) == sorted((piped.stdout + piped.stderr).split())
     for words in (['help'], *(['help', name] for name in EVERY), *(['help', first] for first in FAMILY_WORDS)):
-        assert max(len(line) for line in lines(guests, *words)) <= 80, words
-        assert max(len(line) for line in called(guests, *words).stdout.splitlines()) <= 80, words
+        assert max(len(line) for line in read_terminal_lines(guests, *words)) <= 80, words
+        assert max(len(line) for line in run_in_process(guests, *words).stdout.splitlines()) <= 80, words
 
 
-@pytest.mark.parametrize('words', [['plan', SMALL], ['hosts']])
+@pytest.mark.parametrize('words', [['plan', SMALL_QUERY], ['hosts']])
 @pytest.mark.usefixtures('compute')
-def test_a_placement_that_does_not_answer_is_named_meanwhile(own_control: Control, words: list[str]) -> None:
+def test_terminal_shows_that_placement_does_not_answer(own_control: Control, words: list[str]) -> None:
     """Without the note, half a minute of silence looks like a command that hangs."""
     own_control.placement.pause()
-    terminal = Screen(own_control, *words, whole=True)
+    terminal = Screen(own_control, *words, with_stderr=True)
     try:
-        until(lambda: 'waiting for placement at' in terminal.said, 20, 'what it waits for is said')
+        wait_until(lambda: 'waiting for placement at' in terminal.output, 20, 'what it waits for is said')
     finally:
         own_control.placement.resume()
     code, _ = terminal.end()
-    assert code == 0, terminal.said
+    assert code == 0, terminal.output
 
 
-def test_what_is_waited_for_stands_on_the_terminal(cluster: Control, compute: Ecompute) -> None:
+def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     _, instance = place(cluster)
-    terminal = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, whole=True)
+    terminal = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, with_stderr=True)
     terminal.end()
-    assert re.search(r'waiting for: its compute to take it, [01] s', terminal.said), terminal.said
+    assert re.search(r'waiting for: its compute to take it, [01] s', terminal.output), terminal.output
     compute.resume()
 
 
-def test_colours_are_for_terminals_and_for_who_wants_them(guests: Control) -> None:
+def test_colours_only_on_terminals_that_accept_them(guests: Control) -> None:
     green = '\x1b[32mactive\x1b[0m'
-    assert sum(green in line for line in lines(guests, 'list')) == 3
+    assert sum(green in line for line in read_terminal_lines(guests, 'list')) == 3
     for variables in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
-        assert '\x1b' not in '\n'.join(lines(guests, 'list', **variables)), variables
-    piped = called(guests, 'list').stdout
+        assert '\x1b' not in '\n'.join(read_terminal_lines(guests, 'list', **variables)), variables
+    piped = run_in_process(guests, 'list').stdout
     assert '\x1b' not in piped
     assert len(re.findall('[0-9a-f-]{36}', piped)) == 6
-    assert max(map(len, lines(guests, 'list', COLUMNS='60'))) - len(green) + len('active') <= 60
-    wide = COLOUR.sub('', '\n'.join(lines(guests, 'list', '--wide')))
+    assert max(map(len, read_terminal_lines(guests, 'list', COLUMNS='60'))) - len(green) + len('active') <= 60
+    wide = COLOUR.sub('', '\n'.join(read_terminal_lines(guests, 'list', '--wide')))
     assert len(re.findall('[0-9a-f-]{36}', wide)) == 12  # the compute's and the project's are shown, too
 
 
-def test_what_is_listed_can_be_chosen(guests: Control) -> None:
+def test_list_filters_by_name_group_state_project_and_host(guests: Control) -> None:
     def list_names(*words: str) -> list[str]:
-        return called(guests, 'list', *words, '-f', 'value', '-c', 'name').stdout.split()
+        return run_in_process(guests, 'list', *words, '-f', 'value', '-c', 'name').stdout.split()
 
     assert list_names() == list_names('--name', 'web-*') == list_names('--group', 'web') == ['web-1', 'web-2', 'web-3']
     assert list_names('--state', 'active,error') == list_names('--state', 'active', '--state', 'error') == list_names()
     assert list_names('--state', 'stopped') == list_names('--project', 'shop') == list_names('--name', 'WEB*') == []
-    (compute,) = called(guests, 'list', '--name', 'web-2', '-f', 'value', '-c', 'compute').stdout.split()
+    (compute,) = run_in_process(guests, 'list', '--name', 'web-2', '-f', 'value', '-c', 'compute').stdout.split()
     assert list_names('--host', compute) == ['web-2']
 
 
-def test_a_list_is_drawn_anew_as_things_change(guests: Control) -> None:
-    with screen(guests, 'list', '--watch') as terminal:
-        until(lambda: terminal.said.count('web-3') >= 1, 30, 'it is drawn')
-        assert called(guests, 'stop', 'web-3', '--wait').code == 0
-        until(lambda: 'stopped' in terminal.said.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
+def test_watched_list_redraws_when_an_instance_changes(guests: Control) -> None:
+    with start_screen(guests, 'list', '--watch') as terminal:
+        wait_until(lambda: terminal.output.count('web-3') >= 1, 30, 'it is drawn')
+        assert run_in_process(guests, 'stop', 'web-3', '--wait').code == 0
+        wait_until(lambda: 'stopped' in terminal.output.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == (0, '')
     with Eschedule(guests, 'list', '--watch', '--name', 'web-3') as piped:
-        until(lambda: piped.stdout, 30, 'it is drawn')
-        assert called(guests, 'start', 'web-3', '--wait').code == 0
-        until(lambda: 'active' in piped.stdout.strip().rpartition('\n\n')[2], 30, 'it is drawn anew, below')
-        piped.send(signal.SIGINT)
-        result = piped.end(30)
+        wait_until(lambda: piped.stdout, 30, 'it is drawn')
+        assert run_in_process(guests, 'start', 'web-3', '--wait').code == 0
+        wait_until(lambda: 'active' in piped.stdout.strip().rpartition('\n\n')[2], 30, 'it is drawn anew, below')
+        piped.send_signal(signal.SIGINT)
+        result = piped.wait(30)
     assert (result.code, result.stderr) == (0, '')
     assert '\x1b' not in result.stdout
 
 
-def test_a_watch_that_nobody_reads_any_more_has_ended_well(guests: Control) -> None:
+def test_watch_ends_with_success_when_its_pipe_is_closed(guests: Control) -> None:
     """For example `list --watch | head -1`: the next drawing fails and ends it."""
     watch = ['list', '--watch', '--name', 'web-3']
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guests.schedule_yaml), *watch]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(command, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         assert child.stdout.readline().startswith(b'INSTANCE')
         child.stdout.close()
         for action in ('stop', 'start'):
-            assert called(guests, action, 'web-3', '--wait').code == 0
+            assert run_in_process(guests, action, 'web-3', '--wait').code == 0
         assert (child.wait(30), child.stderr.read()) == (0, b'')
 
 
-def test_a_screen_is_no_longer_than_the_terminal(guests: Control) -> None:
-    with screen(guests, 'list', '--watch', height=4) as terminal:
-        until(lambda: '2 more' in terminal.said, 30, 'it is drawn')
+def test_watched_list_is_cut_to_the_terminal_height(guests: Control) -> None:
+    with start_screen(guests, 'list', '--watch', height=4) as terminal:
+        wait_until(lambda: '2 more' in terminal.output, 30, 'it is drawn')
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == (0, '')
 
 
-def test_what_is_said_of_a_list_stands_below_it_while_it_is_drawn(guests: Control) -> None:
+def test_watched_list_shows_warnings_below_the_table(guests: Control) -> None:
     """It is shown even if the table does not fit."""
     no_taker = 'waits in a queue, and no compute takes'
-    assert called(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
+    assert run_in_process(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
     key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
     guests.etcd.put(key, '{')
     try:
-        assert all(message in called(guests, 'list').stderr for message in (no_taker, key))
+        assert all(message in run_in_process(guests, 'list').stderr for message in (no_taker, key))
         with Eschedule(guests, 'list', '--watch') as piped:
-            until(lambda: no_taker in piped.stdout and key in piped.stdout, 30, 'it is drawn')
-            piped.send(signal.SIGINT)
-            assert piped.end(30).code == 0
-        with screen(guests, 'list', '--watch', height=10) as terminal:
-            until(lambda: no_taker in ' '.join(terminal.said.split()), 30, 'it is drawn')
-            rows = terminal.said.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
+            wait_until(lambda: no_taker in piped.stdout and key in piped.stdout, 30, 'it is drawn')
+            piped.send_signal(signal.SIGINT)
+            assert piped.wait(30).code == 0
+        with start_screen(guests, 'list', '--watch', height=10) as terminal:
+            wait_until(lambda: no_taker in ' '.join(terminal.output.split()), 30, 'it is drawn')
+            rows = terminal.output.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
             assert len(rows) < 10
             assert any(row.endswith(' more') for row in rows)
             assert all(len(row) <= 80 for row in rows)
@@ -251,25 +265,25 @@ def test_what_is_said_of_a_list_stands_below_it_while_it_is_drawn(guests: Contro
             assert terminal.end() == (0, '')
     finally:
         guests.etcd.delete(key)
-        assert called(guests, 'destroy', 'waits').code == 0
+        assert run_in_process(guests, 'destroy', 'waits').code == 0
 
 
-def test_what_is_over_is_cleared(cluster: Control, compute: Ecompute) -> None:
-    assert called(cluster, SMALL, '--name', 'here', '--wait').code == 0
-    assert called(cluster, SMALL, '--name', 'gone', '--wait').code == 0
-    assert called(cluster, 'destroy', 'gone', '--wait').code == 0
+def test_clear_removes_only_gone_and_failed_records(cluster: Control, compute: Ecompute) -> None:
+    assert run_in_process(cluster, SMALL_QUERY, '--name', 'here', '--wait').code == 0
+    assert run_in_process(cluster, SMALL_QUERY, '--name', 'gone', '--wait').code == 0
+    assert run_in_process(cluster, 'destroy', 'gone', '--wait').code == 0
     compute.pause()
-    assert called(cluster, SMALL, '--name', 'broken').code == 0
-    (failed,) = called(cluster, 'list', '--name', 'broken', '-f', 'value', '-c', 'instance').stdout.split()
+    assert run_in_process(cluster, SMALL_QUERY, '--name', 'broken').code == 0
+    (failed,) = run_in_process(cluster, 'list', '--name', 'broken', '-f', 'value', '-c', 'instance').stdout.split()
     cluster.placement.call('DELETE', f'/allocations/{failed}')
     compute.resume()
-    assert called(cluster, 'wait', 'broken').code == 1
-    (reason,) = called(cluster, 'list', '--state', 'error', '-f', 'value', '-c', 'reason').stdout.splitlines()
+    assert run_in_process(cluster, 'wait', 'broken').code == 1
+    (reason,) = run_in_process(cluster, 'list', '--state', 'error', '-f', 'value', '-c', 'reason').stdout.splitlines()
     assert 'placement holds no allocation' in reason
-    assert called(cluster, 'list').stdout.splitlines()[0].split()[-1] == 'REASON'
-    done = called(cluster, 'clear')
+    assert run_in_process(cluster, 'list').stdout.splitlines()[0].split()[-1] == 'REASON'
+    done = run_in_process(cluster, 'clear')
     assert (done.code, done.stdout, done.stderr) == (0, '', 'eschedule: 2 records removed: 1 gone, 1 in error\n')
-    assert called(cluster, 'list', '--all', '-f', 'value', '-c', 'name').stdout == 'here\n'
-    assert called(cluster, 'clear').stderr == 'eschedule: no records removed: 0 gone, 0 in error\n'
-    assert called(cluster, SMALL, '--name', 'broken', '--wait').code == 0  # the name is free
-    assert called(cluster, 'destroy', 'here', 'broken', '--wait').code == 0
+    assert run_in_process(cluster, 'list', '--all', '-f', 'value', '-c', 'name').stdout == 'here\n'
+    assert run_in_process(cluster, 'clear').stderr == 'eschedule: no records removed: 0 gone, 0 in error\n'
+    assert run_in_process(cluster, SMALL_QUERY, '--name', 'broken', '--wait').code == 0  # the name is free
+    assert run_in_process(cluster, 'destroy', 'here', 'broken', '--wait').code == 0

@@ -10,16 +10,28 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import allocations, check
-from tests.kit.servers import until
-from tests.kit.story import IMAGE, NOBODY, addressed, boot, log_of, logged, logs, one_line, place, reached, record
+from tests.kit.invariants import check_invariants, read_allocations
+from tests.kit.servers import wait_until
+from tests.kit.story import (
+    IMAGE,
+    UNKNOWN_UUID,
+    assert_one_line,
+    boot,
+    find_log_lines,
+    place,
+    read_log,
+    read_record,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
 
 RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 USER = 'c1a0d1e5-0000-4000-8000-00000000000a'
 PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000b'
 
 
-def claimed(compute: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
+def make_claim_body(compute: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
     """Make the body of a claim in the format of 2019."""
     allocations = {compute: {'resources': resources or RESOURCES}}
     return {'allocations': allocations, 'user_id': USER, 'project_id': PROJECT, 'consumer_generation': None}
@@ -27,24 +39,24 @@ def claimed(compute: str, resources: dict[str, int] | None = None) -> dict[str, 
 
 def claim(control: Control, compute: str, instance: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
     """Make a claim with the consumer_type that placement requires now; return its body."""
-    body = claimed(compute, resources)
+    body = make_claim_body(compute, resources)
     control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
     return body
 
 
-def request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
+def make_request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
     """Make a request in the format of 2019; the claim is not made."""
-    return {**claimed(compute), 'instance': instance, 'image': IMAGE, **other}
+    return {**make_claim_body(compute), 'instance': instance, 'image': IMAGE, **other}
 
 
-def write(control: Control, compute: str, instance: str, value: Any) -> None:
+def write_request(control: Control, compute: str, instance: str, value: Any) -> None:
     """Write a request key: text as it is, other values as JSON."""
     control.etcd.put(f'/hosts/{compute}/{instance}', value if isinstance(value, str | bytes) else json.dumps(value))
 
 
-def refused(control: Control, compute: str, instance: str, *words: str) -> dict[str, Any]:
+def expect_refusal(control: Control, compute: str, instance: str, *words: str) -> dict[str, Any]:
     """Wait for an error record with these words, and check that the request key is gone."""
-    failed_record = reached(control, instance, 'error')
+    failed_record = wait_state(control, instance, 'error')
     assert (failed_record['compute'], failed_record['error']['stage']) == (compute, 'scheduled')
     for word in words:
         assert word in failed_record['error']['reason'], (word, failed_record['error'])
@@ -53,7 +65,7 @@ def refused(control: Control, compute: str, instance: str, *words: str) -> dict[
     return failed_record
 
 
-def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control, compute: Ecompute, instance: str) -> None:
+def test_request_and_tombstone_of_2019_are_carried_out(cluster: Control, compute: Ecompute, instance: str) -> None:
     message = {**claim(cluster, compute.uuid, instance), 'instance': instance, 'image': IMAGE}
 
     # With etcd's own client, as a person would write it.
@@ -65,50 +77,52 @@ def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control, compu
         env={'ETCDCTL_API': '3', 'PATH': '/usr/bin:/bin:/usr/local/bin'},
     )
 
-    active_record = reached(cluster, instance, 'active')
+    active_record = wait_state(cluster, instance, 'active')
     assert (active_record['image'], active_record['user_id'], active_record['project_id']) == (IMAGE, USER, PROJECT)
-    address = addressed(cluster, instance)
+    address = wait_address(cluster, instance)
     assert cluster.eschedule(instance).stdout.strip() == address
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
     # placement's answer with `allocations` emptied; consumer_generation and consumer_type stay in it.
     answer = cluster.placement.call('GET', f'/allocations/{instance}')
     assert answer['consumer_generation'] == 1
-    write(cluster, compute.uuid, instance, {**answer, 'allocations': {}, 'instance': instance, 'image': None})
-    reached(cluster, instance, 'gone')
-    check(cluster, compute)
-    assert allocations(cluster) == {}
+    write_request(cluster, compute.uuid, instance, {**answer, 'allocations': {}, 'instance': instance, 'image': None})
+    wait_state(cluster, instance, 'gone')
+    check_invariants(cluster, compute)
+    assert read_allocations(cluster) == {}
 
 
-def test_a_request_without_an_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
-    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
-    refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
-    assert not logged(compute, 'INSTANTIATE')
-    check(cluster, compute)
-    one_line(cluster.eschedule(NOBODY), 1, NOBODY, 'failed at stage scheduled', 'placement holds no allocation')
-    assert 'placement holds no allocation' in cluster.eschedule('show', NOBODY).stdout
+def test_request_without_an_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
+    write_request(cluster, compute.uuid, UNKNOWN_UUID, make_request(compute.uuid, UNKNOWN_UUID))
+    expect_refusal(cluster, compute.uuid, UNKNOWN_UUID, 'placement holds no allocation')
+    assert not find_log_lines(compute, 'INSTANTIATE')
+    check_invariants(cluster, compute)
+    assert_one_line(
+        cluster.eschedule(UNKNOWN_UUID), 1, UNKNOWN_UUID, 'failed at stage scheduled', 'placement holds no allocation'
+    )
+    assert 'placement holds no allocation' in cluster.eschedule('show', UNKNOWN_UUID).stdout
 
 
-def test_a_request_that_is_held_elsewhere_is_not_built(cluster: Control) -> None:
+def test_request_with_allocation_on_another_compute_is_not_built(cluster: Control) -> None:
     compute, other = cluster.ecompute(), cluster.ecompute()
     foreign = str(uuid.uuid4())
     claim(cluster, other.uuid, foreign)
-    write(cluster, compute.uuid, foreign, request(compute.uuid, foreign))
-    refused(cluster, compute.uuid, foreign, f'nothing is held on {compute.uuid}', f'held on {other.uuid}')
-    assert cluster.placement.allocations(foreign) == {other.uuid: RESOURCES}
-    check(cluster, compute, other, foreign=[foreign])
+    write_request(cluster, compute.uuid, foreign, make_request(compute.uuid, foreign))
+    expect_refusal(cluster, compute.uuid, foreign, f'nothing is held on {compute.uuid}', f'held on {other.uuid}')
+    assert cluster.placement.read_allocations(foreign) == {other.uuid: RESOURCES}
+    check_invariants(cluster, compute, other, foreign=[foreign])
     cluster.placement.call('DELETE', f'/allocations/{foreign}')
 
 
-def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
-    claim(cluster, compute.uuid, NOBODY, {**RESOURCES, 'MEMORY_MB': 64})
-    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
-    refused(cluster, compute.uuid, NOBODY, 'MEMORY_MB:128', 'MEMORY_MB:64')
-    check(cluster, compute)
-    assert allocations(cluster) == {}
+def test_request_that_differs_from_its_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
+    claim(cluster, compute.uuid, UNKNOWN_UUID, {**RESOURCES, 'MEMORY_MB': 64})
+    write_request(cluster, compute.uuid, UNKNOWN_UUID, make_request(compute.uuid, UNKNOWN_UUID))
+    expect_refusal(cluster, compute.uuid, UNKNOWN_UUID, 'MEMORY_MB:128', 'MEMORY_MB:64')
+    check_invariants(cluster, compute)
+    assert read_allocations(cluster) == {}
 
 
-def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> None:
+def test_malformed_requests_are_refused_with_a_reason(cluster: Control, compute: Ecompute) -> None:
     compute_uuid = compute.uuid
     boot(cluster)
     wrong: list[tuple[Any, list[str]]] = [
@@ -122,7 +136,7 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
         ('{}', ['lacks allocations, instance, image']),
         ({'instance': ..., 'image': IMAGE}, ['lacks allocations']),
         ({'allocations': {}, 'instance': ...}, ['lacks image']),
-        ({'instance': NOBODY}, [NOBODY, 'its key says']),
+        ({'instance': UNKNOWN_UUID}, [UNKNOWN_UUID, 'its key says']),
         ({'instance': 17}, ['17', 'its key says']),
         ({'allocations': []}, ['allocations', 'list']),
         ({'allocations': {compute_uuid: {'resources': {}}}}, ['no resources']),
@@ -133,7 +147,7 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
         ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': -1}}}}, ['VCPU is -1']),
         ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': 1.5}}}}, ['VCPU is 1.5']),
         ({'allocations': {compute_uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['no DISK_GB']),
-        ({'allocations': {NOBODY: {'resources': RESOURCES}}}, [NOBODY, 'not for this compute']),
+        ({'allocations': {UNKNOWN_UUID: {'resources': RESOURCES}}}, [UNKNOWN_UUID, 'not for this compute']),
         ({'image': None}, ['image', 'None']),
         ({'image': 7}, ['image', '7']),
         ({'image': 'ftp://images.invalid/a.img'}, ['ftp://', 'http://']),
@@ -152,69 +166,74 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
     for value, words in wrong:
         instance = str(uuid.uuid4())
         if isinstance(value, dict):
-            message = value if ... in value.values() else request(compute_uuid, instance, **value)
+            message = value if ... in value.values() else make_request(compute_uuid, instance, **value)
             value = {name: instance if field is ... else field for name, field in message.items()}
         expected_words[instance] = words
-        write(cluster, compute_uuid, instance, value)
+        write_request(cluster, compute_uuid, instance, value)
     for instance, words in expected_words.items():
-        refused(cluster, compute_uuid, instance, *words)
-    check(cluster, compute)
+        expect_refusal(cluster, compute_uuid, instance, *words)
+    check_invariants(cluster, compute)
 
     # Each refusal is logged in one line; a value above the size limit also logs that it is not kept. Other requests are
     # still carried out.
     for instance in expected_words:
-        log_lines = logs(compute, instance)
+        log_lines = wait_log_lines(compute, instance)
         assert len([line for line in log_lines if 'not kept' not in line]) == 1
         assert len(log_lines) == 1 + ('the limit is' in expected_words[instance])
     place(cluster)
-    check(cluster, compute)
+    check_invariants(cluster, compute)
     assert cluster.eschedule('list').code == 0
 
 
-def test_a_class_the_compute_does_not_have(cluster: Control, compute: Ecompute) -> None:
+def test_request_with_unknown_resource_class_is_refused(cluster: Control, compute: Ecompute) -> None:
     odd = {**RESOURCES, 'CUSTOM_GOLD': 1}
-    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY, allocations={compute.uuid: {'resources': odd}}))
-    refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
+    write_request(
+        cluster,
+        compute.uuid,
+        UNKNOWN_UUID,
+        make_request(compute.uuid, UNKNOWN_UUID, allocations={compute.uuid: {'resources': odd}}),
+    )
+    expect_refusal(cluster, compute.uuid, UNKNOWN_UUID, 'placement holds no allocation')
 
 
-@pytest.mark.parametrize('name', ['not-a-uuid', NOBODY.upper(), f'deeper/{NOBODY}', ''])
-def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control, compute: Ecompute, name: str) -> None:
+@pytest.mark.parametrize('name', ['not-a-uuid', UNKNOWN_UUID.upper(), f'deeper/{UNKNOWN_UUID}', ''])
+def test_key_without_instance_uuid_is_logged_once_and_kept(cluster: Control, compute: Ecompute, name: str) -> None:
     key = f'/hosts/{compute.uuid}/{name}'
-    cluster.etcd.put(key, json.dumps(request(compute.uuid, NOBODY)))
-    until(lambda: logged(compute, key), 20, 'it is reported')
+    cluster.etcd.put(key, json.dumps(make_request(compute.uuid, UNKNOWN_UUID)))
+    wait_until(lambda: find_log_lines(compute, key), 20, 'it is reported')
     # Later requests are carried out, which takes the planner round several times.
     for _ in range(2):
-        addressed(cluster, place(cluster)[1])
-    assert len(logs(compute, key)) == 1
-    assert len(log_of(compute)) < 30
+        wait_address(cluster, place(cluster)[1])
+    assert len(wait_log_lines(compute, key)) == 1
+    assert len(read_log(compute)) < 30
     assert cluster.etcd.get(key) is not None
-    assert record(cluster, NOBODY) is None
+    assert read_record(cluster, UNKNOWN_UUID) is None
     for command in (['list'], ['list', '-f', 'json']):
         assert cluster.eschedule(*command).code == 0
     cluster.etcd.delete(key)
 
 
-def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control, compute: Ecompute) -> None:
+def test_malformed_request_of_a_running_guest_is_a_fault(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
-    address = addressed(cluster, instance)
-    write(cluster, compute.uuid, instance, '{')
-    fault = until(lambda: (record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
+    address = wait_address(cluster, instance)
+    write_request(cluster, compute.uuid, instance, '{')
+    fault = wait_until(lambda: (read_record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
     assert 'unreadable' in str(fault)
-    addressed(cluster, place(cluster)[1])
-    assert len(logs(compute, instance, 'unreadable')) == 1
-    assert (record(cluster, instance) or {})['state'] == 'active'
+    wait_address(cluster, place(cluster)[1])
+    assert len(wait_log_lines(compute, instance, 'unreadable')) == 1
+    assert (read_record(cluster, instance) or {})['state'] == 'active'
     assert cluster.eschedule(instance).stdout == f'{address}\n'
     # It can still be destroyed.
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    reached(cluster, instance, 'gone')
+    wait_state(cluster, instance, 'gone')
 
 
-def test_requests_that_vanish_at_once(cluster: Control, compute: Ecompute) -> None:
+def test_requests_deleted_immediately_leave_no_work(cluster: Control, compute: Ecompute) -> None:
     for _ in range(60):
         instance = str(uuid.uuid4())
-        write(cluster, compute.uuid, instance, request(compute.uuid, instance))
+        write_request(cluster, compute.uuid, instance, make_request(compute.uuid, instance))
         cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
-    addressed(cluster, place(cluster)[1])
-    check(cluster, compute)
-    log_of(compute)
+    wait_address(cluster, place(cluster)[1])
+    check_invariants(cluster, compute)
+    read_log(compute)
     assert compute.stop() == 0  # no task is counted as in work

@@ -17,12 +17,12 @@ import pytest
 
 from ecomp.errors import EcompError
 from tests.kit.commands import Result
-from tests.kit.kept import kept
-from tests.kit.lab import Lab, lab_name
-from tests.kit.machine import Machine, lacking, machine
-from tests.kit.servers import environment, until
+from tests.kit.kept import cache_file
+from tests.kit.lab import Lab, make_lab_name
+from tests.kit.machine import Machine, explain_missing, start_machine
+from tests.kit.servers import make_environment, wait_until
 from tests.kit.tree import copy_tree
-from tests.scenario.debian_image import debian_image
+from tests.scenario.debian_image import get_debian_image
 
 # A stock cloud image with systemd, sshd and cloud-init. It gets its metadata in either way: from the network or from a
 # disk.
@@ -30,17 +30,17 @@ from tests.scenario.debian_image import debian_image
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
 # Seconds that an emulated Debian may take until cloud-init has finished, with another one beside it.
-READY = 1200
+READY_SECONDS = 1200
 # The host whose guests get their metadata in this way.
-WAYS = {'network': 'hv1', 'iso': 'hv2'}
+HOST_BY_WAY = {'network': 'hv1', 'iso': 'hv2'}
 # Additional lines of that host's compute.yaml. A current Debian configures a second interface only from a disk.
-MORE = {'network': '', 'iso': 'bridge: br0\n'}
+EXTRA_CONFIG = {'network': '', 'iso': 'bridge: br0\n'}
 SCRIPT = """\
 #!/bin/sh
 echo "$(id -un) on $(hostname)" >/var/tmp/ran
 """
 # The EC2 paths, read with cloud-init's own code as a guest does that does not know NoCloud.
-CRAWL = """\
+READ_EC2_PATHS = """\
 import json
 from cloudinit.sources.helpers import ec2
 where = ('2009-04-04', 'http://169.254.169.254')
@@ -73,10 +73,11 @@ class Guest:
         home = {'HOME': str(self.private.parent), 'SSH_AUTH_SOCK': ''}
         return subprocess.run(
             [sys.executable, '-m', 'ecomp.schedule', '--config', schedule, 'ssh', self.name, '-i', self.private, '--',
-             command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=environment() | home,
+             command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+            env=make_environment() | home,
         )  # fmt: skip
 
-    def by_hand(self, command: str) -> list[str]:
+    def make_ssh_command(self, command: str) -> list[str]:
         """Return the command line of an ssh that accepts any host key."""
         address = self.lab.eschedule(self.name).stdout.strip()
         timeouts = ('BatchMode=yes', 'ConnectTimeout=5', 'ServerAliveInterval=5')
@@ -84,7 +85,7 @@ class Guest:
         words = [word for option in options for word in ('-o', option)]
         return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
 
-    def says(self, command: str) -> str:
+    def run_checked(self, command: str) -> str:
         """Run a command in the guest, which must succeed; return its output."""
         done = self.ssh(command)
         assert done.returncode == 0, done
@@ -95,29 +96,30 @@ class Guest:
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
     """Provide one guest for each way of metadata; they boot side by side."""
     work = tmp_path_factory.mktemp('cloud')
-    lab = Lab(lab_name('cloud'), len(WAYS))
+    lab = Lab(make_lab_name('cloud'), len(HOST_BY_WAY))
     try:
-        shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
-        for way, host in WAYS.items():
+        shutil.copyfile(get_debian_image(), lab.directory / 'images/debian.qcow2')
+        for way, host in HOST_BY_WAY.items():
             lab.stop_ecompute(host)
             with (lab.directory / host / 'compute.yaml').open('a') as config:
-                config.write(f'metadata: {way}\n{MORE[way]}')
+                config.write(f'metadata: {way}\n{EXTRA_CONFIG[way]}')
         lab.start_ecomputes()
 
         def boot(way: str) -> Guest:
             private, script = work / way, work / f'{way}.sh'
             subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', private], check=True, timeout=60)
             script.write_text(SCRIPT)
-            compute = lab.compute(WAYS[way])
+            compute = lab.read_compute(HOST_BY_WAY[way])
             done = lab.eschedule(
-                f'{QUERY}&in_tree={compute}', lab.url('debian.qcow2'), '--name', f'by-{way}',
-                '--ssh-key', f'{private}.pub', '--user-data', str(script), '--wait=ready', '--timeout', str(READY),
-                timeout=READY + 60,
+                f'{QUERY}&in_tree={compute}', lab.make_url('debian.qcow2'), '--name', f'by-{way}',
+                '--ssh-key', f'{private}.pub', '--user-data', str(script),
+                '--wait=ready', '--timeout', str(READY_SECONDS),
+                timeout=READY_SECONDS + 60,
             )  # fmt: skip
-            return Guest(lab, WAYS[way], f'by-{way}', private, done)
+            return Guest(lab, HOST_BY_WAY[way], f'by-{way}', private, done)
 
         with ThreadPoolExecutor() as pool:
-            yield dict(zip(WAYS, pool.map(boot, WAYS), strict=True))
+            yield dict(zip(HOST_BY_WAY, pool.map(boot, HOST_BY_WAY), strict=True))
     finally:
         lab.close()
 
@@ -125,8 +127,8 @@ def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Gu
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-@pytest.mark.parametrize('way', WAYS)
-def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest], way: str) -> None:
+@pytest.mark.parametrize('way', HOST_BY_WAY)
+def test_stock_cloud_image_boots_with_its_metadata(guests: Mapping[str, Guest], way: str) -> None:
     """Check ssh with the key, name, user-data, size of the root file system and readiness."""
     guest = guests[way]
     assert guest.done.code == 0, guest.done
@@ -136,7 +138,7 @@ def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest
         *('hostname', 'cat /var/tmp/ran', 'df --output=size -B1 / | tail -n 1', 'cloud-init status'),
         *('cloud-init query subplatform', 'cloud-init query instance_id'),
     )
-    hostname, script_output, size, status, source, instance = guest.says('; '.join(commands)).splitlines()
+    hostname, script_output, size, status, source, instance = guest.run_checked('; '.join(commands)).splitlines()
     assert (hostname, script_output, instance) == (guest.name, f'root on {guest.name}', guest.instance)
     assert 2.7 * 2**30 < int(size) < 3 * 2**30
     assert status == 'status: done'
@@ -146,10 +148,10 @@ def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mapping[str, Guest]) -> None:
+def test_second_interface_is_up_and_default_route_uses_the_first(guests: Mapping[str, Guest]) -> None:
     guest = guests['iso']
     command = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
-    routes, links, addresses = map(json.loads, guest.says(command).splitlines())
+    routes, links, addresses = map(json.loads, guest.run_checked(command).splitlines())
     macs = {link['ifname']: link['address'] for link in links}
     record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
     first, second = (interface['mac'] for interface in record['addresses'])
@@ -166,7 +168,7 @@ def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mappi
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> None:
+def test_key_of_another_guest_is_refused(guests: Mapping[str, Guest]) -> None:
     network, iso = guests['network'], guests['iso']
     stranger = Guest(iso.lab, iso.host, iso.name, network.private, iso.done)
     refused = stranger.ssh('true')
@@ -177,12 +179,12 @@ def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str, Guest]) -> None:
+def test_guest_processor_supports_x86_64_v2_and_v3(guests: Mapping[str, Guest]) -> None:
     """EL 9 needs x86-64-v2 and EL 10 x86-64-v3: their kernels panic on less.
 
     glibc reports which levels it supports.
     """
-    levels = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
+    levels = guests['iso'].run_checked('/lib64/ld-linux-x86-64.so.2 --help')
     for level in ('v2', 'v3'):
         assert re.search(rf'^ *x86-64-{level} \(supported', levels, re.MULTILINE), levels
 
@@ -190,10 +192,10 @@ def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:
+def test_cloud_init_reads_the_ec2_paths(guests: Mapping[str, Guest]) -> None:
     guest = guests['network']
     public = guest.private.with_suffix('.pub').read_text().strip()
-    metadata, user_data = json.loads(guest.says(f"python3 -c '{CRAWL.replace(chr(39), chr(34))}'"))
+    metadata, user_data = json.loads(guest.run_checked(f"python3 -c '{READ_EC2_PATHS.replace(chr(39), chr(34))}'"))
     address = guest.lab.eschedule(guest.name).stdout.strip()
     names = {'hostname': guest.name, 'local-hostname': guest.name}
     keys = {'public-keys': {'default': public}}
@@ -204,10 +206,10 @@ def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mapping[str, Guest]) -> None:
+def test_host_keys_are_reported_and_cloud_init_logs_no_warning(guests: Mapping[str, Guest]) -> None:
     for guest in guests.values():
         record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
-        host_keys = guest.says('cat /etc/ssh/ssh_host_*_key.pub').splitlines()
+        host_keys = guest.run_checked('cat /etc/ssh/ssh_host_*_key.pub').splitlines()
         assert record['host_keys'] == [' '.join(line.split()[:2]) for line in host_keys]
         warnings = guest.ssh('sudo grep -E "WARN.*(phone|vendor|host_.*key)" /var/log/cloud-init.log')
         assert (warnings.returncode, warnings.stdout) == (1, '')
@@ -217,19 +219,19 @@ def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mappi
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> None:
+def test_ssh_refuses_a_changed_host_key(guests: Mapping[str, Guest]) -> None:
     """Simulate another machine at the guest's address; the original key is accepted again."""
     guest = guests['iso']
     key = '/etc/ssh/ssh_host_ed25519_key'
     change = f'sudo mv {key} /root/own && sudo ssh-keygen -q -t ed25519 -N "" -f {key} && sudo systemctl restart ssh'
-    assert guest.says('hostname') == guest.name
-    guest.says(f"sudo sh -c '{change.replace('sudo ', '')}'")
+    assert guest.run_checked('hostname') == guest.name
+    guest.run_checked(f"sudo sh -c '{change.replace('sudo ', '')}'")
     refused = guest.ssh('true')
     assert refused.returncode == 255
     assert 'Host key verification failed' in refused.stderr
     restore = f'mv /root/own {key} && systemctl restart ssh'
-    guest.lab.inside(guest.host, *guest.by_hand(f"sudo sh -c '{restore}'"))
-    assert guest.says('hostname') == guest.name
+    guest.lab.run_on(guest.host, *guest.make_ssh_command(f"sudo sh -c '{restore}'"))
+    assert guest.run_checked('hostname') == guest.name
 
 
 # The reboot of the small guest always runs; this one takes a minute more.
@@ -237,52 +239,58 @@ def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> 
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 @pytest.mark.slow
-def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
+def test_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
     """cloud-init runs the user-data of an instance once, and the host keys stay."""
     guest = guests['network']
-    guest.says('sudo rm /var/tmp/ran')
-    before = guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')
-    boot = guest.says('cat /proc/sys/kernel/random/boot_id')
+    guest.run_checked('sudo rm /var/tmp/ran')
+    before = guest.lab.eschedule(guest.name).stdout, guest.run_checked('cat /etc/ssh/ssh_host_ed25519_key.pub')
+    boot = guest.run_checked('cat /proc/sys/kernel/random/boot_id')
     assert guest.lab.eschedule('reboot', guest.name).code == 0
-    ready = ('wait', guest.name, '--for', 'ready', '--timeout', str(READY))
-    assert guest.lab.eschedule(*ready, timeout=READY + 60).code == 0
-    assert guest.says('cat /proc/sys/kernel/random/boot_id') != boot
-    assert (guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')) == before
-    assert guest.says('cloud-init status --wait').endswith('status: done')
+    ready = ('wait', guest.name, '--for', 'ready', '--timeout', str(READY_SECONDS))
+    assert guest.lab.eschedule(*ready, timeout=READY_SECONDS + 60).code == 0
+    assert guest.run_checked('cat /proc/sys/kernel/random/boot_id') != boot
+    assert (
+        guest.lab.eschedule(guest.name).stdout,
+        guest.run_checked('cat /etc/ssh/ssh_host_ed25519_key.pub'),
+    ) == before
+    assert guest.run_checked('cloud-init status --wait').endswith('status: done')
     assert guest.ssh('test -e /var/tmp/ran').returncode == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[str, Guest]) -> None:
+def test_reboot_without_ecompute_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
     """Without the metadata server cloud-init must not make new host keys."""
     guest = guests['network']
-    keys, boot = guest.says('cat /etc/ssh/ssh_host_*_key.pub'), guest.says('cat /proc/sys/kernel/random/boot_id')
+    keys, boot = (
+        guest.run_checked('cat /etc/ssh/ssh_host_*_key.pub'),
+        guest.run_checked('cat /proc/sys/kernel/random/boot_id'),
+    )
     lab = guest.lab
     lab.stop_ecompute(guest.host)
     guest.ssh('sudo reboot')
 
     def has_rebooted() -> bool:
         try:
-            boot_id = lab.inside(guest.host, *guest.by_hand('cat /proc/sys/kernel/random/boot_id')).strip()
+            boot_id = lab.run_on(guest.host, *guest.make_ssh_command('cat /proc/sys/kernel/random/boot_id')).strip()
         except EcompError:
             return False  # its sshd does not run now
         return boot_id not in ('', boot)
 
-    until(has_rebooted, READY, 'it has booted again')
+    wait_until(has_rebooted, READY_SECONDS, 'it has booted again')
     # Wait until cloud-init has finished: until then it might still make new host keys.
-    output = lab.inside(guest.host, *guest.by_hand('cloud-init status --wait >/dev/null; hostname'))
+    output = lab.run_on(guest.host, *guest.make_ssh_command('cloud-init status --wait >/dev/null; hostname'))
     assert output.strip() == guest.name
-    assert lab.inside(guest.host, *guest.by_hand('cat /etc/ssh/ssh_host_*_key.pub')).strip() == keys
+    assert lab.run_on(guest.host, *guest.make_ssh_command('cat /etc/ssh/ssh_host_*_key.pub')).strip() == keys
     lab.start_ecomputes()
-    until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
+    wait_until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
+def test_destroyed_guests_leave_nothing(guests: Mapping[str, Guest]) -> None:
     lab = guests['iso'].lab
     lab.destroy(*(guest.name for guest in guests.values()))
     lab.check()
@@ -291,27 +299,37 @@ def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_canaries_of_it_are_entered_on_every_host_and_go(
+def test_canaries_are_entered_on_every_host_and_destroyed(
     guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs after the other guests are gone: emulation is slow for two guests at a time."""
     guest = guests['iso']
     monkeypatch.setenv('HOME', str(guest.private.parent))
     lab, key = guest.lab, ('--ssh-key', f'{guest.private}.pub', '-i', str(guest.private))
-    words = ('doctor', '--canary', '-f', 'json', QUERY, lab.url('debian.qcow2'), *key, '--timeout', str(READY))
-    done = lab.eschedule(*words, timeout=2 * READY)
+    words = (
+        'doctor',
+        '--canary',
+        '-f',
+        'json',
+        QUERY,
+        lab.make_url('debian.qcow2'),
+        *key,
+        '--timeout',
+        str(READY_SECONDS),
+    )
+    done = lab.eschedule(*words, timeout=2 * READY_SECONDS)
     report = json.loads(done.stdout)
     assert [finding for finding in report['findings'] if finding['check'] == 'canary'] == []
     assert {
         (outcome['host'], outcome['reached'], outcome['said'], outcome['gone']) for outcome in report['canaries']
-    } == {(host, 'entered', None, True) for host in WAYS.values()}
+    } == {(host, 'entered', None, True) for host in HOST_BY_WAY.values()}
     assert not {outcome['instance'] for outcome in report['canaries']} & {
-        key.rsplit('/', 1)[1] for key in lab.etcd('/')
+        key.rsplit('/', 1)[1] for key in lab.read_etcd('/')
     }
     lab.check()
     # With a key that does not match, the login fails. That is a finding, and the canary is still destroyed.
     wrong_key = ('--ssh-key', f'{guest.private}.pub', '-i', str(guests['network'].private), '--on', guest.host)
-    refused = lab.eschedule(*words[:6], *wrong_key, '--timeout', str(READY), timeout=2 * READY)
+    refused = lab.eschedule(*words[:6], *wrong_key, '--timeout', str(READY_SECONDS), timeout=2 * READY_SECONDS)
     report = json.loads(refused.stdout)
     [login_failure] = [finding for finding in report['findings'] if finding['check'] == 'canary']
     assert (refused.code, 'Permission denied' in login_failure['what']) == (8, True)
@@ -335,18 +353,20 @@ PIP = [path for path in (Path('/etc/pip.conf'),) if path.exists()]
 @pytest.fixture(scope='module')
 def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """Provide Debian 13 with this tree at CLONE and without the packages that it needs."""
-    if reason := lacking():
+    if reason := explain_missing():
         pytest.skip(reason)
     root = tmp_path_factory.mktemp('trixie') / 'root'
     root.mkdir(mode=0o755)
     try:
-        subprocess.run(['tar', '-xf', str(kept('debian-13.tar', RECIPE, _make)), '-C', str(root)], check=True)
+        subprocess.run(
+            ['tar', '-xf', str(cache_file('debian-13.tar', RECIPE, _make_root_archive)), '-C', str(root)], check=True
+        )
         # If the packages come through a proxy, its certificate authority and pip's settings are needed.
         shutil.copyfile(CERTIFICATES, root / CERTIFICATES.relative_to('/'))
         for path in PIP:
             shutil.copyfile(path, root / path.relative_to('/'))
         copy_tree(root / CLONE.relative_to('/'))
-        with machine(root) as started:
+        with start_machine(root) as started:
             for words in (['init', '--quiet'], ['add', '--all']):
                 run(started, 'git', *words)
             yield started
@@ -354,7 +374,7 @@ def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         shutil.rmtree(root.parent, ignore_errors=True)
 
 
-def _make(work: Path) -> Path:
+def _make_root_archive(work: Path) -> Path:
     archive = work / 'root.tar'
     result = subprocess.run(
         ['mmdebstrap', '--quiet', *RECIPE, str(archive)], check=False, capture_output=True, text=True
@@ -375,7 +395,7 @@ def run(trixie: Machine, *command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
+def test_quickstart_and_its_commands(trixie: Machine) -> None:
     output = run(trixie, './quickstart.sh')
     assert 'NOTIFIED TARGET' in output
     assert 'This took ' in output
@@ -393,6 +413,6 @@ def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize('part', ['unit', 'functional'])
-def test_the_tests(trixie: Machine, part: str) -> None:
+def test_parts_pass_on_debian_13(trixie: Machine, part: str) -> None:
     output = run(trixie, 'tests/run', part)
     assert ' passed' in output

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.commands import Control
-from tests.kit.invariants import check
-from tests.kit.servers import PATIENCE, environment
-from tests.kit.story import SMALL, boot, called
+from tests.kit.invariants import check_invariants
+from tests.kit.servers import SLOWDOWN_FACTOR, make_environment
+from tests.kit.story import SMALL_QUERY, boot, run_in_process
 
 SHELLS = {'bash': ['bash', '--norc', '--noprofile', '-i'], 'zsh': ['zsh', '-f', '-i'], 'fish': ['fish', '--no-config']}
 
@@ -35,16 +35,16 @@ def env(cluster: Control) -> Iterator[dict[str, str]]:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.schedule "$@"\n')
     command.chmod(0o755)
     compute = cluster.ecompute()
-    instance = boot(cluster, SMALL, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
-    assert called(cluster, 'flavor', 'set', 'small', SMALL).code == 0
-    assert called(cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
+    instance = boot(cluster, SMALL_QUERY, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
+    assert run_in_process(cluster, 'flavor', 'set', 'small', SMALL_QUERY).code == 0
+    assert run_in_process(cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
     path = f'{command.parent}:{os.environ["PATH"]}'
     home = {'ECOMP_CONFIG': str(cluster.directory), 'HOME': str(cluster.directory), 'TERM': 'dumb', 'PS1': '> '}
-    yield {**environment(), **home, 'PATH': path, 'COMPUTE': compute.uuid, 'INSTANCE': instance}
-    check(cluster, compute)
+    yield {**make_environment(), **home, 'PATH': path, 'COMPUTE': compute.uuid, 'INSTANCE': instance}
+    check_invariants(cluster, compute)
 
 
-def completion(directory: Path, shell: str, env: dict[str, str]) -> Path:
+def write_completion_script(directory: Path, shell: str, env: dict[str, str]) -> Path:
     """Write a shell's completion script to a file; skip the test if there is no such shell."""
     if shutil.which(shell) is None:
         pytest.skip(f'apt-get install {shell}')
@@ -54,7 +54,7 @@ def completion(directory: Path, shell: str, env: dict[str, str]) -> Path:
     return path
 
 
-def offered(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
+def list_candidates(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
     """Return the candidates for the end of a line."""
     if shell == 'fish':
         shell_code = f'source {script}; complete -C {shlex.quote(line)}'
@@ -63,7 +63,7 @@ def offered(shell: str, script: Path, env: dict[str, str], line: str) -> list[st
         *before, current = line.split(' ')[1:]
         shell_code = f'compdef() {{ :; }}; source {script}; _eschedule_candidates {shlex.join([current, *before])}'
         command = [*SHELLS[shell][:-1], '-c', shell_code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE * 60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SLOWDOWN_FACTOR * 60)
     assert done.stderr == ''
     current = line.split(' ')[-1]
     return sorted(
@@ -71,7 +71,7 @@ def offered(shell: str, script: Path, env: dict[str, str], line: str) -> list[st
     )
 
 
-def typed(shell: str, script: Path, env: dict[str, str], line: str) -> str:
+def complete_on_terminal(shell: str, script: Path, env: dict[str, str], line: str) -> str:
     """Return the line that a TAB makes of `line` in an interactive shell on a terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
@@ -80,22 +80,22 @@ def typed(shell: str, script: Path, env: dict[str, str], line: str) -> str:
     try:
         prepare = 'autoload -Uz compinit; compinit -u -D; ' if shell == 'zsh' else ''
         os.write(terminal, f'{prepare}source {script}; echo rea""dy\n'.encode())
-        seen(terminal, 'ready\r')
+        read_until(terminal, 'ready\r')
         # Then turn the line into an argument of echo, which prints the current line.
         os.write(terminal, f'{line}\t'.encode())
-        seen(terminal, line)
+        read_until(terminal, line)
         os.write(terminal, b'\x01echo "<\x05>"\n')
-        return seen(terminal, '>\r').rpartition('<')[2].partition('>')[0].strip()
+        return read_until(terminal, '>\r').rpartition('<')[2].partition('>')[0].strip()
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
         os.close(terminal)
 
 
-def seen(terminal: int, wanted: str) -> str:
+def read_until(terminal: int, expected: str) -> str:
     """Read from a terminal until the text contains `expected`; return the text."""
-    text, end = '', time.monotonic() + PATIENCE * 30
-    while wanted not in text:
+    text, end = '', time.monotonic() + SLOWDOWN_FACTOR * 30
+    while expected not in text:
         assert time.monotonic() < end, text
         if select.select([terminal], [], [], 0.1)[0]:
             text += os.read(terminal, 65536).decode(errors='replace')
@@ -103,13 +103,13 @@ def seen(terminal: int, wanted: str) -> str:
 
 
 @pytest.mark.parametrize('shell', SHELLS)
-def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> None:
-    script = completion(cluster.directory, shell, env)
+def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell: str) -> None:
+    script = write_completion_script(cluster.directory, shell, env)
     # A name that a shell would execute is not offered.
     cluster.etcd.put('/groups/$(touch x)', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
     cluster.etcd.put('/groups/a;b', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
     try:
-        hosts = offered(shell, script, env, 'eschedule host drain ')
+        hosts = list_candidates(shell, script, env, 'eschedule host drain ')
         assert env['COMPUTE'] in hosts
         for line, expected in {
             'eschedule sho': ['show'],
@@ -150,7 +150,7 @@ def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> N
             f'eschedule --config={cluster.schedule_yaml} show we': ['web1'],
             'eschedule --config=/nowhere show we': [],
         }.items():
-            assert offered(shell, script, env, line) == expected, line
+            assert list_candidates(shell, script, env, line) == expected, line
     finally:
         cluster.etcd.delete('/groups/$(touch x)')
         cluster.etcd.delete('/groups/a;b')
@@ -158,8 +158,8 @@ def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> N
 
 
 @pytest.mark.parametrize('shell', ['bash', 'zsh'])
-def test_a_tab_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) -> None:
-    script = completion(cluster.directory, shell, env)
+def test_tab_completes_the_line_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) -> None:
+    script = write_completion_script(cluster.directory, shell, env)
     for line, expected in {
         'eschedule timel': 'eschedule timeline',
         'eschedule show we': 'eschedule show web1',
@@ -167,4 +167,4 @@ def test_a_tab_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) 
         'eschedule resources=VCPU:1 --wait=addr': 'eschedule resources=VCPU:1 --wait=addressed',
         f'eschedule list --config {cluster.directory}/sched': f'eschedule list --config {cluster.schedule_yaml}',
     }.items():
-        assert typed(shell, script, env, line) == expected
+        assert complete_on_terminal(shell, script, env, line) == expected

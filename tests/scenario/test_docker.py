@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 from tests.scenario.docker_engine import BASE, POSTGRES, Engine
-from tests.scenario.docker_runs import SCRIPT, TOP, Run, succeeded
+from tests.scenario.docker_runs import SCRIPT, TOP, Run, expect_success
 
 # docker.sh is run for real: up, used, down, and its refusals.
 
@@ -24,7 +24,7 @@ from tests.scenario.docker_runs import SCRIPT, TOP, Run, succeeded
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 # Access as from a malicious web page, and as from a guest that this machine routes for.
-ASKED = """\
+ACCESS_CHECK = """\
 set -e
 ask() { # WHAT CURL-WORDS...
     printf '%s %s\\n' "$(curl -s -o /dev/null -m 4 -w '%{http_code}' "${@:2}" || :)" "$1"
@@ -53,49 +53,49 @@ ask 'placement from a guest' "http://$(address ecomp-placement):8080/"
 
 
 @contextmanager
-def ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]:
+def run_ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Run a fake ecompute in the containers' network; without a compute.yaml it uses localhost."""
     log = directory / 'ecompute.log'
     command = [sys.executable, '-m', 'ecomp.compute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512']
     environment = os.environ | {'PYTHONPATH': f'{TOP}:{TOP / "md_server"}'}
     with log.open('w') as out:
         process = subprocess.Popen(
-            engine.inside(command), cwd=directory, env=environment, stdout=out, stderr=out, text=True
+            engine.wrap_command(command), cwd=directory, env=environment, stdout=out, stderr=out, text=True
         )
         try:
 
             def is_ready() -> bool:
                 assert process.poll() is None, log.read_text()
-                return '/computes/' in etcd_keys(engine)
+                return '/computes/' in list_etcd_keys(engine)
 
-            until(is_ready, 60, 'ecompute has registered')
+            wait_until(is_ready, 60, 'ecompute has registered')
             yield process
         finally:
             process.terminate()
             process.wait(30)
 
 
-def etcd_keys(engine: Engine) -> str:
-    return engine.docker('exec', 'ecomp-etcd', 'etcdctl', 'get', '--prefix', '/', '--keys-only')
+def list_etcd_keys(engine: Engine) -> str:
+    return engine.run_docker('exec', 'ecomp-etcd', 'etcdctl', 'get', '--prefix', '/', '--keys-only')
 
 
-def started(engine: Engine) -> dict[str, str]:
+def read_start_times(engine: Engine) -> dict[str, str]:
     """Return the start time of each container, by name."""
-    names = engine.docker('ps', '--all', '--format', '{{.Names}}').split()
-    return {name: engine.docker('inspect', '--format', '{{.State.StartedAt}}', name) for name in names}
+    names = engine.run_docker('ps', '--all', '--format', '{{.Names}}').split()
+    return {name: engine.run_docker('inspect', '--format', '{{.State.StartedAt}}', name) for name in names}
 
 
 @pytest.mark.slow
-def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
-    up = succeeded(run(SCRIPT))
+def test_servers_keep_their_data_over_down_and_up(engine: Engine, run: Run, tmp_path: Path) -> None:
+    up = expect_success(run(SCRIPT))
     assert 'etcd at localhost:2379, placement at http://localhost:8080/' in up
-    containers = started(engine)
+    containers = read_start_times(engine)
     assert set(containers) == {'ecomp-etcd', 'ecomp-postgres', 'ecomp-placement'}
 
-    second_run = succeeded(run(SCRIPT))
+    second_run = expect_success(run(SCRIPT))
     assert second_run.count('running already') == 3
-    assert started(engine) == containers
-    assert succeeded(run('bash', '-c', ASKED)).splitlines() == [
+    assert read_start_times(engine) == containers
+    assert expect_success(run('bash', '-c', ACCESS_CHECK)).splitlines() == [
         *('404 etcd as a page', '421 etcd by another name', '200 etcd by its own'),
         *('421 placement by another name', '200 placement by its own'),
         *('000 etcd from a guest', '000 placement from a guest'),
@@ -109,89 +109,89 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
         assert done.returncode in (0, 6), done.stderr
         return done.stdout.strip() or None
 
-    with ecompute(engine, tmp_path):
-        notified = succeeded(eschedule(SMALL))
+    with run_ecompute(engine, tmp_path):
+        notified = expect_success(eschedule(SMALL))
         match = re.fullmatch(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n', notified)
         assert match, notified
         instance = match[2]
-        until(lambda: address(instance), 60, 'the instance has an address')
+        wait_until(lambda: address(instance), 60, 'the instance has an address')
         before = address(instance)
         assert re.fullmatch(r'\d+(\.\d+){3}', before or '')
 
         # Remove and restore the servers under a running ecompute: the data is in the volumes.
-        assert 'docker volume rm ecomp-etcd ecomp-postgres' in succeeded(run(SCRIPT, 'down'))
-        succeeded(run(SCRIPT))
+        assert 'docker volume rm ecomp-etcd ecomp-postgres' in expect_success(run(SCRIPT, 'down'))
+        expect_success(run(SCRIPT))
         assert address(instance) == before
-        until(lambda: eschedule(SMALL).returncode == 0, 60, 'ecompute is back at work')
+        wait_until(lambda: eschedule(SMALL).returncode == 0, 60, 'ecompute is back at work')
 
-        succeeded(eschedule('destroy', instance, '--wait'))
+        expect_success(eschedule('destroy', instance, '--wait'))
         assert eschedule('destroy', instance).returncode == 4
-        assert f'/hosts/{match[1]}/{instance}' not in etcd_keys(engine)
+        assert f'/hosts/{match[1]}/{instance}' not in list_etcd_keys(engine)
 
-    succeeded(run(SCRIPT, 'down'))
-    assert engine.docker('ps', '--all', '--quiet') == ''
-    assert engine.docker('network', 'ls', '--format', '{{.Name}}').split() == ['bridge', 'host', 'none']
-    assert engine.docker('volume', 'ls', '--quiet').split() == ['ecomp-etcd', 'ecomp-postgres']
-    assert 'nothing was running' in succeeded(run(SCRIPT, 'down'))
+    expect_success(run(SCRIPT, 'down'))
+    assert engine.run_docker('ps', '--all', '--quiet') == ''
+    assert engine.run_docker('network', 'ls', '--format', '{{.Name}}').split() == ['bridge', 'host', 'none']
+    assert engine.run_docker('volume', 'ls', '--quiet').split() == ['ecomp-etcd', 'ecomp-postgres']
+    assert 'nothing was running' in expect_success(run(SCRIPT, 'down'))
 
 
 @pytest.mark.slow
 def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
     """Three workers start concurrently on an empty database; none answers with an error."""
-    succeeded(run(SCRIPT, PLACEMENT_WORKERS='3'))
+    expect_success(run(SCRIPT, PLACEMENT_WORKERS='3'))
     # The brackets keep grep from finding itself.
     gunicorns = 'grep -lz no-control-socke[t] /proc/[0-9]*/cmdline'
-    assert len(engine.docker('exec', 'ecomp-placement', 'sh', '-c', gunicorns).split()) == 4
-    assert succeeded(run(sys.executable, '-c', CLAIMS)) == '60\n'
+    assert len(engine.run_docker('exec', 'ecomp-placement', 'sh', '-c', gunicorns).split()) == 4
+    assert expect_success(run(sys.executable, '-c', CLAIMS)) == '60\n'
 
 
 @pytest.mark.slow
-def test_other_ports(engine: Engine, run: Run) -> None:
+def test_changed_settings_recreate_only_their_containers(engine: Engine, run: Run) -> None:
     """Only containers whose settings changed are recreated, and the firewall rules follow."""
 
     def count_rules() -> int:
-        return succeeded(run('iptables', '-t', 'raw', '-S', 'PREROUTING')).count('docker.sh')
+        return expect_success(run('iptables', '-t', 'raw', '-S', 'PREROUTING')).count('docker.sh')
 
-    expected_rules = 2 * (engine.version() < 28)
-    succeeded(run(SCRIPT))
+    expected_rules = 2 * (engine.read_major_version() < 28)
+    expect_success(run(SCRIPT))
     assert count_rules() == expected_rules
-    before = started(engine)
-    output = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
+    before = read_start_times(engine)
+    output = expect_success(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
     assert 'placement at http://localhost:18080/' in output
-    after = started(engine)
+    after = read_start_times(engine)
     assert {name for name in after if after[name] != before[name]} == {'ecomp-etcd', 'ecomp-placement'}
-    assert '0.0.0.0:18080' in engine.docker('port', 'ecomp-placement')
+    assert '0.0.0.0:18080' in engine.run_docker('port', 'ecomp-placement')
     assert count_rules() == 0
 
-    succeeded(run(SCRIPT, BIND_ADDRESS='127.0.0.2'))
+    expect_success(run(SCRIPT, BIND_ADDRESS='127.0.0.2'))
     assert count_rules() == expected_rules
     status = ('curl', '-s', '-o', '/dev/null', '-w', '%{http_code} ')
     urls = ('http://127.0.0.2:8080/', 'http://127.0.0.2:2379/version')
-    assert [succeeded(run(*status, url)).strip() for url in urls] == ['200', '200']
-    succeeded(run(SCRIPT, 'down'))
+    assert [expect_success(run(*status, url)).strip() for url in urls] == ['200', '200']
+    expect_success(run(SCRIPT, 'down'))
     assert count_rules() == 0
 
 
 @pytest.mark.slow
-def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
+def test_servers_on_a_public_address_require_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
     """Without a certificate or with a wrong token the servers answer nothing."""
     address = '10.77.0.1'
-    succeeded(run('ip', 'address', 'add', f'{address}/32', 'dev', 'lo'))
+    expect_success(run('ip', 'address', 'add', f'{address}/32', 'dev', 'lo'))
     done = run(SCRIPT, BIND_ADDRESS='0.0.0.0')
     assert (done.returncode, done.stderr.count('\n')) == (2, 1)
     assert 'certs/etcd/ca.crt cannot be read: certificates come of elab certs certs --control ADDRESS' in done.stderr
-    assert started(engine) == {}
+    assert read_start_times(engine) == {}
 
-    tools = with_elab(tmp_path / 'bin')
+    tools = make_elab_directory(tmp_path / 'bin')
     paths = {'PATH': f'{tools}:{os.environ["PATH"]}', 'BIND_ADDRESS': address}
-    up = succeeded(run(SCRIPT, **paths))
+    up = expect_success(run(SCRIPT, **paths))
     assert f'etcd at {address}:2379, placement at https://{address}:8080/' in up
-    assert succeeded(run(SCRIPT, **paths)).count('running already') == 3
+    assert expect_success(run(SCRIPT, **paths)).count('running already') == 3
 
-    succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address, '--operator', 'ann'))
+    expect_success(run(tools / 'elab', 'certs', 'certs', '--control', address, '--operator', 'ann'))
     operator_dir = tmp_path / 'certs/operator-ann'
     hosts = (sys.executable, '-m', 'ecomp.schedule', '--config')
-    succeeded(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
+    expect_success(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
     curl = ('curl', '-s', '-o', '/dev/null', '-m', '120', '-w', '%{http_code}', '--cacert', operator_dir / 'ca.crt')
     url = f'https://{address}:8080/resource_providers'
     assert run(*curl, '-H', 'X-Auth-Token: admin', url).stdout == '000'
@@ -201,18 +201,18 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     assert run(*curl, *client_certificate, '-H', 'X-Auth-Token: admin', '-H', 'X-Roles: admin', url).stdout == '401'
     assert run(*curl, *client_certificate, '-H', token_header, url).stdout == '200'
     # More clients than the server has threads connect and stall after one byte.
-    with_silent_connections = (sys.executable, '-c', SILENT, address)
-    assert succeeded(run(*with_silent_connections, *curl, *client_certificate, '-H', token_header, url)) == '200'
+    with_silent_connections = (sys.executable, '-c', RUN_WITH_SILENT_CONNECTIONS, address)
+    assert expect_success(run(*with_silent_connections, *curl, *client_certificate, '-H', token_header, url)) == '200'
 
     print_serial = f'openssl s_client -connect {address}:8080 </dev/null 2>/dev/null | openssl x509 -noout -serial'
-    before = succeeded(run('sh', '-c', print_serial))
+    before = expect_success(run('sh', '-c', print_serial))
     (tmp_path / 'certs/placement/server.crt').unlink()
-    succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address))
-    until(lambda: succeeded(run('sh', '-c', print_serial)) != before, 20, 'the new certificate is shown')
-    succeeded(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
+    expect_success(run(tools / 'elab', 'certs', 'certs', '--control', address))
+    wait_until(lambda: expect_success(run('sh', '-c', print_serial)) != before, 20, 'the new certificate is shown')
+    expect_success(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
 
 
-def with_elab(tools: Path) -> Path:
+def make_elab_directory(tools: Path) -> Path:
     """Make a directory with an `elab` command in it."""
     tools.mkdir()
     (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
@@ -221,42 +221,47 @@ def with_elab(tools: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_on_localhost_behind_certificates_where_it_is_told_to(engine: Engine, run: Run, tmp_path: Path) -> None:
-    paths = {'PATH': f'{with_elab(tmp_path / "bin")}:{os.environ["PATH"]}', 'CERTS': 'certs'}
-    up = succeeded(run(SCRIPT, **paths))
+def test_servers_on_localhost_with_certs_require_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
+    paths = {'PATH': f'{make_elab_directory(tmp_path / "bin")}:{os.environ["PATH"]}', 'CERTS': 'certs'}
+    up = expect_success(run(SCRIPT, **paths))
     assert 'placement at https://localhost:8080/' in up
     assert 'every user of this machine' not in up
-    policies = [engine.docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in started(engine)]
+    policies = [
+        engine.run_docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name)
+        for name in read_start_times(engine)
+    ]
     assert set(policies) == {'unless-stopped'}
-    succeeded(run('elab', 'certs', 'certs', '--operator', 'ann', **paths))
+    expect_success(run('elab', 'certs', 'certs', '--operator', 'ann', **paths))
     operator_dir = tmp_path / 'certs/operator-ann'
-    succeeded(run(sys.executable, '-m', 'ecomp.schedule', '--config', operator_dir / 'schedule.yaml', 'hosts'))
+    expect_success(run(sys.executable, '-m', 'ecomp.schedule', '--config', operator_dir / 'schedule.yaml', 'hosts'))
     for url in ('https://localhost:2379/version', 'https://127.0.0.1:8080/resource_providers'):
         refused = run('curl', '-s', '-m', '30', '--cacert', operator_dir / 'ca.crt', url)
         assert (refused.returncode != 0, refused.stdout) == (True, '')
 
 
 @pytest.mark.slow
-def test_own_database(engine: Engine, run: Run) -> None:
+def test_own_database_replaces_the_postgres_container(engine: Engine, run: Run) -> None:
     """With an own database on this machine no PostgreSQL container is started."""
-    gateway = engine.docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')
+    gateway = engine.run_docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')
     settings = ('POSTGRES_USER=me', 'POSTGRES_DB=mine', 'POSTGRES_PASSWORD=secret')
     environment = [word for setting in settings for word in ('--env', setting)]
-    engine.docker('run', '--detach', '--name', 'own', '--publish', f'{gateway}:5432:5432', *environment, POSTGRES)
+    engine.run_docker('run', '--detach', '--name', 'own', '--publish', f'{gateway}:5432:5432', *environment, POSTGRES)
     try:
-        until(lambda: run('docker', 'exec', 'own', 'pg_isready', '-h', '127.0.0.1').returncode == 0, 60, 'PostgreSQL')
-        succeeded(run(SCRIPT, PLACEMENT_DATABASE='postgresql+psycopg2://me:secret@host.docker.internal/mine'))
-        assert set(started(engine)) == {'ecomp-etcd', 'ecomp-placement', 'own'}
-        tables = engine.docker('exec', 'own', 'psql', '-h', '/run/postgresql', '-U', 'me', '-c', r'\dt', 'mine')
+        wait_until(
+            lambda: run('docker', 'exec', 'own', 'pg_isready', '-h', '127.0.0.1').returncode == 0, 60, 'PostgreSQL'
+        )
+        expect_success(run(SCRIPT, PLACEMENT_DATABASE='postgresql+psycopg2://me:secret@host.docker.internal/mine'))
+        assert set(read_start_times(engine)) == {'ecomp-etcd', 'ecomp-placement', 'own'}
+        tables = engine.run_docker('exec', 'own', 'psql', '-h', '/run/postgresql', '-U', 'me', '-c', r'\dt', 'mine')
         assert 'resource_providers' in tables
     finally:
-        engine.docker('rm', '--force', '--volumes', 'own')
+        engine.run_docker('rm', '--force', '--volumes', 'own')
 
 
 @pytest.mark.slow
-def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
+def test_refusals_are_one_line_and_start_nothing(engine: Engine, run: Run) -> None:
     """Each refusal is one line with its remedy and starts nothing."""
-    done = run(sys.executable, '-c', TAKEN, SCRIPT)
+    done = run(sys.executable, '-c', RUN_WITH_TAKEN_PORT, SCRIPT)
     assert done.returncode == 5
     assert re.search(r'^docker.sh: port \d+ on 127.0.0.1 is taken .* ETCD_PORT=…$', done.stderr)
     done = run(SCRIPT, ETCD_PORT='http')
@@ -265,7 +270,7 @@ def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
     assert (done.returncode, 'postgresql+psycopg2://' in done.stderr) == (2, True)
     done = run(SCRIPT, PLACEMENT_BUILD_CA='/no/such/file')
     assert (done.returncode, '/no/such/file' in done.stderr) == (2, True)
-    assert started(engine) == {}
+    assert read_start_times(engine) == {}
 
     done = run(SCRIPT, PLACEMENT_DATABASE='postgresql+psycopg2://u:secret@nowhere/db')
     assert done.returncode == 1
@@ -274,17 +279,17 @@ def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_stay_up(engine: Engine, run: Run, tmp_path: Path) -> None:
+def test_server_that_ends_is_reported_and_not_restarted(engine: Engine, run: Run, tmp_path: Path) -> None:
     entry = 'ENTRYPOINT ["sh", "-c", "echo these files are older; exit 3"]'
     (tmp_path / 'Dockerfile').write_text(f'FROM {BASE}\n{entry}\n')
-    engine.docker('build', '--quiet', '--tag', 'ecomp-test/broken:1', str(tmp_path))
+    engine.run_docker('build', '--quiet', '--tag', 'ecomp-test/broken:1', str(tmp_path))
     done = run(SCRIPT, POSTGRES_IMAGE='ecomp-test/broken:1')
     assert done.returncode == 1
     assert 'these files are older\n' in done.stderr
     assert done.stderr.endswith('docker.sh: ecomp-postgres does not stay up (the end of its log is above)\n')
     # The container is kept for `docker logs` and not restarted; the next run, with a working image, succeeds.
-    assert engine.docker('inspect', '--format', '{{.State.Status}}', 'ecomp-postgres') == 'exited'
-    succeeded(run(SCRIPT))
+    assert engine.run_docker('inspect', '--format', '{{.State.Status}}', 'ecomp-postgres') == 'exited'
+    expect_success(run(SCRIPT))
 
 
 def test_usage(tmp_path: Path) -> None:
@@ -294,7 +299,7 @@ def test_usage(tmp_path: Path) -> None:
         command = ['bash', str(SCRIPT), *words]
         return subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ) | environment)
 
-    assert 'PLACEMENT_DATABASE' in succeeded(run_script('--help'))
+    assert 'PLACEMENT_DATABASE' in expect_success(run_script('--help'))
     for words in (['sideways'], ['down', 'now'], ['']):
         done = run_script(*words)
         assert (done.returncode, done.stdout) == (2, '')
@@ -309,7 +314,7 @@ def test_usage(tmp_path: Path) -> None:
     assert 'there is no docker command here' in done.stderr
 
 
-def test_no_daemon(tmp_path: Path) -> None:
+def test_missing_docker_daemon_is_reported(tmp_path: Path) -> None:
     if shutil.which('docker') is None:
         pytest.skip('not installed: docker.io')
     environment = os.environ | {'DOCKER_HOST': f'unix://{tmp_path}/none.sock'}
@@ -338,7 +343,7 @@ with concurrent.futures.ThreadPoolExecutor(8) as pool:
 """
 
 # docker.sh with an ETCD_PORT on which this program listens.
-TAKEN = """
+RUN_WITH_TAKEN_PORT = """
 import os, socket, subprocess, sys
 with socket.create_server(('127.0.0.1', 0)) as taken:
     environment = os.environ | {'ETCD_PORT': str(taken.getsockname()[1])}
@@ -346,7 +351,7 @@ with socket.create_server(('127.0.0.1', 0)) as taken:
 """
 
 # Run a command beside 200 connections to placement, each of which has sent one byte.
-SILENT = """
+RUN_WITH_SILENT_CONNECTIONS = """
 import socket, subprocess, sys
 held = [socket.create_connection((sys.argv[1], 8080)) for _ in range(200)]
 for each in held:
@@ -358,7 +363,7 @@ sys.exit(subprocess.run(sys.argv[2:]).returncode)
 # Guests on a libvirt network must not reach the ports that docker.sh publishes for its own machine.
 
 
-LIBVIRTD = """
+LIBVIRTD_SCRIPT = """
 mount --make-rprivate /
 mkdir -p "$1/run" "$1/lib/dnsmasq" "$1/cache" "$1/log"
 cp -a /etc/libvirt "$1/etc"
@@ -371,7 +376,7 @@ NETWORK = """<network><name>guests</name><forward mode='nat'/><bridge name='virb
 <ip address='192.168.122.1' netmask='255.255.255.0'/></network>"""
 # A namespace on libvirt's bridge, set up as root in a guest could do it: its lo is down, and it routes 127.0.0.1 to its
 # router.
-GUEST = """
+GUEST_SCRIPT = """
 ip link add guest0 type veth peer name eth0 netns "$1"
 ip link set guest0 master virbr0 up
 ip -n "$1" address add 192.168.122.50/24 dev eth0
@@ -382,7 +387,7 @@ ip netns exec "$1" sysctl -qw net.ipv4.conf.all.route_localnet=1
 """
 
 StartNetwork = Callable[[], None]
-AsGuest = Callable[..., subprocess.CompletedProcess[str]]
+RunAsGuest = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -392,13 +397,13 @@ def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
     with tempfile.TemporaryDirectory(prefix='libvirt-') as name:
         directory = Path(name)
         (directory / 'network.xml').write_text(NETWORK)
-        shell = ['unshare', '-m', 'sh', '-e', '-c', LIBVIRTD, 'libvirtd', str(directory)]
+        shell = ['unshare', '-m', 'sh', '-e', '-c', LIBVIRTD_SCRIPT, 'libvirtd', str(directory)]
         virsh = ('virsh', '-q', '-c', f'qemu+unix:///system?socket={directory}/run/libvirt-sock')
         with (directory / 'libvirtd.log').open('w') as log:
-            libvirtd = subprocess.Popen(engine.inside(shell), stdout=log, stderr=log)
+            libvirtd = subprocess.Popen(engine.wrap_command(shell), stdout=log, stderr=log)
         try:
-            until((directory / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
-            yield lambda: succeeded(run(*virsh, 'net-create', directory / 'network.xml')) and None
+            wait_until((directory / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
+            yield lambda: expect_success(run(*virsh, 'net-create', directory / 'network.xml')) and None
         finally:
             run(*virsh, 'net-destroy', 'guests')
             libvirtd.terminate()
@@ -406,7 +411,7 @@ def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
 
 
 @pytest.fixture
-def as_guest(engine: Engine, run: Run) -> Iterator[AsGuest]:
+def run_as_guest(engine: Engine, run: Run) -> Iterator[RunAsGuest]:
     """Provide a function that runs a command as a guest on the network of start_network().
 
     The first call waits until the guest reaches its router.
@@ -419,9 +424,9 @@ def as_guest(engine: Engine, run: Run) -> Iterator[AsGuest]:
 
     def run_when_connected(*words: str) -> subprocess.CompletedProcess[str]:
         if run('ip', 'link', 'show', 'guest0').returncode:
-            succeeded(run('sh', '-e', '-c', GUEST, 'guest', name))
+            expect_success(run('sh', '-e', '-c', GUEST_SCRIPT, 'guest', name))
             refused = 7
-            until(
+            wait_until(
                 lambda: run_in_namespace('curl', '-m', '2', 'http://192.168.122.1:9').returncode == refused,
                 20,
                 'its router',
@@ -433,37 +438,37 @@ def as_guest(engine: Engine, run: Run) -> Iterator[AsGuest]:
 
 
 @pytest.mark.slow
-def test_guest_reaches_no_container_in_whichever_order_docker_and_libvirt_start(
-    engine: Engine, run: Run, start_network: StartNetwork, as_guest: AsGuest
+def test_guest_reaches_no_container_in_either_start_order(
+    engine: Engine, run: Run, start_network: StartNetwork, run_as_guest: RunAsGuest
 ) -> None:
     def list_reachable() -> list[str]:
         addresses = {'127.0.0.1': '127.0.0.1'}
         for name in ('ecomp-etcd', 'ecomp-placement'):
-            addresses[name] = engine.docker('inspect', '-f', '{{.NetworkSettings.Networks.ecomp.IPAddress}}', name)
+            addresses[name] = engine.run_docker('inspect', '-f', '{{.NetworkSettings.Networks.ecomp.IPAddress}}', name)
         ask = ('curl', '-s', '-o', '/dev/null', '-m', '4', '-H', 'Host: localhost')
         targets = [(name, f'http://{address}:{port}/') for name, address in addresses.items() for port in (2379, 8080)]
-        return [f'{name} {url[-5:-1]}' for name, url in targets if as_guest(*ask, url).returncode == 0]
+        return [f'{name} {url[-5:-1]}' for name, url in targets if run_as_guest(*ask, url).returncode == 0]
 
-    old = engine.version() < 28
-    succeeded(run(SCRIPT))
+    old = engine.read_major_version() < 28
+    expect_success(run(SCRIPT))
     start_network()  # libvirt's chains before Docker's
     assert list_reachable() == []
     restarted = {'on-failure'} if old else {'unless-stopped'}
-    assert policies(engine) == restarted
+    assert list_restart_policies(engine) == restarted
 
-    succeeded(run(SCRIPT, 'down'))
-    succeeded(run(SCRIPT))  # Docker's chains before libvirt's
+    expect_success(run(SCRIPT, 'down'))
+    expect_success(run(SCRIPT))  # Docker's chains before libvirt's
     assert list_reachable() == []
 
     # Without the rules the guest does reach the servers: the check itself works.
-    succeeded(run('iptables', '-t', 'raw', '-F', 'PREROUTING'))
+    expect_success(run('iptables', '-t', 'raw', '-F', 'PREROUTING'))
     if old:
         assert {'127.0.0.1 2379', 'ecomp-etcd 2379', '127.0.0.1 8080', 'ecomp-placement 8080'} <= set(list_reachable())
-    succeeded(run(SCRIPT))
+    expect_success(run(SCRIPT))
     assert list_reachable() == []
 
 
-def policies(engine: Engine) -> set[str]:
+def list_restart_policies(engine: Engine) -> set[str]:
     """Return the restart policies of the running containers."""
-    names = engine.docker('ps', '--format', '{{.Names}}').split()
-    return {engine.docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in names}
+    names = engine.run_docker('ps', '--format', '{{.Names}}').split()
+    return {engine.run_docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in names}

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from ecomp.model.cluster import holes
+from ecomp.model.cluster import describe_vulnerabilities
 from ecomp.version import read_version
-from tests.kit.commands import Control, Ecompute, Result, eschedule, run, write_config
+from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, run_module, write_config
 from tests.kit.hands import Eschedule
 from tests.kit.lab import Lab
-from tests.kit.servers import free_port, until
+from tests.kit.servers import free_port, wait_until
 
 # `eschedule doctor` on real servers: no findings in a healthy cluster, otherwise each with its cure.
 
 
-def findings(control: Control) -> dict[str, Any]:
+def read_findings(control: Control) -> dict[str, Any]:
     """Run the doctor; return its findings by check and validate the rest of its report.
 
     A finding about etcd's version depends on the machine and is left out.
@@ -27,17 +27,19 @@ def findings(control: Control) -> dict[str, Any]:
     report = json.loads(result.stdout)
     findings_by_check = {finding['check']: finding for finding in report['findings']}
     assert result.code == (8 if findings_by_check else 0)
-    assert (findings_by_check.pop('etcd-version', None) is not None) == (holes(report['etcd']['version']) is not None)
+    assert (findings_by_check.pop('etcd-version', None) is not None) == (
+        describe_vulnerabilities(report['etcd']['version']) is not None
+    )
     assert report['configuration'] == str(control.schedule_yaml)
     assert report['placement'] == {'name': f'placement at {control.placement.url}', 'microversion': '1.39'}
     return findings_by_check
 
 
-def test_a_compute_that_was_stopped(cluster: Control) -> None:
+def test_stopped_compute_is_a_finding_with_its_cure(cluster: Control) -> None:
     compute = cluster.ecompute()
-    assert findings(cluster) == {}
+    assert read_findings(cluster) == {}
     compute.stop()
-    closed = findings(cluster)
+    closed = read_findings(cluster)
     assert list(closed) == ['compute']
     assert closed['compute']['what'].endswith(
         ' is closed: its ecompute was stopped, or it only watches, for etcd is not the one that it knew'
@@ -52,10 +54,10 @@ def test_a_compute_that_was_stopped(cluster: Control) -> None:
     )
     assert f', by {cluster.schedule_yaml}' in table.stderr
     compute.start()
-    assert findings(cluster) == {}
+    assert read_findings(cluster) == {}
 
 
-def test_a_compute_of_another_version(cluster: Control) -> None:
+def test_compute_of_another_version_is_a_finding(cluster: Control) -> None:
     compute = cluster.ecompute()
     lease = cluster.etcd.grant()
     other = '0b5e55ed-0000-4000-8000-000000000000'
@@ -64,33 +66,33 @@ def test_a_compute_of_another_version(cluster: Control) -> None:
         for version, expected_checks in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # users type cures
             presence = {'token': 'x', 'version': version, 'hostname': 'old'}
             cluster.etcd.put(f'/computes/{other}', json.dumps(presence), lease)
-            found_by_check = findings(cluster)
+            found_by_check = read_findings(cluster)
             assert list(found_by_check) == expected_checks
             if expected_checks:
                 assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, and this is {read_version()}'
     finally:
         cluster.etcd.delete(f'/computes/{other}')
         cluster.etcd.delete('/computes/none')
-    assert findings(cluster) == {}
+    assert read_findings(cluster) == {}
     compute.stop()
 
 
-def test_a_backend_that_is_away_is_a_finding(cluster: Control) -> None:
+def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
     for etcd, placement, away in (
         (f'127.0.0.1:{free_port()}', cluster.placement.url, 'etcd'),
         (cluster.etcd.endpoint, f'http://127.0.0.1:{free_port()}', 'placement'),
     ):
         config = write_config(cluster.directory / 'away.yaml', etcd, placement)
-        result = eschedule(config, 'doctor', '-f', 'json')
+        result = run_eschedule_process(config, 'doctor', '-f', 'json')
         assert result.code == 7
         assert f'{away} at' in result.stderr
         cures = {finding['check']: finding['cure'] for finding in json.loads(result.stdout)['findings']}
         assert cures[away].startswith(f'{config} told where it is')
 
 
-def test_check_goes_with_nothing_else(cluster: Control) -> None:
+def test_check_refuses_other_options(cluster: Control) -> None:
     for words in (['--fake', 'VCPU:1'], ['--accept-new-etcd'], ['--unit']):
-        refused = run('ecomp.compute', '--check', *words, directory=cluster.directory)
+        refused = run_module('ecomp.compute', '--check', *words, directory=cluster.directory)
         assert (refused.code, refused.stdout) == (2, '')
 
 
@@ -102,53 +104,57 @@ NO_KEY = 'there is no ssh key: name one with --ssh-key'
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n'
 
 
-def said(result: Result) -> dict[str, Any]:
+def read_report(result: Result) -> dict[str, Any]:
     """Return the document of a doctor, whose exit code must match its findings."""
     document: dict[str, Any] = json.loads(result.stdout)
     assert result.code == (8 if document['findings'] else 0), result
     return document
 
 
-def findings_of(result: Result) -> list[tuple[str, str]]:
+def list_canary_findings(result: Result) -> list[tuple[str, str]]:
     """Return problem and cure of each finding of the canaries."""
-    return [(finding['what'], finding['cure']) for finding in said(result)['findings'] if finding['check'] == 'canary']
+    return [
+        (finding['what'], finding['cure'])
+        for finding in read_report(result)['findings']
+        if finding['check'] == 'canary'
+    ]
 
 
-def canary(control: Control, *words: str) -> Result:
+def run_canaries(control: Control, *words: str) -> Result:
     """Run a doctor with canaries to its end."""
     return control.eschedule('doctor', '--canary', '-f', 'json', *words)
 
 
-def begun(control: Control, *words: str) -> Eschedule:
+def start_canaries(control: Control, *words: str) -> Eschedule:
     """Start a doctor with canaries, a process that runs on."""
     return Eschedule(control, 'doctor', '--canary', '-f', 'json', *words)
 
 
-def left(control: Control) -> list[str]:
+def list_canary_keys(control: Control) -> list[str]:
     """Return the keys that canaries still have in etcd."""
     prefixes = ('/hosts/', '/instances/', '/names/', '/requests/', '/booted/', '/groups/')
-    return [key for prefix in prefixes for key in control.etcd.keys(prefix)]
+    return [key for prefix in prefixes for key in control.etcd.list_keys(prefix)]
 
 
-def nothing_is_left(control: Control, *computes: Ecompute) -> None:
-    assert left(control) == []
-    assert [control.placement.consumers(compute.uuid) for compute in computes] == [{} for _ in computes]
+def expect_nothing_left(control: Control, *computes: Ecompute) -> None:
+    assert list_canary_keys(control) == []
+    assert [control.placement.read_consumers(compute.uuid) for compute in computes] == [{} for _ in computes]
 
 
-def placed_on(control: Control, *computes: Ecompute) -> None:
+def wait_until_requested(control: Control, *computes: Ecompute) -> None:
     """Wait until each compute has a request."""
     prefixes = [f'/hosts/{compute.uuid}/' for compute in computes]
-    until(lambda: all(map(control.etcd.keys, prefixes)), 30, 'each host is asked for a canary')
+    wait_until(lambda: all(map(control.etcd.list_keys, prefixes)), 30, 'each host is asked for a canary')
 
 
-def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster: Control) -> None:
+def test_every_up_host_gets_a_canary_and_others_a_reason(cluster: Control) -> None:
     first, second, disabled, closed = (cluster.ecompute() for _ in range(4))
     full = cluster.ecompute('VCPU:1,DISK_GB:1,MEMORY_MB:128')
     assert cluster.eschedule('host', 'disable', disabled.uuid).code == 0
     closed.stop()
-    result = canary(cluster)
-    assert findings_of(result) == []
-    outcomes = {outcome['compute']: outcome for outcome in said(result)['canaries']}
+    result = run_canaries(cluster)
+    assert list_canary_findings(result) == []
+    outcomes = {outcome['compute']: outcome for outcome in read_report(result)['canaries']}
     for compute in (first, second):
         outcome = outcomes.pop(compute.uuid)
         assert outcome['name'] == f'canary-{outcome["instance"][:8]}'
@@ -164,59 +170,61 @@ def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster:
         (None, None, None)
     }
     assert result.stderr.count(': no canary: ') == 3
-    nothing_is_left(cluster, first, second, full)
+    expect_nothing_left(cluster, first, second, full)
     # In a table only findings are data.
     table = cluster.eschedule('doctor', '--canary', SMALL)
     assert not [line for line in table.stdout.splitlines() if line.startswith('canary:')]
     assert table.stderr.count(' booted after ') == 2
 
 
-def test_one_host_alone_and_a_flavor(cluster: Control) -> None:
+def test_canary_on_one_host_with_a_flavor(cluster: Control) -> None:
     first, second = cluster.ecompute(), cluster.ecompute()
     assert cluster.eschedule('flavor', 'set', 'tiny', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16').code == 0
     image = 'http://images.example/small.qcow2'
-    [outcome] = said(canary(cluster, '--on', second.uuid, '--flavor', 'tiny', image, '--for', 'disk'))['canaries']
+    [outcome] = read_report(run_canaries(cluster, '--on', second.uuid, '--flavor', 'tiny', image, '--for', 'disk'))[
+        'canaries'
+    ]
     assert (outcome['compute'], outcome['reached'], outcome['said']) == (second.uuid, 'disk', NO_KEY)
     assert f'INSTANTIATE INSTANCE {outcome["instance"]} WITH IMAGE {image}' in second.log.read_text()
     assert outcome['instance'] not in first.log.read_text()
-    nothing_is_left(cluster, first, second)
+    expect_nothing_left(cluster, first, second)
 
 
-def test_a_query_that_no_guest_can_be_made_of_is_nothing_of_a_host(cluster: Control, compute: Ecompute) -> None:
+def test_canary_with_an_unusable_query_is_refused(cluster: Control, compute: Ecompute) -> None:
     for query, reason in (('resources=VCPU:1', 'a guest needs'), ('resources=VCPU:1,NONE:1', 'no resource class NONE')):
-        refused = canary(cluster, query)
+        refused = run_canaries(cluster, query)
         assert (refused.code, refused.stdout) == (2, '')
         assert reason in refused.stderr
-    nothing_is_left(cluster, compute)
+    expect_nothing_left(cluster, compute)
 
 
-def test_where_there_is_room_nowhere_that_is_found(cluster: Control, compute: Ecompute) -> None:
-    [(problem, cure)] = findings_of(canary(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
+def test_canary_without_room_anywhere_is_a_finding(cluster: Control, compute: Ecompute) -> None:
+    [(problem, cure)] = list_canary_findings(run_canaries(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
     assert problem.startswith('no canary was placed: ')
     assert cure.startswith('eschedule hosts ')
-    nothing_is_left(cluster, compute)
+    expect_nothing_left(cluster, compute)
 
 
-def test_a_guest_that_never_says_it_is_ready(cluster: Control, compute: Ecompute) -> None:
+def test_canary_that_never_becomes_ready_is_a_finding(cluster: Control, compute: Ecompute) -> None:
     """With a key the canary must become ready, because the doctor logs in to it."""
     (cluster.directory / 'key.pub').write_text(KEY)
-    result = canary(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
-    [(problem, cure)] = findings_of(result)
+    result = run_canaries(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
+    [(problem, cure)] = list_canary_findings(result)
     assert problem.endswith(' a canary did not come through: 1 s are up, still waiting for: cloud-init to finish')
     assert '--for addressed' in cure
-    [outcome] = said(result)['canaries']
+    [outcome] = read_report(result)['canaries']
     assert (outcome['reached'], outcome['seconds'], outcome['gone']) == ('addressed', None, True)
-    nothing_is_left(cluster, compute)
+    expect_nothing_left(cluster, compute)
 
 
-def test_a_host_that_builds_nothing_and_the_one_beside_it(cluster: Control) -> None:
+def test_frozen_host_is_a_finding_and_the_other_passes(cluster: Control) -> None:
     well, frozen = cluster.ecompute(), cluster.ecompute()
     frozen.pause()
-    result = canary(cluster, '--timeout', '2')
-    timed_out, remains = findings_of(result)
+    result = run_canaries(cluster, '--timeout', '2')
+    timed_out, remains = list_canary_findings(result)
     assert timed_out[0].endswith(': 2 s are up, still waiting for: its compute to take it')
     assert timed_out[1].startswith('systemctl restart ecompute')
-    outcomes = {outcome['compute']: outcome for outcome in said(result)['canaries']}
+    outcomes = {outcome['compute']: outcome for outcome in read_report(result)['canaries']}
     name, instance = outcomes[frozen.uuid]['name'], outcomes[frozen.uuid]['instance']
     assert remains[0].startswith(f'{name} on ')
     assert remains[1] == f'eschedule destroy --wait {instance}'
@@ -225,56 +233,56 @@ def test_a_host_that_builds_nothing_and_the_one_beside_it(cluster: Control) -> N
     frozen.resume()
     assert cluster.eschedule(*remains[1].split()[1:]).code in (0, 4)
     assert cluster.eschedule('clear').code == 0
-    nothing_is_left(cluster, well, frozen)
+    expect_nothing_left(cluster, well, frozen)
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_in_the_middle(cluster: Control, number: int) -> None:
+def test_interrupt_destroys_all_canaries(cluster: Control, number: int) -> None:
     """Both computes are frozen; the doctor requests their canaries concurrently."""
     computes = [cluster.ecompute(), cluster.ecompute()]
     for compute in computes:
         compute.pause()
-    with begun(cluster) as doctor:
-        placed_on(cluster, *computes)
-        doctor.send(number)
-        doctor.send(signal.SIGINT)  # as timeout(1) does: a second signal changes nothing
-        until(lambda: 'are being destroyed' in doctor.stderr, 30, 'it heard')
+    with start_canaries(cluster) as doctor:
+        wait_until_requested(cluster, *computes)
+        doctor.send_signal(number)
+        doctor.send_signal(signal.SIGINT)  # as timeout(1) does: a second signal changes nothing
+        wait_until(lambda: 'are being destroyed' in doctor.stderr, 30, 'it heard')
         for compute in computes:
             compute.resume()
-        result = doctor.end()
+        result = doctor.wait()
     report = json.loads(result.stdout)
     assert result.code == (8 if report['findings'] else 1)
     assert [finding['check'] for finding in report['findings'] if finding['check'] == 'canary'] == []
     assert {(outcome['said'], outcome['gone']) for outcome in report['canaries']} == {('interrupted', True)}
-    nothing_is_left(cluster, *computes)
+    expect_nothing_left(cluster, *computes)
 
 
-def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control, compute: Ecompute) -> None:
+def test_repeated_interrupt_names_the_canary_that_may_be_left(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
-    with begun(cluster) as doctor:
-        placed_on(cluster, compute)
+    with start_canaries(cluster) as doctor:
+        wait_until_requested(cluster, compute)
 
         def interrupt() -> bool:
-            doctor.send(signal.SIGINT)
+            doctor.send_signal(signal.SIGINT)
             return doctor.has_ended
 
-        until(interrupt, 60, 'it does not wait any more')
-        result = doctor.end()
-    [(problem, cure)] = findings_of(result)
+        wait_until(interrupt, 60, 'it does not wait any more')
+        result = doctor.wait()
+    [(problem, cure)] = list_canary_findings(result)
     assert problem.endswith(' may be left: interrupted')
     compute.resume()
     assert cluster.eschedule(*cure.split()[1:]).code in (0, 4)
     assert cluster.eschedule('clear').code == 0
-    nothing_is_left(cluster, compute)
+    expect_nothing_left(cluster, compute)
 
 
-def test_an_etcd_that_goes_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
+def test_etcd_lost_during_a_canary_is_a_finding_with_the_command(own_control: Control, compute: Ecompute) -> None:
     """The canary cannot be destroyed then, so the cure names the command."""
     compute.pause()
-    with begun(own_control, '--timeout', '5') as doctor:
-        placed_on(own_control, compute)
+    with start_canaries(own_control, '--timeout', '5') as doctor:
+        wait_until_requested(own_control, compute)
         own_control.etcd.kill()
-        result = doctor.end()
+        result = doctor.wait()
     assert result.code == 8
     report = json.loads(result.stdout)
     [outcome] = report['canaries']
@@ -285,20 +293,20 @@ def test_an_etcd_that_goes_away_meanwhile(own_control: Control, compute: Ecomput
     assert own_control.eschedule('destroy', '--wait', outcome['instance']).code == 0
 
 
-def test_real_guests_boot_and_go(lab: Lab) -> None:
+def test_canaries_boot_as_real_guests_and_are_destroyed(lab: Lab) -> None:
     """The canaries run on three hosts concurrently. A missing image is a finding for each host."""
-    result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('guest.qcow2'), '--for', 'ready')
-    assert findings_of(result) == []
-    assert {(outcome['host'], outcome['reached'], outcome['gone']) for outcome in said(result)['canaries']} == {
+    result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.make_url('guest.qcow2'), '--for', 'ready')
+    assert list_canary_findings(result) == []
+    assert {(outcome['host'], outcome['reached'], outcome['gone']) for outcome in read_report(result)['canaries']} == {
         (host, 'ready', True) for host in lab.hosts
     }
-    assert not any(map(lab.domains, lab.hosts))
-    assert not any(map(lab.disks, lab.hosts))
-    failed_result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('nowhere.qcow2'))
-    assert len(findings_of(failed_result)) == len(lab.hosts)
-    for problem, cure in findings_of(failed_result):
+    assert not any(map(lab.list_domains, lab.hosts))
+    assert not any(map(lab.list_disks, lab.hosts))
+    failed_result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.make_url('nowhere.qcow2'))
+    assert len(list_canary_findings(failed_result)) == len(lab.hosts)
+    for problem, cure in list_canary_findings(failed_result):
         assert 'failed at stage image' in problem
         assert 'nowhere.qcow2' in problem
         assert 'IMAGE_URL' in cure
-    assert {outcome['gone'] for outcome in said(failed_result)['canaries']} == {True}
-    assert lab.etcd('/instances/') == {}
+    assert {outcome['gone'] for outcome in read_report(failed_result)['canaries']} == {True}
+    assert lab.read_etcd('/instances/') == {}

@@ -11,9 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.kit.commands import Control, Ecompute, write_config
-from tests.kit.invariants import allocations, check, everything
+from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
 from tests.kit.servers import Server
-from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, at_once, logs, notified, one_line, place, reached, record
+from tests.kit.story import (
+    IMAGE,
+    SMALL_QUERY,
+    UNKNOWN_UUID,
+    assert_one_line,
+    parse_notice,
+    place,
+    read_record,
+    run_concurrently,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
@@ -34,7 +46,7 @@ class Toy(Server):
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:
-        return ' ready: ' in self.last_words()
+        return ' ready: ' in self.tail_log()
 
 
 @pytest.mark.slow
@@ -46,55 +58,55 @@ def test_ten_fakes_take_forty_of_fifty_requests(cluster: Control) -> None:
         toy.launch()
     for toy in toys:
         toy.wait_ready()
-    computes = {key.rsplit('/', 1)[1] for key in cluster.etcd.keys('/computes/')}
+    computes = {key.rsplit('/', 1)[1] for key in cluster.etcd.list_keys('/computes/')}
     assert len(computes) == 10
 
-    results = at_once(cluster, [[SMALL]] * 50)
+    results = run_concurrently(cluster, [[SMALL_QUERY]] * 50)
 
     assert Counter(result.code for result in results) == {0: 40, 3: 10}
-    placed = [notified(result) for result in results if result.code == 0]
+    placed = [parse_notice(result) for result in results if result.code == 0]
     assert len({instance for _, instance in placed}) == 40
     assert Counter(compute for compute, _ in placed) == dict.fromkeys(computes, 4)
     for refused in (result for result in results if result.code == 3):
         assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
         assert all(line.startswith('eschedule: ') for line in refused.stderr.splitlines()), refused
-    held = allocations(cluster)
+    held = read_allocations(cluster)
     assert held == {instance: {compute: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}} for compute, instance in placed}
     for _, instance in placed:
-        assert addressed(cluster, instance) == reached(cluster, instance, 'active')['addresses'][0]['address']
-    check(cluster)
+        assert wait_address(cluster, instance) == wait_state(cluster, instance, 'active')['addresses'][0]['address']
+    check_invariants(cluster)
 
 
-def test_ten_at_once_and_then_ten_more_than_fit(cluster: Control) -> None:
+def test_concurrent_requests_fill_a_compute_exactly(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:12,DISK_GB:100,MEMORY_MB:4096')
-    first = [notified(result)[1] for result in at_once(cluster, [[SMALL]] * 10, width=10)]
+    first = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 10, width=10)]
     assert len(set(first)) == 10
     for instance in first:
-        assert reached(cluster, instance, 'active')['compute'] == compute.uuid
+        assert wait_state(cluster, instance, 'active')['compute'] == compute.uuid
 
-    second = at_once(cluster, [[SMALL]] * 10, width=10)
+    second = run_concurrently(cluster, [[SMALL_QUERY]] * 10, width=10)
 
     assert Counter(result.code for result in second) == {0: 2, 3: 8}
     assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 8
     usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
     assert usages == {'VCPU': 12, 'DISK_GB': 12, 'MEMORY_MB': 12 * 128}
-    check(cluster, compute)
+    check_invariants(cluster, compute)
     log = compute.log.read_text()
     assert log.count('INSTANTIATE INSTANCE ') == log.count('ALLOCATIONS ARE {') == 12
 
 
 @pytest.mark.fast
-def test_the_log_has_the_readmes_words(cluster: Control, compute: Ecompute) -> None:
-    _, instance = place(cluster, SMALL, IMAGE)
-    reached(cluster, instance, 'active')
-    assert logs(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
+def test_log_has_the_lines_of_the_readme(cluster: Control, compute: Ecompute) -> None:
+    _, instance = place(cluster, SMALL_QUERY, IMAGE)
+    wait_state(cluster, instance, 'active')
+    assert wait_log_lines(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
     wire = f"{{'{compute.uuid}': {{'resources': {{'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}}}}"
-    assert logs(compute, f' ALLOCATIONS ARE {wire}')
+    assert wait_log_lines(compute, f' ALLOCATIONS ARE {wire}')
 
 
 @pytest.mark.usefixtures('compute')
-def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
-    refused = cluster.eschedule(f'{SMALL}&required=MISC_SHARES_VIA_AGGREGATE')
+def test_refusal_names_the_missing_trait(cluster: Control) -> None:
+    refused = cluster.eschedule(f'{SMALL_QUERY}&required=MISC_SHARES_VIA_AGGREGATE')
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
     host = socket.gethostname()
@@ -107,9 +119,9 @@ def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
 
 
 @pytest.mark.fast
-def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
+def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
     small, full, dead = cluster.ecompute(), cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:8192'), cluster.ecompute()
-    place(cluster, f'{SMALL}&in_tree={full.uuid}')
+    place(cluster, f'{SMALL_QUERY}&in_tree={full.uuid}')
     assert dead.stop() == 0
     host = socket.gethostname()
 
@@ -131,111 +143,119 @@ def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
     ]
     # The suggested change does fit.
     assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid
-    for query, word in (('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'not explained'), (SMALL, 'short by')):
+    for query, word in (
+        ('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'not explained'),
+        (SMALL_QUERY, 'short by'),
+    ):
         refused = cluster.eschedule(query)
         assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
         assert word in refused.stderr
     dead.start()
-    check(cluster, small, full, dead)
+    check_invariants(cluster, small, full, dead)
 
 
-def test_no_compute_at_all(cluster: Control) -> None:
-    refused = cluster.eschedule(SMALL)
+def test_refusal_without_any_compute(cluster: Control) -> None:
+    refused = cluster.eschedule(SMALL_QUERY)
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
-    one_line(refused, 3, 'no compute is alive')
-    assert everything(cluster) == {}
+    assert_one_line(refused, 3, 'no compute is alive')
+    assert read_lasting_keys(cluster) == {}
 
 
-def test_a_dead_compute_is_skipped(cluster: Control) -> None:
+def test_dead_compute_is_skipped(cluster: Control) -> None:
     dead = cluster.ecompute('VCPU:64,DISK_GB:100,MEMORY_MB:65536')
     living = cluster.ecompute()
     dead.kill()
-    lease = everything(cluster)[f'/computes/{dead.uuid}'].lease
+    lease = read_lasting_keys(cluster)[f'/computes/{dead.uuid}'].lease
     cluster.etcd.call('lease/revoke', {'ID': lease})
 
-    placed = cluster.eschedule(SMALL)
+    placed = cluster.eschedule(SMALL_QUERY)
 
-    assert notified(placed)[0] == living.uuid
-    one_line(placed, 0, dead.uuid, 'not alive', 'skipped')
-    refused = cluster.eschedule(f'{SMALL}&in_tree={dead.uuid}')
+    assert parse_notice(placed)[0] == living.uuid
+    assert_one_line(placed, 0, dead.uuid, 'not alive', 'skipped')
+    refused = cluster.eschedule(f'{SMALL_QUERY}&in_tree={dead.uuid}')
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
     assert 'none of them is alive' in refused.stderr
-    reached(cluster, notified(placed)[1], 'active')
-    check(cluster, living)
+    wait_state(cluster, parse_notice(placed)[1], 'active')
+    check_invariants(cluster, living)
 
 
-def test_granular_groups_and_member_of_pass_through(cluster: Control, compute: Ecompute) -> None:
+def test_granular_groups_and_member_of_reach_placement(cluster: Control, compute: Ecompute) -> None:
     aggregate = 'a66e9a7e-0000-4000-8000-000000000001'
     path = f'/resource_providers/{compute.uuid}'
     generation = cluster.placement.call('GET', path)['generation']
     body = {'aggregates': [aggregate], 'resource_provider_generation': generation}
     cluster.placement.call('PUT', f'{path}/aggregates', body)
     groups = 'resources1=VCPU:1&resources2=DISK_GB:1,MEMORY_MB:128&group_policy=none'
-    for query in (groups, f'{SMALL}&member_of={aggregate}', f'{SMALL}&limit=1', f'{SMALL}&in_tree={compute.uuid}'):
+    for query in (
+        groups,
+        f'{SMALL_QUERY}&member_of={aggregate}',
+        f'{SMALL_QUERY}&limit=1',
+        f'{SMALL_QUERY}&in_tree={compute.uuid}',
+    ):
         _, instance = place(cluster, query)
-        assert reached(cluster, instance, 'active')['query'] == query
+        assert wait_state(cluster, instance, 'active')['query'] == query
 
 
 @pytest.mark.fast
 def test_destroy_and_destroy_again(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
-    address = addressed(cluster, instance)
+    address = wait_address(cluster, instance)
     assert cluster.eschedule(instance).stdout == f'{address}\n'
 
     done = cluster.eschedule('destroy', instance)
 
-    one_line(done, 0, instance, 'destroy accepted')
+    assert_one_line(done, 0, instance, 'destroy accepted')
     assert done.stdout == ''
-    gone = reached(cluster, instance, 'gone')
-    check(cluster, compute)
-    one_line(cluster.eschedule('destroy', instance), 4, instance, 'gone since', gone['stages']['gone'])
-    one_line(cluster.eschedule(instance), 4, instance, 'gone since')
-    one_line(cluster.eschedule('destroy', NOBODY), 4, NOBODY, 'no such instance')
+    gone = wait_state(cluster, instance, 'gone')
+    check_invariants(cluster, compute)
+    assert_one_line(cluster.eschedule('destroy', instance), 4, instance, 'gone since', gone['stages']['gone'])
+    assert_one_line(cluster.eschedule(instance), 4, instance, 'gone since')
+    assert_one_line(cluster.eschedule('destroy', UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no such instance')
     # The resources of the destroyed instance are free again.
     for _ in range(4):
         place(cluster)
 
 
 @pytest.mark.usefixtures('compute')
-def test_destroy_of_one_whose_allocation_is_gone(cluster: Control) -> None:
+def test_destroy_of_an_instance_without_allocation(cluster: Control) -> None:
     _, instance = place(cluster)
-    addressed(cluster, instance)
+    wait_address(cluster, instance)
     cluster.placement.call('DELETE', f'/allocations/{instance}')
     assert cluster.eschedule('destroy', instance).code == 0
-    reached(cluster, instance, 'gone')
+    wait_state(cluster, instance, 'gone')
 
 
 @pytest.mark.usefixtures('compute')
-def test_destroy_of_several_with_an_unknown_one(cluster: Control) -> None:
+def test_destroy_of_several_reports_an_unknown_one(cluster: Control) -> None:
     first, second = place(cluster)[1], place(cluster)[1]
-    done = cluster.eschedule('destroy', first, NOBODY, second)
+    done = cluster.eschedule('destroy', first, UNKNOWN_UUID, second)
     assert done.code == 4
     lines = done.stderr.splitlines()
     assert [line.partition(' ')[0] for line in lines] == ['eschedule:'] * 3
-    assert lines[1] == f'eschedule: {NOBODY}: no such instance'
+    assert lines[1] == f'eschedule: {UNKNOWN_UUID}: no such instance'
     for instance in (first, second):
-        reached(cluster, instance, 'gone')
+        wait_state(cluster, instance, 'gone')
 
 
-def test_destroy_of_a_failed_one_removes_its_record(cluster: Control, compute: Ecompute) -> None:
+def test_destroy_of_a_failed_instance_removes_its_record(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
-    reached(cluster, instance, 'active')
+    wait_state(cluster, instance, 'active')
     request = {'allocations': {compute.uuid: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}, 'image': IMAGE}
-    cluster.etcd.put(f'/hosts/{compute.uuid}/{NOBODY}', json.dumps({**request, 'instance': NOBODY}))
-    reached(cluster, NOBODY, 'error')
-    one_line(cluster.eschedule('destroy', NOBODY), 0, 'its record is removed')
-    assert record(cluster, NOBODY) is None
-    one_line(cluster.eschedule('destroy', NOBODY), 4, 'no such instance')
+    cluster.etcd.put(f'/hosts/{compute.uuid}/{UNKNOWN_UUID}', json.dumps({**request, 'instance': UNKNOWN_UUID}))
+    wait_state(cluster, UNKNOWN_UUID, 'error')
+    assert_one_line(cluster.eschedule('destroy', UNKNOWN_UUID), 0, 'its record is removed')
+    assert read_record(cluster, UNKNOWN_UUID) is None
+    assert_one_line(cluster.eschedule('destroy', UNKNOWN_UUID), 4, 'no such instance')
 
 
 @pytest.mark.fast
 @pytest.mark.usefixtures('compute')
 def test_list_and_show(cluster: Control) -> None:
     assert cluster.eschedule('list', '-f', 'json').stdout == '[]\n'
-    first, second = place(cluster, SMALL, IMAGE)[1], place(cluster)[1]
-    address = addressed(cluster, first)
-    addressed(cluster, second)
+    first, second = place(cluster, SMALL_QUERY, IMAGE)[1], place(cluster)[1]
+    address = wait_address(cluster, first)
+    wait_address(cluster, second)
     assert cluster.eschedule('destroy', '--wait', second).code == 0
 
     table = cluster.eschedule('list')
@@ -251,7 +271,7 @@ def test_list_and_show(cluster: Control) -> None:
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
     assert listed == [shown]
-    assert shown == {**(record(cluster, first) or {}), 'host': socket.gethostname()}
+    assert shown == {**(read_record(cluster, first) or {}), 'host': socket.gethostname()}
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
         'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why',
@@ -259,7 +279,7 @@ def test_list_and_show(cluster: Control) -> None:
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())
-    assert (shown['image'], shown['query'], shown['error'], shown['fault']) == (IMAGE, SMALL, None, None)
+    assert (shown['image'], shown['query'], shown['error'], shown['fault']) == (IMAGE, SMALL_QUERY, None, None)
     for words in (['list', '--all', '--format=json'], ['show', '-f', 'json', second]):
         json.loads(cluster.eschedule(*words).stdout)
 
@@ -269,16 +289,16 @@ def test_list_and_show(cluster: Control) -> None:
     rows = detail.stdout.splitlines()
     assert dict(row.split(None, 1) for row in rows)['state'] == 'active'
     assert any(address in row for row in rows)
-    one_line(cluster.eschedule('show', NOBODY), 4, NOBODY, 'no such instance')
+    assert_one_line(cluster.eschedule('show', UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no such instance')
 
 
-def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control, compute: Ecompute) -> None:
+def test_request_not_seen_by_its_compute_is_scheduled(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     _, instance = place(cluster)
     assert cluster.eschedule('list').stdout.splitlines()[1].split()[:4] == [instance, '-', 'scheduled', '-']
     shown = json.loads(cluster.eschedule('show', instance, '-f', 'json').stdout)
-    assert (shown['state'], shown['compute'], shown['query']) == ('scheduled', compute.uuid, SMALL)
-    one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
-    check(cluster)
+    assert (shown['state'], shown['compute'], shown['query']) == ('scheduled', compute.uuid, SMALL_QUERY)
+    assert_one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
+    check_invariants(cluster)
     compute.resume()
-    addressed(cluster, instance)
+    wait_address(cluster, instance)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.lab import BOOT, Lab, answers, lab_name
-from tests.kit.orders import SECRET, Guest, boots, place
-from tests.kit.servers import until
+from tests.kit.lab import BOOT_SECONDS, Lab, is_serving, make_lab_name
+from tests.kit.orders import SECRET_PREFIX, Guest, count_boots, place_guest
+from tests.kit.servers import wait_until
 
 # Take another guest's MAC and address, request metadata, and return to the guest's own.
 FORGE = """\
@@ -46,7 +46,7 @@ pytestmark = [
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
     """Provide a lab with one host."""
-    started = Lab(lab_name('forging'), 1)
+    started = Lab(make_lab_name('forging'), 1)
     try:
         (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         yield started
@@ -54,25 +54,25 @@ def lab(guest_image: Path) -> Iterator[Lab]:
         started.close()
 
 
-def forge(guest: Guest, mac: str, address: str) -> dict[str, str]:
+def request_as_other(guest: Guest, mac: str, address: str) -> dict[str, str]:
     """Return the metadata that a guest gets before, under and after a forged MAC and address."""
     gateway = str(IPv4Network(f'{guest.address}/24', strict=False)[1])
     own_fields = {'own_mac': guest.mac, 'own_address': guest.address}
     output = guest.run(FORGE.format(mac=mac, address=address, gateway=gateway, **own_fields))
-    assert SECRET not in output, output
+    assert SECRET_PREFIX not in output, output
     lines = re.findall('^(before|forged root|forged data|after) (.*)$', output, re.MULTILINE)
     assert len(lines) == 4, output
     return dict(lines)
 
 
-def refused(guest: Guest) -> dict[str, str]:
+def make_refused_answers(guest: Guest) -> dict[str, str]:
     """Return the expected answers if frames that are not the guest's own are dropped."""
     return {'before': guest.instance, 'forged root': 'nothing', 'forged data': 'nothing', 'after': guest.instance}
 
 
-def unfilter(lab: Lab, guest: Guest) -> None:
+def remove_filter(lab: Lab, guest: Guest) -> None:
     """Remove the filter of a running guest."""
-    interface = lab.domain('hv1', guest.instance).find('devices/interface')
+    interface = lab.read_domain('hv1', guest.instance).find('devices/interface')
     assert interface is not None
     reference = interface.find('filterref')
     assert reference is not None
@@ -82,62 +82,62 @@ def unfilter(lab: Lab, guest: Guest) -> None:
     lab.virsh('hv1', 'update-device', guest.instance, str(file), '--live')
 
 
-def filters(lab: Lab) -> list[str]:
+def list_filters(lab: Lab) -> list[str]:
     """Return the filter of each interface."""
     return [line.split()[1] for line in lab.virsh('hv1', 'nwfilter-binding-list').splitlines() if line.strip()]
 
 
-def expires(lab: Lab, guest: Guest) -> int:
+def read_lease_expiry(lab: Lab, guest: Guest) -> int:
     """Return the expiry time of a guest's DHCP lease."""
     leases = json.loads((lab.directory / 'hv1/lib/dnsmasq/virbr0.status').read_text())
     return next(int(lease['expiry-time']) for lease in leases if lease['mac-address'] == guest.mac)
 
 
-def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
-    a, b = place(lab, 'one'), place(lab, 'two')
-    assert filters(lab) == ['ecompute-guest-address-3'] * 2
+def test_forged_mac_and_address_get_no_metadata(lab: Lab) -> None:
+    a, b = place_guest(lab, 'one'), place_guest(lab, 'two')
+    assert list_filters(lab) == ['ecompute-guest-address-3'] * 2
     for guest, other in ((a, b), (b, a)):
         for mac, address in ((guest.mac, other.address), (other.mac, guest.address), (other.mac, other.address)):
-            assert forge(guest, mac, address) == refused(guest), (mac, address)
-    outsider(lab, a)
+            assert request_as_other(guest, mac, address) == make_refused_answers(guest), (mac, address)
+    check_outsider(lab, a)
 
     # The guest can renew its lease and request a new one.
-    before = expires(lab, a)
+    before = read_lease_expiry(lab, a)
     a.run('kill -USR1 $(cat /run/eth0.pid)')
-    until(lambda: expires(lab, a) > before, 30, 'the lease is renewed')
+    wait_until(lambda: read_lease_expiry(lab, a) > before, 30, 'the lease is renewed')
     assert a.run('udhcpc -f -q -n -i eth0 -s /bin/true >/dev/null 2>&1; echo got $?') == 'got 0\n'
 
     # The filter survives a reboot of the guest and restarts of libvirtd and ecompute.
     reboot(lab, b)
-    os.kill(pid(lab, 'hv1 libvirtd'), signal.SIGKILL)
+    os.kill(read_pid(lab, 'hv1 libvirtd'), signal.SIGKILL)
     lab.stop_ecompute('hv1', signal.SIGKILL)
-    lab.elab('up')
-    assert filters(lab) == ['ecompute-guest-address-3'] * 2
+    lab.run_elab('up')
+    assert list_filters(lab) == ['ecompute-guest-address-3'] * 2
     for guest, other in ((a, b), (b, a)):
-        assert forge(guest, other.mac, other.address) == refused(guest)
+        assert request_as_other(guest, other.mac, other.address) == make_refused_answers(guest)
 
     # The filter is what stops the frames: without it the metadata server answers, but only with what every guest may
     # read.
-    unfilter(lab, a)
-    assert forge(a, a.mac, b.address) == {**refused(a), 'forged root': '2009-04-04'}
+    remove_filter(lab, a)
+    assert request_as_other(a, a.mac, b.address) == {**make_refused_answers(a), 'forged root': '2009-04-04'}
     lab.destroy(a.instance, b.instance)
-    assert filters(lab) == []
+    assert list_filters(lab) == []
     lab.check()
 
 
 def reboot(lab: Lab, guest: Guest) -> None:
     """Reboot a guest and wait until it takes orders at the same address."""
     assert lab.eschedule('reboot', '--wait', guest.instance).code == 0
-    until(lambda: boots(lab, guest.instance) == 2, BOOT, 'it takes orders again')
-    until(lambda: answers(guest.address), 30, 'its address is the same')
+    wait_until(lambda: count_boots(lab, guest.instance) == 2, BOOT_SECONDS, 'it takes orders again')
+    wait_until(lambda: is_serving(guest.address), 30, 'its address is the same')
 
 
-def pid(lab: Lab, what: str) -> int:
+def read_pid(lab: Lab, name: str) -> int:
     """Return the pid of a process of the lab by its name in lab.json."""
-    return int(json.loads((lab.directory / 'lab.json').read_text())['processes'][what]['pid'])
+    return int(json.loads((lab.directory / 'lab.json').read_text())['processes'][name]['pid'])
 
 
-def outsider(lab: Lab, guest: Guest) -> None:
+def check_outsider(lab: Lab, guest: Guest) -> None:
     """Check that a machine on the guests' bridge gets no metadata at a guest's address.
 
     It is no guest, so no filter stops its frames.

@@ -12,26 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
+from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, write_config
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.gate import Gate
 from tests.kit.hands import Eschedule
-from tests.kit.invariants import allocations, check, everything
-from tests.kit.many import Many
-from tests.kit.servers import until
+from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
+from tests.kit.many import ManyComputes
+from tests.kit.servers import wait_until
 from tests.kit.story import (
     IMAGE,
-    NOTIFIED,
-    SMALL,
-    SOON,
-    addressed,
-    at_once,
-    known,
-    logs,
-    notified,
-    one_line,
+    NOTIFIED_PATTERN,
+    REACTION_SECONDS,
+    SMALL_QUERY,
+    assert_one_line,
+    parse_notice,
     place,
-    reached,
+    require_record,
+    run_concurrently,
+    wait_address,
+    wait_log_lines,
+    wait_state,
 )
 
 # A repeated uuid: nothing is made twice, however often it is requested and wherever the first attempt died.
@@ -48,153 +48,159 @@ def gate(cluster: Control) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def slow(cluster: Control, gate: Gate) -> Path:
+def gated_config(cluster: Control, gate: Gate) -> Path:
     """Provide a schedule.yaml that reaches placement through the gate."""
     return write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, gate.url)
 
 
-def test_the_same_again_changes_nothing_and_says_so(cluster: Control, compute: Ecompute, instance: str) -> None:
-    assert place(cluster, '--uuid', instance, SMALL, IMAGE) == (compute.uuid, instance)
-    addressed(cluster, instance)
-    before = everything(cluster), allocations(cluster)
+def test_repeated_request_changes_nothing(cluster: Control, compute: Ecompute, instance: str) -> None:
+    assert place(cluster, '--uuid', instance, SMALL_QUERY, IMAGE) == (compute.uuid, instance)
+    wait_address(cluster, instance)
+    before = read_lasting_keys(cluster), read_allocations(cluster)
     revision = cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision']
 
-    repeated = cluster.eschedule('--uuid', instance, SMALL, IMAGE)
+    repeated = cluster.eschedule('--uuid', instance, SMALL_QUERY, IMAGE)
 
-    assert notified(repeated) == (compute.uuid, instance)
-    one_line(repeated, 0, instance, 'requested before', 'nothing is changed')
+    assert parse_notice(repeated) == (compute.uuid, instance)
+    assert_one_line(repeated, 0, instance, 'requested before', 'nothing is changed')
     # A uuid is compared without regard to case.
-    assert notified(cluster.eschedule('--uuid', instance.upper(), SMALL, IMAGE))[1] == instance
-    waited = cluster.eschedule('--uuid', instance, '--wait', SMALL, IMAGE)
-    assert waited.stdout.splitlines()[1:] == [addressed(cluster, instance)]
-    assert (everything(cluster), allocations(cluster)) == before
+    assert parse_notice(cluster.eschedule('--uuid', instance.upper(), SMALL_QUERY, IMAGE))[1] == instance
+    waited = cluster.eschedule('--uuid', instance, '--wait', SMALL_QUERY, IMAGE)
+    assert waited.stdout.splitlines()[1:] == [wait_address(cluster, instance)]
+    assert (read_lasting_keys(cluster), read_allocations(cluster)) == before
     assert cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision'] == revision
 
-    for words in ([f'{SMALL}&limit=1', IMAGE], [SMALL]):
+    for words in ([f'{SMALL_QUERY}&limit=1', IMAGE], [SMALL_QUERY]):
         refused = cluster.eschedule('--uuid', instance, *words)
-        one_line(refused, 5, instance, 'exists', SMALL, IMAGE)
+        assert_one_line(refused, 5, instance, 'exists', SMALL_QUERY, IMAGE)
         assert refused.stdout == ''
-    assert (everything(cluster), allocations(cluster)) == before
-    assert len(logs(compute, 'INSTANTIATE')) == 1
+    assert (read_lasting_keys(cluster), read_allocations(cluster)) == before
+    assert len(wait_log_lines(compute, 'INSTANTIATE')) == 1
 
 
-def test_a_uuid_is_never_used_twice(cluster: Control, compute: Ecompute, instance: str) -> None:
-    place(cluster, '--uuid', instance, SMALL)
+def test_uuid_of_a_finished_instance_is_refused(cluster: Control, compute: Ecompute, instance: str) -> None:
+    place(cluster, '--uuid', instance, SMALL_QUERY)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    one_line(cluster.eschedule('--uuid', instance, SMALL), 5, instance, 'gone since', 'never used twice')
+    assert_one_line(cluster.eschedule('--uuid', instance, SMALL_QUERY), 5, instance, 'gone since', 'never used twice')
     failed = str(uuid.uuid4())
     cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', '{}')
-    reached(cluster, failed, 'error')
-    one_line(cluster.eschedule('--uuid', failed, SMALL), 5, failed, 'failed', 'another uuid')
-    assert allocations(cluster) == {}
+    wait_state(cluster, failed, 'error')
+    assert_one_line(cluster.eschedule('--uuid', failed, SMALL_QUERY), 5, failed, 'failed', 'another uuid')
+    assert read_allocations(cluster) == {}
     # A request that its compute has not seen yet counts, too.
     compute.pause()
     unseen = place(cluster)[1]
-    one_line(cluster.eschedule('--uuid', unseen, SMALL), 0, 'nothing is changed')
-    one_line(cluster.eschedule('--uuid', unseen, SMALL, IMAGE), 5, unseen, 'exists')
+    assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY), 0, 'nothing is changed')
+    assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY, IMAGE), 5, unseen, 'exists')
     assert cluster.eschedule('destroy', unseen).code == 0
-    one_line(cluster.eschedule('--uuid', unseen, SMALL), 5, unseen, 'being destroyed')
-    one_line(cluster.eschedule('destroy', unseen), 0, unseen, 'already')
+    assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY), 5, unseen, 'being destroyed')
+    assert_one_line(cluster.eschedule('destroy', unseen), 0, unseen, 'already')
     compute.resume()
 
 
 @pytest.mark.usefixtures('compute')
 def test_no_capacity_leaves_the_uuid_free(cluster: Control, instance: str) -> None:
-    refused = cluster.eschedule('--uuid', instance, SMALL.replace('VCPU:1', 'VCPU:5'))
+    refused = cluster.eschedule('--uuid', instance, SMALL_QUERY.replace('VCPU:1', 'VCPU:5'))
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    place(cluster, '--uuid', instance, SMALL)
-    reached(cluster, instance, 'active')
+    place(cluster, '--uuid', instance, SMALL_QUERY)
+    wait_state(cluster, instance, 'active')
 
 
 @pytest.mark.slow
-def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+def test_claim_of_a_killed_attempt_is_released(cluster: Control, instance: str, gate: Gate, gated_config: Path) -> None:
     compute = cluster.ecompute()
-    addressed(cluster, place(cluster)[1])
+    wait_address(cluster, place(cluster)[1])
     gate.hold(CLAIM)
-    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, config=gated_config) as first:
         assert gate.held.wait(20)
-        first.send(signal.SIGKILL)
-        first.end()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
     # First its lease expires, then two consecutive checks see the claim.
-    until(lambda: instance not in allocations(cluster), 300, 'its claim is released')
-    assert logs(compute, instance, 'no request stands behind it')
-    assert cluster.etcd.keys('/requests/') == []
-    check(cluster, compute)
-    place(cluster, '--uuid', instance, SMALL)
-    check(cluster, compute)
+    wait_until(lambda: instance not in read_allocations(cluster), 300, 'its claim is released')
+    assert wait_log_lines(compute, instance, 'no request stands behind it')
+    assert cluster.etcd.list_keys('/requests/') == []
+    check_invariants(cluster, compute)
+    place(cluster, '--uuid', instance, SMALL_QUERY)
+    check_invariants(cluster, compute)
 
 
 @pytest.mark.usefixtures('compute')
-def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+def test_interrupt_after_the_claim_releases_or_delivers(
+    cluster: Control, instance: str, gate: Gate, gated_config: Path
+) -> None:
     gate.hold(CLAIM)
-    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, config=gated_config) as first:
         assert gate.held.wait(20)
-        first.send(signal.SIGINT)
+        first.send_signal(signal.SIGINT)
         gate.open()
-        ended = first.end(20)
+        ended = first.wait(20)
         assert 'Traceback' not in ended.stderr
         # The interrupt came before or after the delivery: all of the request exists, or nothing.
         assert ended.code in (0, 1)
 
 
 @pytest.mark.parametrize('back', [True, False])
-def test_the_answer_to_the_claim_is_lost(cluster: Control, instance: str, gate: Gate, slow: Path, back: bool) -> None:
+def test_lost_answer_to_the_claim_is_read_back_or_reported(
+    cluster: Control, instance: str, gate: Gate, gated_config: Path, back: bool
+) -> None:
     compute = cluster.ecompute()
     gate.hold(CLAIM)
-    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, config=gated_config) as first:
         assert gate.held.wait(20)
         if back:
-            gate.break_off()  # only the connection breaks: eschedule can read the outcome of its claim
+            gate.break_connections()  # only the connection breaks: eschedule can read the outcome of its claim
         else:
             gate.cut()
-        code, out, err = first.end(20)
+        code, out, err = first.wait(20)
     if back:
         assert (code, out, err) == (0, f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n', '')
     else:
         # The outcome is unknown, so nothing is released and the message names the command to continue.
         assert (code, out) == (7, '')
-        one_line(Result(7, out, err), 7, f'the same command with --uuid {instance}')
-        assert instance in allocations(cluster)
-        assert notified(cluster.eschedule('--uuid', instance, SMALL)) == (compute.uuid, instance)
-    addressed(cluster, instance)
-    check(cluster, compute, dead=[first.pid])
+        assert_one_line(Result(7, out, err), 7, f'the same command with --uuid {instance}')
+        assert instance in read_allocations(cluster)
+        assert parse_notice(cluster.eschedule('--uuid', instance, SMALL_QUERY)) == (compute.uuid, instance)
+    wait_address(cluster, instance)
+    check_invariants(cluster, compute, dead=[first.pid])
 
 
-def test_two_with_one_uuid_at_the_same_time(cluster: Control) -> None:
+def test_concurrent_requests_with_one_uuid_place_one_instance(cluster: Control) -> None:
     computes = cluster.ecompute(), cluster.ecompute()
     for _ in range(3):
         instance = str(uuid.uuid4())
-        results = at_once(cluster, [['--uuid', instance, SMALL]] * 3, width=3)
+        results = run_concurrently(cluster, [['--uuid', instance, SMALL_QUERY]] * 3, width=3)
         # One command creates it; the others report it as requested before, or that they were overtaken.
         assert {result.code for result in results} <= {0, 5}, results
-        targets = {notified(result) for result in results if result.code == 0}
+        targets = {parse_notice(result) for result in results if result.code == 0}
         assert len(targets) == 1, results
-        active_record = reached(cluster, instance, 'active')
+        active_record = wait_state(cluster, instance, 'active')
         assert targets == {(active_record['compute'], instance)}
-        check(cluster, *computes)
+        check_invariants(cluster, *computes)
 
 
-def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+def test_second_attempt_takes_over_from_a_slow_first(
+    cluster: Control, instance: str, gate: Gate, gated_config: Path
+) -> None:
     computes = cluster.ecompute(), cluster.ecompute()
     gate.hold(CLAIM)
-    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, config=gated_config) as first:
         assert gate.held.wait(20)
-        second = cluster.eschedule('--uuid', instance, SMALL)
+        second = cluster.eschedule('--uuid', instance, SMALL_QUERY)
         gate.open()
-        code, out, err = first.end(20)
+        code, out, err = first.wait(20)
     assert (code, out) == (5, '')
     assert 'Traceback' not in err
-    assert notified(second)[1] == instance
-    addressed(cluster, instance)
-    check(cluster, *computes)
+    assert parse_notice(second)[1] == instance
+    wait_address(cluster, instance)
+    check_invariants(cluster, *computes)
 
 
-def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: str) -> None:
+def test_delivery_between_check_and_claim_is_a_conflict(cluster: Control, instance: str) -> None:
     """The smallest window: the first request is delivered after the second one found nothing."""
     from ecomp.conf import load_schedule
     from ecomp.model.choose import Offer
     from ecomp.model.order import SetOrder
-    from ecomp.placement.allocations import candidates
+    from ecomp.placement.allocations import read_candidates
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.create import create
     from ecomp.store.client import Store
@@ -206,14 +212,14 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
         """A store in which another eschedule places the instance between check and claim."""
 
         def grant(self, seconds: int) -> int:
-            place(cluster, '--uuid', instance, f'{SMALL}&in_tree={first.uuid}')
+            place(cluster, '--uuid', instance, f'{SMALL_QUERY}&in_tree={first.uuid}')
             first.pause()  # so that it writes no record
             return super().grant(seconds)
 
-    query = f'{SMALL}&in_tree={second.uuid}'
+    query = f'{SMALL_QUERY}&in_tree={second.uuid}'
     placement = Placement(config.placement)
     backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((placement, candidates(placement, query)))
+    backend.set_result((placement, read_candidates(placement, query)))
     order = SetOrder(
         instance,
         query=query,
@@ -231,16 +237,16 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
         store.close()
         placement.close()
     first.resume()
-    assert addressed(cluster, instance)
-    active_record = known(cluster, instance)
+    assert wait_address(cluster, instance)
+    active_record = require_record(cluster, instance)
     assert active_record['compute'] == first.uuid
-    check(cluster, first, second)
+    check_invariants(cluster, first, second)
 
 
 # Many processes compete for the last slots: each slot is taken once, nothing fails, and few claims are refused.
 
 
-class Watched(FaultyPlacement):
+class RecordingPlacement(FaultyPlacement):
     """A proxy of placement that records calls and replies."""
 
     def __init__(self, port: int) -> None:
@@ -258,7 +264,7 @@ class Watched(FaultyPlacement):
     ('computes', 'slots', 'racing'),
     [(3, 7, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12, 8), (20, 50, 32)))],
 )
-def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int) -> None:
+def test_last_slots_are_taken_once_with_few_claims(cluster: Control, computes: int, slots: int, racing: int) -> None:
     """Request twice as many instances as there are racing commands.
 
     Two commands may still claim the same slot: in about one of three races for 7 slots, and sometimes twice in one race
@@ -266,37 +272,39 @@ def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int
     claims a slot.
     """
     rounds = 4 if slots < 10 else 1
-    many = Many(cluster, computes)
+    many = ManyComputes(cluster, computes)
     many.start()
     prefilled = 4 * computes - slots
-    done = cluster.eschedule(SMALL, '--count', str(prefilled))
+    done = cluster.eschedule(SMALL_QUERY, '--count', str(prefilled))
     assert done.code == 0, done
-    before = {instance for _, instance in NOTIFIED.findall(done.stdout)}
-    with Watched(cluster.placement.port) as placement:
+    before = {instance for _, instance in NOTIFIED_PATTERN.findall(done.stdout)}
+    with RecordingPlacement(cluster.placement.port) as placement:
         config = write_config(cluster.directory / 'watched.yaml', cluster.etcd.endpoint, placement.url)
         for _ in range(rounds):
-            placed = race(config, slots, racing)
-            held = allocations(cluster)
+            placed = run_race(config, slots, racing)
+            held = read_allocations(cluster)
             assert held.keys() == before | placed.keys()
             assert Counter(compute for allocation in held.values() for compute in allocation) == dict.fromkeys(
                 many.computes, 4
             )
             for instance, compute in placed.items():
-                assert reached(cluster, instance, 'active')['compute'] == compute
-            check(cluster)
+                assert wait_state(cluster, instance, 'active')['compute'] == compute
+            check_invariants(cluster)
             for instance in placed:
                 assert cluster.eschedule('destroy', instance).code == 0
-            until(lambda: allocations(cluster).keys() == before, SOON, 'the slots of this race are free')
+            wait_until(
+                lambda: read_allocations(cluster).keys() == before, REACTION_SECONDS, 'the slots of this race are free'
+            )
     assert [call for call in placement.calls if call[2] >= 500] == []
     claims = [call for call in placement.calls if call[0] in ('PUT', 'POST') and call[1].startswith('/allocations')]
     assert len(claims) <= 1.2 * slots * rounds, Counter(claims)
 
 
-def race(config: Path, slots: int, racing: int) -> dict[str, str]:
+def run_race(config: Path, slots: int, racing: int) -> dict[str, str]:
     """Run 2 * `racing` commands, `racing` at a time; return the compute of each instance."""
     with ThreadPoolExecutor(racing) as threads:
-        results = list(threads.map(lambda _: eschedule(config, SMALL), range(2 * racing)))
+        results = list(threads.map(lambda _: run_eschedule_process(config, SMALL_QUERY), range(2 * racing)))
     assert Counter(result.code for result in results) == {0: slots, 3: 2 * racing - slots}
-    placed = {instance: compute for result in results for compute, instance in NOTIFIED.findall(result.stdout)}
+    placed = {instance: compute for result in results for compute, instance in NOTIFIED_PATTERN.findall(result.stdout)}
     assert len(placed) == slots
     return placed

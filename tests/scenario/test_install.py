@@ -14,8 +14,8 @@ import pytest
 
 from tests.kit.commands import Control
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import until
-from tests.kit.story import NOTIFIED, SMALL
+from tests.kit.servers import wait_until
+from tests.kit.story import NOTIFIED_PATTERN, SMALL_QUERY
 
 TOP = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -38,66 +38,71 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_installed(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of that environment, without access to this one's packages."""
     return subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=plain(), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [str(word) for word in command],
+        cwd=cwd,
+        env=make_clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
 
 
-def plain() -> dict[str, str]:
+def make_clean_environment() -> dict[str, str]:
     """Return the environment variables without those that lead to this test's own Python."""
     return {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')}
 
 
 @pytest.mark.parametrize('command', COMMANDS)
-def test_every_command_is_there(programs: Path, tmp_path: Path, command: str) -> None:
-    done = run(programs / command, '--version', cwd=tmp_path)
+def test_every_command_is_installed(programs: Path, tmp_path: Path, command: str) -> None:
+    done = run_installed(programs / command, '--version', cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.startswith(f'{command} ')
 
 
 def test_grpc_is_not_installed(programs: Path, tmp_path: Path) -> None:
-    result = run(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
+    result = run_installed(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
     assert result.returncode == 0, result
     packages = {line.partition('==')[0] for line in result.stdout.splitlines()}
     assert 'h2' in packages
     assert packages & {'etcd3', 'grpcio', 'protobuf', 'tenacity'} == set()
 
 
-def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
+def test_placing_on_a_fake_compute_needs_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
     assert cluster.directory == tmp_path  # the directory of its compute.yaml and schedule.yaml
     with (tmp_path / 'log').open('w') as log:
         ecompute = subprocess.Popen(
             [programs / 'ecompute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512'],
             cwd=tmp_path,
-            env=plain(),
+            env=make_clean_environment(),
             stderr=log,
         )
     try:
-        until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 20, 'ecompute is ready')
+        wait_until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 20, 'ecompute is ready')
         started_at = time.monotonic()
-        done = run(programs / 'eschedule', SMALL, '--wait=started', cwd=tmp_path)
-        JOURNAL.ended([SMALL, '--wait=started'], done.returncode, (done.stdout, done.stderr), started_at, 0)
+        done = run_installed(programs / 'eschedule', SMALL_QUERY, '--wait=started', cwd=tmp_path)
+        JOURNAL.add_run([SMALL_QUERY, '--wait=started'], done.returncode, (done.stdout, done.stderr), started_at, 0)
         assert done.returncode == 0, done
-        assert NOTIFIED.match(done.stdout)
+        assert NOTIFIED_PATTERN.match(done.stdout)
     finally:
         ecompute.terminate()
         assert ecompute.wait(20) == 0
 
 
-def test_what_is_missing_is_named(programs: Path, tmp_path: Path, cluster: Control) -> None:
+def test_missing_extras_are_named(programs: Path, tmp_path: Path, cluster: Control) -> None:
     assert cluster.directory == tmp_path
-    done = run(programs / 'ecompute', cwd=tmp_path)
+    done = run_installed(programs / 'ecompute', cwd=tmp_path)
     assert done.returncode == 2
     message = 'ecompute: libvirt-python is missing: in a clone of ecomp: '
     assert done.stderr.splitlines()[-1].startswith(message)
     assert "-m pip install '.[hypervisor]' " in done.stderr.splitlines()[-1]
-    done = run(programs / 'elab', 'control', cwd=tmp_path)
+    done = run_installed(programs / 'elab', 'control', cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith('elab: ')
     assert 'placement; pip install ' in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    done = run(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
+    done = run_installed(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "cryptography, etcd3; pip install '.[lab]'" in done.stderr

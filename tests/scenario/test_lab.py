@@ -17,12 +17,12 @@ import psutil
 import pytest
 import yaml
 
-from ecomp.agent.host.metadata import USER
-from ecomp.model.guest import network_config
+from ecomp.agent.host.metadata import SERVER_UID
+from ecomp.model.guest import make_network_config
 from tests.kit.commands import write_config
-from tests.kit.lab import BOOT, NOTIFIED, Lab, answers, running
-from tests.kit.lab_fixtures import KEY
-from tests.kit.servers import until
+from tests.kit.lab import BOOT_SECONDS, NOTIFIED_PATTERN, Lab, is_alive, is_serving
+from tests.kit.lab_fixtures import SSH_KEY
+from tests.kit.servers import wait_until
 
 # Real hypervisors: three hosts, with placement, build, restart and destroy checked in libvirt, etcd and placement.
 
@@ -34,29 +34,29 @@ SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 @pytest.mark.slow
 @pytest.mark.parametrize('image', ['idle.raw', 'guest.qcow2'])
-def test_three_apart_and_three_together(lab: Lab, image: str) -> None:
+def test_sets_with_anti_affinity_and_affinity_are_placed_and_run(lab: Lab, image: str) -> None:
     """Place one set on three hosts and one on a single host; booted guests get addresses."""
     boots = image == 'guest.qcow2'
     for name, policy, hosts in (('web', 'anti-affinity', 3), ('db', 'affinity', 1)):
         group = ('--count', '3', '--group', name, '--policy', policy)
-        done = lab.eschedule(QUERY, lab.url(image), *group, '--wait' if boots else '--wait=started')
-        placed = NOTIFIED.findall(done.stdout)
+        done = lab.eschedule(QUERY, lab.make_url(image), *group, '--wait' if boots else '--wait=started')
+        placed = NOTIFIED_PATTERN.findall(done.stdout)
         assert (done.code, len(placed)) == (0, 3), done
         addresses = done.stdout.splitlines()[3:]
-        assert [lab.addressed(instance) for _, instance in placed if boots] == addresses
+        assert [lab.wait_address(instance) for _, instance in placed if boots] == addresses
         assert len({compute for compute, _ in placed}) == hosts
         for compute, instance in placed:
-            assert lab.domains(lab.host_of(compute))[instance] == 'running'
+            assert lab.list_domains(lab.find_host(compute))[instance] == 'running'
         shown = json.loads(lab.eschedule('group', 'show', name, '-f', 'json').stdout)
         assert {member['instance']: member['compute'] for member in shown['members']} == {
             instance: compute for compute, instance in placed
         }
-    refused = lab.eschedule(QUERY, lab.url(image), '--group', 'web')
+    refused = lab.eschedule(QUERY, lab.make_url(image), '--group', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 3
 
 
-def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
+def test_requests_that_fit_run_and_the_others_are_refused(lab: Lab) -> None:
     """Place ten concurrently, then more than still fit.
 
     Their disk boots nothing: a dozen kernels that unpack themselves under emulation would take minutes of two cores.
@@ -64,7 +64,7 @@ def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
     total_vcpus = sum(
         inventory['total'] - inventory['reserved']
         for host in lab.hosts
-        for name, inventory in lab.placement(f'/resource_providers/{lab.compute(host)}/inventories')[
+        for name, inventory in lab.get_placement(f'/resource_providers/{lab.read_compute(host)}/inventories')[
             'inventories'
         ].items()
         if name == 'VCPU'
@@ -72,10 +72,10 @@ def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
 
     def place_concurrently(count: int) -> list[str]:
         with ThreadPoolExecutor(count) as pool:
-            results = list(pool.map(lambda _: lab.eschedule(SMALL, lab.url('idle.raw')), range(count)))
+            results = list(pool.map(lambda _: lab.eschedule(SMALL, lab.make_url('idle.raw')), range(count)))
         refused = [result for result in results if result.code == 3]
         assert all(result.stdout == 'NO ALLOCATIONS LEFT\n' for result in refused)
-        placed = [NOTIFIED.match(result.stdout) for result in results if result.code == 0]
+        placed = [NOTIFIED_PATTERN.match(result.stdout) for result in results if result.code == 0]
         assert len(placed) + len(refused) == count, results
         return [match[2] for match in placed if match]
 
@@ -84,17 +84,20 @@ def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
     second = place_concurrently(total_vcpus - 10 + 10)
     assert len(second) == total_vcpus - 10
     for instance in [*first, *second]:
-        until(partial(_active, lab, instance), 120, f'{instance} is active')
-    assert {name for host in lab.hosts for name in lab.domains(host)} == {*first, *second}
-    used = sum(lab.placement(f'/resource_providers/{lab.compute(host)}/usages')['usages']['VCPU'] for host in lab.hosts)
+        wait_until(partial(_is_active, lab, instance), 120, f'{instance} is active')
+    assert {name for host in lab.hosts for name in lab.list_domains(host)} == {*first, *second}
+    used = sum(
+        lab.get_placement(f'/resource_providers/{lab.read_compute(host)}/usages')['usages']['VCPU']
+        for host in lab.hosts
+    )
     assert used == total_vcpus
     lab.check()
 
 
 @pytest.mark.slow
-def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
-    host, instance = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
-    allocation = lab.placement(f'/allocations/{instance}')
+def test_destroy_without_an_allocation_removes_the_domain(lab: Lab) -> None:
+    host, instance = lab.place(SMALL, lab.make_url('idle.raw'), '--wait=started')
+    allocation = lab.get_placement(f'/allocations/{instance}')
     body = {
         'allocations': {},
         'consumer_generation': allocation['consumer_generation'],
@@ -104,49 +107,49 @@ def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
     }
     lab.put_claim(instance, body)
     lab.destroy(instance)
-    assert instance not in lab.domains(host)
+    assert instance not in lab.list_domains(host)
 
 
-ASKED = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
+STOP_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize('number', [*ASKED, signal.SIGKILL])
-def test_a_restart_harms_nobody_and_misses_nothing(lab: Lab, number: int) -> None:
+@pytest.mark.parametrize('number', [*STOP_SIGNALS, signal.SIGKILL])
+def test_restarted_ecompute_keeps_guests_and_catches_up(lab: Lab, number: int) -> None:
     """The host is closed while ecompute is down; requests of that time are carried out later."""
-    host, running_guest = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
-    compute = lab.compute(host)
-    _, to_go = lab.place(f'{SMALL}&in_tree={compute}', lab.url('idle.raw'), '--wait=started')
+    host, running_guest = lab.place(SMALL, lab.make_url('idle.raw'), '--wait=started')
+    compute = lab.read_compute(host)
+    _, to_go = lab.place(f'{SMALL}&in_tree={compute}', lab.make_url('idle.raw'), '--wait=started')
     before = lab.virsh(host, 'domid', running_guest)
     lab.stop_ecompute(host, number)
 
-    inventory = lab.placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
+    inventory = lab.get_placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
     if number != signal.SIGKILL:
         assert inventory['reserved'] == inventory['total']
-        refused = lab.eschedule(f'{SMALL}&in_tree={compute}', lab.url('idle.raw'))
+        refused = lab.eschedule(f'{SMALL}&in_tree={compute}', lab.make_url('idle.raw'))
         assert refused.code == 3
         assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert lab.eschedule('destroy', to_go).code == 0
-    written = _written_by_2019(lab, host) if number == signal.SIGKILL else None
+    written = _write_request_of_2019(lab, host) if number == signal.SIGKILL else None
 
     lab.start_ecomputes()
-    inventory = lab.placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
+    inventory = lab.get_placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
     assert inventory['reserved'] == 0
-    until(lambda: _state(lab, to_go) == 'gone', 60, 'the destroy written meanwhile is carried out')
+    wait_until(lambda: _read_state(lab, to_go) == 'gone', 60, 'the destroy written meanwhile is carried out')
     if written:
-        until(lambda: _state(lab, written) == 'active', 60, 'the request written meanwhile is carried out')
+        wait_until(lambda: _read_state(lab, written) == 'active', 60, 'the request written meanwhile is carried out')
     assert lab.virsh(host, 'domid', running_guest) == before
     lab.check()
 
 
-def test_the_workers_of_a_killed_ecompute_die_with_it(lab: Lab) -> None:
-    pid = lab.ecompute_pid('hv1')
+def test_workers_of_a_killed_ecompute_end(lab: Lab) -> None:
+    pid = lab.read_ecompute_pid('hv1')
     children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
     assert children
     lab.stop_ecompute('hv1', signal.SIGKILL)
-    until(lambda: not any(running(int(child)) for child in children), 10, 'workers and metadata server end')
+    wait_until(lambda: not any(is_alive(int(child)) for child in children), 10, 'workers and metadata server end')
 
 
-def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
+def test_missing_bridge_is_named_at_the_start(lab: Lab) -> None:
     config = lab.directory / 'nobridge.yaml'
     nobridge = {'networks': [{'network': 'default'}, {'bridge': 'nobr0'}], 'state': str(lab.directory / 'nobridge')}
     write_config(config, lab.facts['etcd'], lab.facts['placement'], lab.operator, **nobridge)
@@ -157,7 +160,7 @@ def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
     assert done.stderr.splitlines()[-1].startswith('ecompute: this host has no bridge nobr0')
 
 
-def test_no_configuration_at_all(tmp_path: Path) -> None:
+def test_defaults_work_without_configuration(tmp_path: Path) -> None:
     """The defaults use fixed ports on localhost, so the test has its own network namespace."""
     space = f't{os.getpid()}'
     inside = ['ip', 'netns', 'exec', space, sys.executable, '-m']
@@ -174,15 +177,15 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
     try:
         subprocess.run(['ip', '-n', space, 'link', 'set', 'lo', 'up'], check=True)
         start('ecomp.lab.elab', 'control')
-        until(
+        wait_until(
             lambda: has_logged('ecomp.lab.elab', 'placement http://localhost:8080'), 60, 'etcd and placement are ready'
         )
         start('ecomp.compute', '--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:64')
-        until(lambda: has_logged('ecomp.compute', ' ready: '), 30, 'ecompute is ready')
+        wait_until(lambda: has_logged('ecomp.compute', ' ready: '), 30, 'ecompute is ready')
         eschedule = [*inside, 'ecomp.schedule', SMALL, '--wait']
         placed = subprocess.run(eschedule, cwd=tmp_path, capture_output=True, text=True)
         assert placed.returncode == 0, placed
-        assert NOTIFIED.match(placed.stdout), placed
+        assert NOTIFIED_PATTERN.match(placed.stdout), placed
     finally:
         codes = []
         for process in reversed(processes):
@@ -192,11 +195,11 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
     assert codes == [0, 0], [path.read_text() for path in tmp_path.glob('*.log')]
 
 
-def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
+def test_failed_build_leaves_nothing(lab: Lab) -> None:
     """Cases: an image that does not exist, one that is not a disk, and a full disk."""
     (lab.directory / 'images/page.qcow2').write_text('<!DOCTYPE html><title>not a disk</title>')
-    pid = lab.ecompute_pid('hv3')
-    images = lab.state('hv3') / 'images'
+    pid = lab.read_ecompute_pid('hv3')
+    images = lab.get_state_directory('hv3') / 'images'
     # The directory is full in the mount namespace of the workers only.
     mount = ['nsenter', '-t', str(pid), '-m']
     subprocess.run([*mount, 'mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(images)], check=True)
@@ -208,63 +211,63 @@ def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
     }
     try:
         for name, (host, stage, reason) in cases.items():
-            query = f'{SMALL}&in_tree={lab.compute(host)}'
-            done = lab.eschedule(query, lab.url(name), '--wait=started')
-            instance = NOTIFIED.match(done.stdout)[2]  # type: ignore[index]
+            query = f'{SMALL}&in_tree={lab.read_compute(host)}'
+            done = lab.eschedule(query, lab.make_url(name), '--wait=started')
+            instance = NOTIFIED_PATTERN.match(done.stdout)[2]  # type: ignore[index]
             assert done.code == 1
             assert f'failed at stage {stage}' in done.stderr
             result = lab.eschedule(instance)
             assert result.code == 1
             assert reason in result.stderr
             assert result.stdout == ''
-            assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
-            assert not lab.etcd(f'/hosts/{lab.compute(host)}/{instance}')
-            assert instance not in lab.domains(host)
-            assert instance not in lab.disks(host)
+            assert lab.get_placement(f'/allocations/{instance}')['allocations'] == {}
+            assert not lab.read_etcd(f'/hosts/{lab.read_compute(host)}/{instance}')
+            assert instance not in lab.list_domains(host)
+            assert instance not in lab.list_disks(host)
             lab.check()
             assert lab.eschedule('destroy', instance).code == 0
-            assert lab.record(instance) is None
+            assert lab.read_record(instance) is None
             assert lab.eschedule(instance).code == 4
     finally:
         subprocess.run([*mount, 'umount', str(images)], check=True)
-    _, instance = lab.place(f'{SMALL}&in_tree={lab.compute("hv3")}', lab.url('large.qcow2'), '--wait=started')
-    assert _state(lab, instance) == 'active'
+    _, instance = lab.place(f'{SMALL}&in_tree={lab.read_compute("hv3")}', lab.make_url('large.qcow2'), '--wait=started')
+    assert _read_state(lab, instance) == 'active'
 
 
-def test_a_request_placement_does_not_confirm_is_not_built(lab: Lab) -> None:
+def test_request_without_allocation_makes_no_domain(lab: Lab) -> None:
     """On a real hypervisor no domain is made."""
-    compute, instance = lab.compute('hv1'), str(uuid.uuid4())
+    compute, instance = lab.read_compute('hv1'), str(uuid.uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
-    value = {'allocations': allocations, 'instance': instance, 'image': lab.url('idle.raw')}
-    lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
-    until(lambda: _state(lab, instance) == 'error', 30, 'it is refused')
+    value = {'allocations': allocations, 'instance': instance, 'image': lab.make_url('idle.raw')}
+    lab.put_key(f'/hosts/{compute}/{instance}', json.dumps(value))
+    wait_until(lambda: _read_state(lab, instance) == 'error', 30, 'it is refused')
     result = lab.eschedule(instance)
     assert result.code == 1
     assert 'placement holds no allocation for it' in result.stderr
-    assert instance not in lab.domains('hv1')
+    assert instance not in lab.list_domains('hv1')
 
 
-def _active(lab: Lab, instance: str) -> bool:
-    return _state(lab, instance) == 'active'
+def _is_active(lab: Lab, instance: str) -> bool:
+    return _read_state(lab, instance) == 'active'
 
 
-def _state(lab: Lab, instance: str) -> str:
+def _read_state(lab: Lab, instance: str) -> str:
     """Return the state in the instance's record, read from etcd.
 
     A command for each check would take more CPU time than the guests.
     """
-    return str(json.loads(lab.record(instance) or b'{}').get('state', ''))
+    return str(json.loads(lab.read_record(instance) or b'{}').get('state', ''))
 
 
-def _written_by_2019(lab: Lab, host: str) -> str:
+def _write_request_of_2019(lab: Lab, host: str) -> str:
     """Write a claim and a request as a client of 2019 makes them, while ecompute is down."""
-    compute, instance = lab.compute(host), str(uuid.uuid4())
+    compute, instance = lab.read_compute(host), str(uuid.uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     claim = {'allocations': allocations, 'user_id': 'somebody', 'project_id': 'theirs', 'consumer_generation': None}
     body = {**claim, 'consumer_type': 'INSTANCE'}
     lab.put_claim(instance, body)
-    value = {**claim, 'instance': instance, 'image': lab.url('idle.raw')}
-    lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
+    value = {**claim, 'instance': instance, 'image': lab.make_url('idle.raw')}
+    lab.put_key(f'/hosts/{compute}/{instance}', json.dumps(value))
     return instance
 
 
@@ -275,47 +278,51 @@ OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQE
 SCRIPT = '#!/bin/sh\n# canary\necho "ecomp-guest: ran on $(hostname)"\n'
 
 
-def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
+def test_guest_boots_with_its_metadata_restarts_and_is_destroyed(lab: Lab) -> None:
     """One guest gets its data from mdserver.conf, and one beside it has its own."""
-    host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=ready')
-    own_guest = given_its_own(lab, host)
-    address = lab.addressed(instance)
-    assert answers(address)
+    host, instance = lab.place(QUERY, lab.make_url('guest.qcow2'), '--wait=ready')
+    own_guest = place_with_own_data(lab, host)
+    address = lab.wait_address(instance)
+    assert is_serving(address)
 
-    reported = lab.told(host, instance)
+    reported = lab.wait_guest_facts(host, instance)
     assert reported['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
     # The metadata server runs as an unprivileged user, who cannot open the files that it serves.
-    children = psutil.Process(lab.ecompute_pid(host)).children()
-    assert [set(process.uids()) for process in children if 'mdserver.server' in process.cmdline()] == [{int(USER)}]
-    own_data = lab.told(host, own_guest)
+    children = psutil.Process(lab.read_ecompute_pid(host)).children()
+    assert [set(process.uids()) for process in children if 'mdserver.server' in process.cmdline()] == [
+        {int(SERVER_UID)}
+    ]
+    own_data = lab.wait_guest_facts(host, own_guest)
     assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([own_guest], ['web1'], [OTHER_KEY])
     assert own_data['user-data'] == SCRIPT.splitlines()
     assert any('"local-hostname": "web1"' in line for line in own_data['seed'])
-    until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, own_guest), BOOT, 'its user-data was run')
-    assert lab.eschedule('web1').stdout == f'{lab.addressed(own_guest)}\n'
-    assert 'canary' not in lab.log(host)
+    wait_until(
+        lambda: 'ecomp-guest: ran on web1' in lab.read_console(host, own_guest), BOOT_SECONDS, 'its user-data was run'
+    )
+    assert lab.eschedule('web1').stdout == f'{lab.wait_address(own_guest)}\n'
+    assert 'canary' not in lab.read_log(host)
     lab.destroy('web1')
-    assert not lab.etcd('/names/')
+    assert not lab.read_etcd('/names/')
 
     assert reported['hostname'] == [f'vm-{instance[:8]}']
     assert reported['instance-id'] == [instance]
-    assert KEY in reported['key']
+    assert SSH_KEY in reported['key']
     assert any('#!/bin/sh' in line for line in reported['user-data'])
     assert reported['disk'] == [str(2**30)]
     assert f'eth0 {address}' in reported['address']
 
-    assert lab.domains(host)[instance] == 'running'
-    compute = lab.compute(host)
-    allocated = lab.placement(f'/allocations/{instance}')['allocations']
+    assert lab.list_domains(host)[instance] == 'running'
+    compute = lab.read_compute(host)
+    allocated = lab.get_placement(f'/allocations/{instance}')['allocations']
     assert allocated[compute]['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
-    assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
-    assert list(lab.etcd(f'/hosts/{compute}/')) == [f'/hosts/{compute}/{instance}']
+    assert lab.read_etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
+    assert list(lab.read_etcd(f'/hosts/{compute}/')) == [f'/hosts/{compute}/{instance}']
     record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
     assert record['state'] == 'active'
     assert list(record['stages'])
     stages = ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready']
     assert sorted(record['stages'], key=record['stages'].__getitem__) == stages
-    assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.url("guest.qcow2")}' in lab.log(host)
+    assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.make_url("guest.qcow2")}' in lab.read_log(host)
     lab.check()
 
     # The guest reacts to its power button and starts again with its address.
@@ -323,8 +330,8 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert lab.virsh(host, 'domstate', '--reason', instance).strip() == 'shut off (shutdown)'
     lab.check()
     assert lab.eschedule('start', '--wait', instance).code == 0
-    until(lambda: answers(address), 60, f'{address} answers again')
-    assert lab.placement(f'/allocations/{instance}')['allocations'] == allocated
+    wait_until(lambda: is_serving(address), 60, f'{address} answers again')
+    assert lab.get_placement(f'/allocations/{instance}')['allocations'] == allocated
     lab.check()
 
     # Each boot has its own address and readiness; a wait after a reboot waits for that boot.
@@ -338,37 +345,37 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     lab.check()
 
     assert lab.eschedule('destroy', '--wait', instance).code == 0
-    assert instance not in lab.domains(host)
-    assert instance not in lab.disks(host)
-    assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
-    assert not lab.etcd(f'/hosts/{compute}/')
-    assert not lab.etcd('/booted/')
+    assert instance not in lab.list_domains(host)
+    assert instance not in lab.list_disks(host)
+    assert lab.get_placement(f'/allocations/{instance}')['allocations'] == {}
+    assert not lab.read_etcd(f'/hosts/{compute}/')
+    assert not lab.read_etcd('/booted/')
     second_destroy = lab.eschedule('destroy', instance)
     assert second_destroy.code == 4
     assert 'gone since 20' in second_destroy.stderr
 
 
-def given_its_own(lab: Lab, host: str) -> str:
+def place_with_own_data(lab: Lab, host: str) -> str:
     """Place a guest on this host with a name, a key and user-data of its own."""
     (lab.directory / 'key.pub').write_text(OTHER_KEY + '\n')
     (lab.directory / 'user-data').write_text(SCRIPT)
     options = ['--name', 'web1', '--ssh-key', str(lab.directory / 'key.pub')]
     options += ['--user-data', str(lab.directory / 'user-data')]
-    return lab.place(f'{QUERY}&in_tree={lab.compute(host)}', lab.url('guest.qcow2'), *options)[1]
+    return lab.place(f'{QUERY}&in_tree={lab.read_compute(host)}', lab.make_url('guest.qcow2'), *options)[1]
 
 
-def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path: Path) -> None:
+def test_failed_user_data_is_reported_and_the_guest_keeps_running(lab: Lab, tmp_path: Path) -> None:
     script = tmp_path / 'breaks.sh'
     script.write_text('#!/bin/sh\necho "ecomp-guest: broke"\nexit 3\n')
     options = ('--name', 'breaks', '--user-data', str(script), '--wait=ready')
-    done = lab.eschedule(QUERY, lab.url('guest.qcow2'), *options)
+    done = lab.eschedule(QUERY, lab.make_url('guest.qcow2'), *options)
     problem = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest goes on'
     assert (done.code, problem in done.stderr) == (1, True), done
-    record = _record(lab, 'breaks')
+    record = _show_record(lab, 'breaks')
     assert (record['state'], 'ready' in record['stages']) == ('active', False)
     assert record['cloud_init'] == {'stage': 'modules-final', 'reason': 'user-data ended with 3'}
     assert lab.eschedule('wait', 'breaks', '--for', 'ready').code == 1
-    assert answers(lab.addressed('breaks'))
+    assert is_serving(lab.wait_address('breaks'))
     assert 'ecomp-guest: broke' in lab.eschedule('log', 'breaks').stdout.splitlines()
     assert lab.eschedule('log', 'breaks', '-n', '1').stdout.startswith('ecomp-guest: phoned ')
     # The small guest has neither host keys nor an sshd.
@@ -378,22 +385,22 @@ def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path:
 
 
 @pytest.mark.parametrize('again', [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -> None:
+def test_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -> None:
     """With `again` libvirtd and ecompute are restarted and the guest is reset."""
-    host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=started')
-    (interface,) = _record(lab, instance)['addresses']
+    host, instance = lab.place(QUERY, lab.make_url('guest.qcow2'), '--wait=started')
+    (interface,) = _show_record(lab, instance)['addresses']
     address = interface['expected']
     assert address
     if interface['address'] is None:  # it boots for seconds
         result = lab.eschedule(instance)
         assert (result.code, result.stdout) in ((6, ''), (0, f'{address}\n'))
         assert lab.eschedule('show', instance).stdout.count(address) == 1
-    assert lab.addressed(instance) == address
+    assert lab.wait_address(instance) == address
     assert lab.eschedule('wait', '--for', 'ready', instance).code == 0
-    until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
-    before = lab.told(host, instance)
-    assert _record(lab, instance)['addresses'] == [{**interface, 'address': address, 'source': 'lease'}]
-    assert _record(lab, instance)['console'] == f'{host}:{lab.state(host)}/console/{instance}.log'
+    wait_until(lambda: 'ecomp-guest: phoned' in lab.read_console(host, instance), 10, 'it has said so')
+    before = lab.wait_guest_facts(host, instance)
+    assert _show_record(lab, instance)['addresses'] == [{**interface, 'address': address, 'source': 'lease'}]
+    assert _show_record(lab, instance)['console'] == f'{host}:{lab.get_state_directory(host)}/console/{instance}.log'
 
     assert f'eth0 {address}' in before['address']
     if not again:
@@ -401,17 +408,19 @@ def test_the_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -
     processes = json.loads((lab.directory / 'lab.json').read_text())['processes']
     libvirtd = int(processes[f'{host} libvirtd']['pid'])
     os.kill(libvirtd, signal.SIGTERM)
-    until(lambda: not running(libvirtd), 30, 'libvirtd ends')
+    wait_until(lambda: not is_alive(libvirtd), 30, 'libvirtd ends')
     lab.stop_ecompute(host, signal.SIGKILL)
     lab.start_ecomputes()
     lab.virsh(host, 'reset', instance)
-    until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
-    assert lab.told(host, instance) == {name: 2 * values for name, values in before.items()}
-    assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
+    wait_until(
+        lambda: lab.read_console(host, instance).count('ecomp-guest: phoned') == 2, BOOT_SECONDS, 'it boots again'
+    )
+    assert lab.wait_guest_facts(host, instance) == {name: 2 * values for name, values in before.items()}
+    assert lab.read_etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
 
 
 @pytest.mark.slow
-def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
+def test_unresized_disk_bridge_and_configured_uuid(lab: Lab) -> None:
     """The host is configured with `resize: False`, a bridge and a uuid."""
     host, own_uuid = 'hv2', str(uuid.uuid4())
     config = lab.directory / host / 'compute.yaml'
@@ -420,97 +429,109 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
     config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'resize': False, 'bridge': 'br0', 'uuid': own_uuid}))
     try:
         lab.start_ecomputes()
-        assert lab.compute(host) == own_uuid
-        placed, instance = lab.place(f'{QUERY}&in_tree={own_uuid}', lab.url('guest.qcow2'))
+        assert lab.read_compute(host) == own_uuid
+        placed, instance = lab.place(f'{QUERY}&in_tree={own_uuid}', lab.make_url('guest.qcow2'))
         assert placed == host
-        lab.addressed(instance)
-        reported = lab.told(host, instance)
+        lab.wait_address(instance)
+        reported = lab.wait_guest_facts(host, instance)
         assert int(reported['disk'][0]) < 2**30
-        macs = [interface['mac'] for interface in _record(lab, instance)['addresses']]
-        assert json.loads('\n'.join(reported['network-config'])) == network_config(macs)
+        macs = [interface['mac'] for interface in _show_record(lab, instance)['addresses']]
+        assert json.loads('\n'.join(reported['network-config'])) == make_network_config(macs)
         interfaces = {line.split()[0]: line.split()[1] for line in reported['address']}
         assert set(interfaces) == {'eth0', 'eth1'}
         record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
         assert record['addresses'][0]['address'] == interfaces['eth0']
         assert [interface['network'] for interface in record['addresses']] == ['default', 'br0']
-        until(lambda: answers(interfaces['eth1']), 30, 'the bridged interface answers')
+        wait_until(lambda: is_serving(interfaces['eth1']), 30, 'the bridged interface answers')
         assert record['addresses'][1]['expected'] is None, 'the LAN has a DHCP server of its own'
-        lab.inside(host, 'busybox', 'ping', '-c', '1', interfaces['eth1'])
-        until(lambda: _record(lab, instance)['addresses'][1]['address'], 30, 'the bridged address is found')
+        lab.run_on(host, 'busybox', 'ping', '-c', '1', interfaces['eth1'])
+        wait_until(lambda: _show_record(lab, instance)['addresses'][1]['address'], 30, 'the bridged address is found')
         mac = record['addresses'][1]['mac']
         shown = lab.eschedule('show', instance).stdout
         assert f'interface 1  {interfaces["eth1"]} ({mac} on br0, by arp)' in shown
-        assert lab.addressed(instance) == interfaces['eth0']
+        assert lab.wait_address(instance) == interfaces['eth0']
         lab.destroy(instance)
     finally:
         lab.stop_ecompute(host)
         config.write_text(before)
-        (lab.state(host) / 'uuid').unlink()
+        (lab.get_state_directory(host) / 'uuid').unlink()
         lab.start_ecomputes()
 
 
 @pytest.mark.slow
-def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
+def test_guests_with_metadata_on_a_disk(lab: Lab) -> None:
     """Each guest gets its own data; the disk is made and removed with the guest."""
     host = 'hv3'
-    with lab.configured(host, metadata='iso') as in_tree:
-        instance = lab.place(f'{QUERY}&{in_tree}', lab.url('guest.qcow2'), '--wait=ready')[1]
-        own_guest = given_its_own(lab, host)
-        until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
-        reported = lab.told(host, instance)
+    with lab.change_config(host, metadata='iso') as in_tree:
+        instance = lab.place(f'{QUERY}&{in_tree}', lab.make_url('guest.qcow2'), '--wait=ready')[1]
+        own_guest = place_with_own_data(lab, host)
+        wait_until(lambda: 'ecomp-guest: phoned' in lab.read_console(host, instance), 10, 'it has said so')
+        reported = lab.wait_guest_facts(host, instance)
         assert (reported['instance-id'], reported['hostname'], reported['key']) == (
             [instance],
             [f'vm-{instance[:8]}'],
-            [KEY],
+            [SSH_KEY],
         )
         assert any('#!/bin/sh' in line for line in reported['user-data'])
         assert reported['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
         assert 'network-config' not in reported
         assert not any('dsmode' in line for line in reported['seed'])
-        lab.addressed(own_guest)
-        own_data = lab.told(host, own_guest)
+        lab.wait_address(own_guest)
+        own_data = lab.wait_guest_facts(host, own_guest)
         assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([own_guest], ['web1'], [OTHER_KEY])
         assert own_data['user-data'] == SCRIPT.splitlines()
-        until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, own_guest), BOOT, 'its user-data was run')
-        assert 'canary' not in lab.log(host)
-        assert lab.seeds(host) == {instance, own_guest}
-        serials = [entry.get('name') for entry in lab.domain(host, instance).iterfind('sysinfo/system/entry')]
+        wait_until(
+            lambda: 'ecomp-guest: ran on web1' in lab.read_console(host, own_guest),
+            BOOT_SECONDS,
+            'its user-data was run',
+        )
+        assert 'canary' not in lab.read_log(host)
+        assert lab.list_seeds(host) == {instance, own_guest}
+        serials = [entry.get('name') for entry in lab.read_domain(host, instance).iterfind('sysinfo/system/entry')]
         assert serials == ['uuid'], 'it is not told to ask the network'
         lab.check()
     # A running guest keeps its disk after compute.yaml has changed.
     assert lab.eschedule('stop', '--wait', instance).code == 0
     assert lab.eschedule('start', '--wait', instance).code == 0
-    until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
-    assert lab.told(host, instance) == {name: 2 * values for name, values in reported.items()} | {'power': ['button']}
+    wait_until(
+        lambda: lab.read_console(host, instance).count('ecomp-guest: phoned') == 2, BOOT_SECONDS, 'it boots again'
+    )
+    assert lab.wait_guest_facts(host, instance) == {name: 2 * values for name, values in reported.items()} | {
+        'power': ['button']
+    }
     lab.check()
     lab.destroy(own_guest)
-    assert lab.seeds(host) == {instance}
+    assert lab.list_seeds(host) == {instance}
     lab.destroy(instance)
-    assert lab.seeds(host) == set()
+    assert lab.list_seeds(host) == set()
 
 
 @pytest.mark.slow
-def test_a_guest_that_cannot_reach_the_metadata_address(lab: Lab) -> None:
+def test_guest_on_bridges_alone_gets_metadata_from_its_disk(lab: Lab) -> None:
     """On bridges of a LAN alone a disk holds all metadata, and the guest does not phone home."""
     host = 'hv3'
-    lab.inside(host, 'ip', 'link', 'add', 'br1', 'type', 'bridge')
-    lab.inside(host, 'ip', 'link', 'set', 'br1', 'up')
+    lab.run_on(host, 'ip', 'link', 'add', 'br1', 'type', 'bridge')
+    lab.run_on(host, 'ip', 'link', 'set', 'br1', 'up')
     try:
-        with lab.configured(host, metadata='iso', networks=[{'bridge': 'br0'}, {'bridge': 'br1'}]) as in_tree:
-            instance = lab.place(f'{QUERY}&{in_tree}', lab.url('guest.qcow2'), '--name', 'lan1', '--wait=started')[1]
-            reported = lab.told(host, instance)
-            assert (reported['instance-id'], reported['hostname'], reported['key']) == ([instance], ['lan1'], [KEY])
-            macs = [interface['mac'] for interface in _record(lab, instance)['addresses']]
+        with lab.change_config(host, metadata='iso', networks=[{'bridge': 'br0'}, {'bridge': 'br1'}]) as in_tree:
+            instance = lab.place(f'{QUERY}&{in_tree}', lab.make_url('guest.qcow2'), '--name', 'lan1', '--wait=started')[
+                1
+            ]
+            reported = lab.wait_guest_facts(host, instance)
+            assert (reported['instance-id'], reported['hostname'], reported['key']) == ([instance], ['lan1'], [SSH_KEY])
+            macs = [interface['mac'] for interface in _show_record(lab, instance)['addresses']]
             assert len(macs) == 2
-            assert json.loads('\n'.join(reported['network-config'])) == network_config(macs)
-            until(lambda: 'user-data ran' in lab.console(host, instance), BOOT, 'its user-data was run')
-            assert 'phone' not in lab.console(host, instance)
+            assert json.loads('\n'.join(reported['network-config'])) == make_network_config(macs)
+            wait_until(
+                lambda: 'user-data ran' in lab.read_console(host, instance), BOOT_SECONDS, 'its user-data was run'
+            )
+            assert 'phone' not in lab.read_console(host, instance)
             lab.destroy(instance)
-            assert lab.seeds(host) == set()
+            assert lab.list_seeds(host) == set()
     finally:
-        lab.inside(host, 'ip', 'link', 'del', 'br1')
+        lab.run_on(host, 'ip', 'link', 'del', 'br1')
 
 
-def _record(lab: Lab, instance: str) -> dict[str, Any]:
+def _show_record(lab: Lab, instance: str) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
     return record

@@ -21,12 +21,24 @@ import pytest
 import yaml
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import allocations, check, everything
+from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
 from tests.kit.journal import JOURNAL
-from tests.kit.lab import Lab, lab_name
-from tests.kit.servers import environment, until
-from tests.kit.story import SMALL, addressed, at_once, boot, called, logged, notified, one_line, place, reached, record
-from tests.scenario.debian_image import debian_image
+from tests.kit.lab import Lab, make_lab_name
+from tests.kit.servers import make_environment, wait_until
+from tests.kit.story import (
+    SMALL_QUERY,
+    assert_one_line,
+    boot,
+    find_log_lines,
+    parse_notice,
+    place,
+    read_record,
+    run_concurrently,
+    run_in_process,
+    wait_address,
+    wait_state,
+)
+from tests.scenario.debian_image import get_debian_image
 
 # Names, keys and user-data, from eschedule's options to the data that a compute gives its metadata server.
 
@@ -36,10 +48,10 @@ OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQE
 CANARY = 'canary-of-the-user-data'
 SCRIPT = f'#!/bin/sh\necho "{CANARY}" {{{{ x }}}}\n'
 FAILS = 'http://images.invalid/fails'
-BIG = 'VCPU:64,DISK_GB:640,MEMORY_MB:65536'
+BIG_INVENTORY = 'VCPU:64,DISK_GB:640,MEMORY_MB:65536'
 
 
-def guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
+def read_guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
     """Return the metadata on a compute by instance; check that only root may read the files."""
     data_by_instance = {}
     for path in (compute.directory / 'state' / 'metadata').glob('*.json'):
@@ -49,24 +61,24 @@ def guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
     return data_by_instance
 
 
-def written(directory: Path, **files: str | bytes) -> dict[str, str]:
+def write_files(directory: Path, **files: str | bytes) -> dict[str, str]:
     """Write files and return their paths by name."""
     for name, content in files.items():
         (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return {name: str(directory / name) for name in files}
 
 
-def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
+def test_two_instances_on_one_host_get_their_own_metadata(cluster: Control) -> None:
     compute = cluster.ecompute()
     packed = gzip.compress(b'#cloud-config\n', mtime=0)
-    file = written(cluster.directory, one=f'# mine\n{KEY}\n', two=OTHER_KEY, script=SCRIPT, packed=packed)
-    first = place(cluster, SMALL, '--name', 'web1', '--ssh-key', file['one'], '--user-data', file['script'])[1]
+    file = write_files(cluster.directory, one=f'# mine\n{KEY}\n', two=OTHER_KEY, script=SCRIPT, packed=packed)
+    first = place(cluster, SMALL_QUERY, '--name', 'web1', '--ssh-key', file['one'], '--user-data', file['script'])[1]
     keys = ['--ssh-key', file['two'], '--ssh-key', file['one'], '--ssh-key', file['two']]
-    second_instance = place(cluster, SMALL, '--name', 'web2', *keys, '--user-data', file['packed'])[1]
+    second_instance = place(cluster, SMALL_QUERY, '--name', 'web2', *keys, '--user-data', file['packed'])[1]
     third = place(cluster)[1]
     for instance in (first, second_instance, third):
-        addressed(cluster, instance)
-    data = guest_data(compute)
+        wait_address(cluster, instance)
+    data = read_guest_data(compute)
     assert [data[first][field] for field in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
     assert [data[second_instance][field] for field in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
     assert data[second_instance]['user_data'].encode(errors='surrogateescape') == packed
@@ -74,116 +86,122 @@ def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
     # The data survives a kill of ecompute and is in no record and no log.
     compute.kill()
     compute.start()
-    assert guest_data(compute) == data
-    assert (record(cluster, first) or {})['name'] == 'web1'
+    assert read_guest_data(compute) == data
+    assert (read_record(cluster, first) or {})['name'] == 'web1'
     for text in (CANARY, KEY.split()[1]):
-        assert text not in json.dumps([record(cluster, name_holder) for name_holder in (first, second_instance)])
-        assert logged(compute, text) == []
-    check(cluster, compute)
+        assert text not in json.dumps([read_record(cluster, name_holder) for name_holder in (first, second_instance)])
+        assert find_log_lines(compute, text) == []
+    check_invariants(cluster, compute)
     assert cluster.eschedule('destroy', '--wait', 'web1', 'web2', third[:13]).code == 0
-    assert guest_data(compute) == {}
-    assert cluster.etcd.keys('/names/') == []
+    assert read_guest_data(compute) == {}
+    assert cluster.etcd.list_keys('/names/') == []
     for path in (compute.directory / 'state').rglob('*'):
         assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.usefixtures('compute')
-def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
-    _, instance = place(cluster, SMALL, '--name', 'web1', '--wait=started')
-    address = addressed(cluster, instance)
+def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
+    _, instance = place(cluster, SMALL_QUERY, '--name', 'web1', '--wait=started')
+    address = wait_address(cluster, instance)
     for word in ('web1', instance[:4], instance.replace('-', '')[:20].upper()):
-        assert called(cluster, word).stdout == f'{address}\n'
-    assert called(cluster, 'list').stdout.splitlines()[1].split()[:3] == [instance, 'web1', 'active']
-    assert called(cluster, 'show', 'web1').stdout.splitlines()[1].split() == ['name', 'web1']
-    (listed,) = json.loads(called(cluster, 'list', '-f', 'json').stdout)
-    assert listed == json.loads(called(cluster, 'show', 'web1', '-f', 'json').stdout)
+        assert run_in_process(cluster, word).stdout == f'{address}\n'
+    assert run_in_process(cluster, 'list').stdout.splitlines()[1].split()[:3] == [instance, 'web1', 'active']
+    assert run_in_process(cluster, 'show', 'web1').stdout.splitlines()[1].split() == ['name', 'web1']
+    (listed,) = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
+    assert listed == json.loads(run_in_process(cluster, 'show', 'web1', '-f', 'json').stdout)
     assert listed['name'] == 'web1'
-    one_line(called(cluster, 'web2'), 4, 'web2: no living instance has this name')
-    one_line(called(cluster, 'lists'), 4, 'lists: ', 'it is no command', 'did you mean eschedule list?')
-    one_line(called(cluster, '5ca'), 4, '5ca: no living instance has this name (of its uuid, 4 digits at least)')
+    assert_one_line(run_in_process(cluster, 'web2'), 4, 'web2: no living instance has this name')
+    assert_one_line(run_in_process(cluster, 'lists'), 4, 'lists: ', 'it is no command', 'did you mean eschedule list?')
+    assert_one_line(
+        run_in_process(cluster, '5ca'), 4, '5ca: no living instance has this name (of its uuid, 4 digits at least)'
+    )
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
-    one_line(called(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins so')
+    assert_one_line(
+        run_in_process(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins so'
+    )
     # Each argument is tried and reported.
-    done = called(cluster, 'destroy', '--wait', 'web2', 'web1')
+    done = run_in_process(cluster, 'destroy', '--wait', 'web2', 'web1')
     assert done.code == 4
     assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
     assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
-    one_line(called(cluster, 'web1'), 4, 'web1: no living instance')
-    one_line(called(cluster, instance[:4]), 4, f'{instance[:4]}: gone since')
+    assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: no living instance')
+    assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: gone since')
 
 
-def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Control) -> None:
-    compute = cluster.ecompute(BIG)
-    results = at_once(cluster, [[SMALL, '--name', 'web1']] * 4, width=4)
-    (winner,) = [notified(result)[1] for result in results if result.code == 0]
+def test_name_has_one_holder_and_is_free_after_its_destroy(cluster: Control) -> None:
+    compute = cluster.ecompute(BIG_INVENTORY)
+    results = run_concurrently(cluster, [[SMALL_QUERY, '--name', 'web1']] * 4, width=4)
+    (winner,) = [parse_notice(result)[1] for result in results if result.code == 0]
     for result in results:
         if result.code:
-            one_line(result, 5, f'web1: is the name of instance {winner}')
-    assert list(allocations(cluster)) == [winner]
-    addressed(cluster, winner)
+            assert_one_line(result, 5, f'web1: is the name of instance {winner}')
+    assert list(read_allocations(cluster)) == [winner]
+    wait_address(cluster, winner)
     assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
-    second = place(cluster, SMALL, '--name', 'web1')[1]
+    second = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
     assert second != winner
-    addressed(cluster, second)
-    check(cluster, compute)
+    wait_address(cluster, second)
+    check_invariants(cluster, compute)
 
 
 @pytest.mark.usefixtures('compute')
-def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
-    file = written(cluster.directory, key=KEY, other=OTHER_KEY, script=SCRIPT)
-    words = [SMALL, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
+def test_repeated_request_with_other_data_is_refused(cluster: Control) -> None:
+    file = write_files(cluster.directory, key=KEY, other=OTHER_KEY, script=SCRIPT)
+    words = [SMALL_QUERY, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
     first = place(cluster, *words, file['script'])
-    before = everything(cluster)
-    repeated = called(cluster, *words, file['script'])
-    assert notified(repeated) == first
-    one_line(repeated, 0, 'was requested before: nothing is changed')
-    written(cluster.directory, script=SCRIPT + '# another\n')
-    one_line(called(cluster, *words, file['script']), 5, 'exists, with other user-data')
-    written(cluster.directory, script=SCRIPT)
-    one_line(called(cluster, *words, file['script'], '--ssh-key', file['other']), 5, 'exists, with other ssh keys')
+    before = read_lasting_keys(cluster)
+    repeated = run_in_process(cluster, *words, file['script'])
+    assert parse_notice(repeated) == first
+    assert_one_line(repeated, 0, 'was requested before: nothing is changed')
+    write_files(cluster.directory, script=SCRIPT + '# another\n')
+    assert_one_line(run_in_process(cluster, *words, file['script']), 5, 'exists, with other user-data')
+    write_files(cluster.directory, script=SCRIPT)
+    assert_one_line(
+        run_in_process(cluster, *words, file['script'], '--ssh-key', file['other']), 5, 'exists, with other ssh keys'
+    )
     other_words = ['web2' if word == 'web1' else word for word in words]
-    one_line(called(cluster, *other_words, file['script']), 5, 'exists, by the name web1')
-    if record(cluster, first[1]) is None:
-        assert everything(cluster).keys() >= before.keys()
-    addressed(cluster, first[1])
-    assert list(allocations(cluster)) == [first[1]]
+    assert_one_line(run_in_process(cluster, *other_words, file['script']), 5, 'exists, by the name web1')
+    if read_record(cluster, first[1]) is None:
+        assert read_lasting_keys(cluster).keys() >= before.keys()
+    wait_address(cluster, first[1])
+    assert list(read_allocations(cluster)) == [first[1]]
 
 
-def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Control, compute: Ecompute) -> None:
+def test_failed_instance_keeps_its_name_until_it_is_reused(cluster: Control, compute: Ecompute) -> None:
     # The claim differs from the request, so the compute refuses to build.
     compute.pause()
-    failed = place(cluster, SMALL, '--name', 'web1')[1]
+    failed = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
     cluster.placement.call('DELETE', f'/allocations/{failed}')
     compute.resume()
-    reached(cluster, failed, 'error')
-    one_line(cluster.eschedule('web1'), 1, 'web1: failed at stage scheduled')
-    name = everything(cluster)['/names/web1']
-    assert name.lease == everything(cluster)[f'/instances/{compute.uuid}/{failed}'].lease != 0
-    second = place(cluster, SMALL, '--name', 'web1')[1]
-    address = addressed(cluster, second)
+    wait_state(cluster, failed, 'error')
+    assert_one_line(cluster.eschedule('web1'), 1, 'web1: failed at stage scheduled')
+    name = read_lasting_keys(cluster)['/names/web1']
+    assert name.lease == read_lasting_keys(cluster)[f'/instances/{compute.uuid}/{failed}'].lease != 0
+    second = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
+    address = wait_address(cluster, second)
     assert cluster.eschedule('web1').stdout == f'{address}\n'
-    one_line(cluster.eschedule('destroy', failed), 0, 'its record is removed')
+    assert_one_line(cluster.eschedule('destroy', failed), 0, 'its record is removed')
     assert cluster.eschedule('web1').stdout == f'{address}\n'
 
 
-def test_a_destroy_before_its_compute_saw_it(cluster: Control, compute: Ecompute) -> None:
+def test_destroy_before_the_build_frees_the_name_only_when_done(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
-    instance = place(cluster, SMALL, '--name', 'web1')[1]
-    one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
-    refused = cluster.eschedule(SMALL, '--name', 'web1')
-    one_line(refused, 5, f'is the name of instance {instance}: it is being destroyed')
+    instance = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
+    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
+    refused = cluster.eschedule(SMALL_QUERY, '--name', 'web1')
+    assert_one_line(refused, 5, f'is the name of instance {instance}: it is being destroyed')
     compute.resume()
-    until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
+    wait_until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
 
 
-def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None:
+def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
     compute = cluster.ecompute()
-    boot(cluster, SMALL, '--name', 'web1')
+    boot(cluster, SMALL_QUERY, '--name', 'web1')
     compute.kill()
     cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would expire in half a minute
-    one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
+    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
     assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
-    assert cluster.etcd.keys('/names/') == []
+    assert cluster.etcd.list_keys('/names/') == []
 
 
 @pytest.mark.parametrize(
@@ -197,24 +215,24 @@ def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None
         ('--ssh-key', (KEY + '\n').encode() * 400, '32768 (32 KiB) is the limit'),
     ],
 )
-def test_a_file_that_is_no_good(cluster: Control, option: str, content: bytes, says: str) -> None:
-    file = written(cluster.directory, given=content)['given']
-    message = one_line(called(cluster, SMALL, option, file), 2, file, says)
+def test_invalid_key_and_user_data_files_are_refused(cluster: Control, option: str, content: bytes, says: str) -> None:
+    file = write_files(cluster.directory, given=content)['given']
+    message = assert_one_line(run_in_process(cluster, SMALL_QUERY, option, file), 2, file, says)
     assert 'canary' not in message
     assert KEY.split()[1][:20] not in message
-    assert everything(cluster) == {}
+    assert read_lasting_keys(cluster) == {}
 
 
-def test_as_much_as_may_be_given(cluster: Control, compute: Ecompute) -> None:
+def test_largest_keys_and_user_data_are_delivered(cluster: Control, compute: Ecompute) -> None:
     """Incompressible user-data of 256 KiB and 30 KiB of keys fit into etcd and the files."""
     keys = ''.join(f'ssh-rsa {base64.b64encode(_rsa(number)).decode()} é\n' for number in range(55))
     data = gzip.compress(os.urandom(262144 - 400), 0)
-    file = written(cluster.directory, keys=keys, data=data)
-    instance = boot(cluster, SMALL, '--ssh-key', file['keys'], '--user-data', file['data'])
-    metadata = guest_data(compute)[instance]
+    file = write_files(cluster.directory, keys=keys, data=data)
+    instance = boot(cluster, SMALL_QUERY, '--ssh-key', file['keys'], '--user-data', file['data'])
+    metadata = read_guest_data(compute)[instance]
     assert metadata['user_data'].encode(errors='surrogateescape') == data
     assert len(metadata['public_keys']) == 55
-    assert len(json.dumps(record(cluster, instance))) < 3000
+    assert len(json.dumps(read_record(cluster, instance))) < 3000
 
 
 def _rsa(number: int) -> bytes:
@@ -222,47 +240,53 @@ def _rsa(number: int) -> bytes:
     return b''.join(len(part).to_bytes(4, 'big') + part for part in parts)
 
 
-def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control, compute: Ecompute) -> None:
-    file = written(cluster.directory, data='packages: [canary]\n')
-    done = cluster.eschedule(SMALL, '--user-data', file['data'])
-    _, instance = notified(done)
-    message = one_line(done, 0, file['data'], 'does not begin with #cloud-config')
+def test_unrecognised_user_data_is_delivered_with_a_warning(cluster: Control, compute: Ecompute) -> None:
+    file = write_files(cluster.directory, data='packages: [canary]\n')
+    done = cluster.eschedule(SMALL_QUERY, '--user-data', file['data'])
+    _, instance = parse_notice(done)
+    message = assert_one_line(done, 0, file['data'], 'does not begin with #cloud-config')
     assert 'canary' not in message
-    addressed(cluster, instance)
-    assert guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
+    wait_address(cluster, instance)
+    assert read_guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
 
 
-def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: Control, compute: Ecompute) -> None:
+def test_schedule_yaml_gives_default_keys_and_user_data(cluster: Control, compute: Ecompute) -> None:
     (cluster.directory / 'files').mkdir()
-    file = written(cluster.directory / 'files', key=KEY, script=SCRIPT)
-    other = written(cluster.directory, other=OTHER_KEY, empty='')
+    file = write_files(cluster.directory / 'files', key=KEY, script=SCRIPT)
+    other = write_files(cluster.directory, other=OTHER_KEY, empty='')
     config = yaml.safe_load(cluster.schedule_yaml.read_text())
     config |= {'ssh_keys': ['files/key'], 'user_data': 'files/script'}
     cluster.schedule_yaml.write_text(yaml.safe_dump(config))
-    first, second = place(cluster)[1], place(cluster, SMALL, '--ssh-key', other['other'])[1]
+    first, second = place(cluster)[1], place(cluster, SMALL_QUERY, '--ssh-key', other['other'])[1]
     for instance, keys in ((first, [KEY]), (second, [OTHER_KEY])):
-        addressed(cluster, instance)
-        metadata = guest_data(compute)[instance]
+        wait_address(cluster, instance)
+        metadata = read_guest_data(compute)[instance]
         assert (metadata['public_keys'], metadata['user_data']) == (keys, SCRIPT)
     # The files are read only when an instance is created.
     Path(file['key']).unlink()
     assert cluster.eschedule('list').code == 0
-    one_line(cluster.eschedule(SMALL), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
-    one_line(cluster.eschedule(SMALL, '--ssh-key', other['empty']), 2, 'has no key in it')
+    assert_one_line(cluster.eschedule(SMALL_QUERY), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
+    assert_one_line(cluster.eschedule(SMALL_QUERY, '--ssh-key', other['empty']), 2, 'has no key in it')
 
 
 def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> None:
-    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL]
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL_QUERY]
     for words, data in ((['--user-data', '-'], SCRIPT), ([], None)):
         started_at = time.monotonic()
         done = subprocess.run(
-            [*command, *words], input=SCRIPT, capture_output=True, text=True, check=True, timeout=60, env=environment()
+            [*command, *words],
+            input=SCRIPT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env=make_environment(),
         )
-        JOURNAL.ended([SMALL, *words], done.returncode, (done.stdout, done.stderr), started_at, 0)
+        JOURNAL.add_run([SMALL_QUERY, *words], done.returncode, (done.stdout, done.stderr), started_at, 0)
         instance = done.stdout.split()[-1]
-        addressed(cluster, instance)
-        assert guest_data(compute)[instance]['user_data'] == data
-    assert logged(compute, CANARY) == []
+        wait_address(cluster, instance)
+        assert read_guest_data(compute)[instance]['user_data'] == data
+    assert find_log_lines(compute, CANARY) == []
 
 
 # Three hosts and a terminal of 80 columns: guests are used by name, no uuid is typed and no line wraps.
@@ -270,7 +294,7 @@ def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> N
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
 # Seconds that an emulated Debian may take to the end of its cloud-init.
-READY = 1200
+READY_SECONDS = 1200
 COLUMNS = 80
 # A Ctrl-C before the prompt leaves ^C on its line.
 PROMPT = re.compile(r'(?:\^C)?\[(\d+)\] \$')
@@ -292,7 +316,7 @@ class Terminal:
             (bin / command).chmod(0o755)
         self.typed: list[str] = []
         self._tmux = ['tmux', '-S', str(work / 'tmux'), '-f', '/dev/null']
-        env = {**environment(), 'HOME': str(work), 'TERM': 'xterm', 'SSH_AUTH_SOCK': '', **variables}
+        env = {**make_environment(), 'HOME': str(work), 'TERM': 'xterm', 'SSH_AUTH_SOCK': '', **variables}
         env['PATH'] = f'{bin}:{env["PATH"]}'
         for unwanted in ('TMUX', 'COLUMNS', 'LINES', 'NO_COLOR'):
             env.pop(unwanted, None)
@@ -303,13 +327,13 @@ class Terminal:
              'new-session', '-d', '-x', str(COLUMNS), '-y', '24', '-c', str(directory), shell],
             env=env, check=True, timeout=60,
         )  # fmt: skip
-        until(lambda: self.shown() and PROMPT.fullmatch(self.shown()[-1]), 20, 'the shell')
+        wait_until(lambda: self.read_lines() and PROMPT.fullmatch(self.read_lines()[-1]), 20, 'the shell')
 
     def close(self) -> None:
         """End the shell and everything that runs in it."""
         subprocess.run([*self._tmux, 'kill-server'], check=False, timeout=60)
 
-    def shown(self, joined: bool = True) -> list[str]:
+    def read_lines(self, joined: bool = True) -> list[str]:
         """Return all lines that were written.
 
         Lines are `joined` as they were written, or else as wrapped by the terminal.
@@ -322,32 +346,35 @@ class Terminal:
         """Press keys, by tmux's names."""
         subprocess.run([*self._tmux, 'send-keys', *keys], check=True, timeout=60)
 
-    def begin(self, command: str) -> int:
+    def start_command(self, command: str) -> int:
         """Type a command; return the number of its line."""
         assert not UUID.search(command)
         self.typed.append(command)
-        line = len(self.shown()) - 1
+        line = len(self.read_lines()) - 1
         subprocess.run([*self._tmux, 'send-keys', '-l', command], check=True, timeout=60)
         self.press('Enter')
         return line
 
-    def end(self, line: int, seconds: float = 60.0) -> tuple[int, list[str]]:
+    def wait_for_command(self, line: int, seconds: float = 60.0) -> tuple[int, list[str]]:
         """Wait until the command on a line has finished; return its exit code and output."""
 
         def find_prompt() -> re.Match[str] | None:
-            lines = self.shown()
+            lines = self.read_lines()
             return PROMPT.fullmatch(lines[-1]) if len(lines) > line + 1 else None
 
-        prompt = until(find_prompt, seconds, f'{self.typed[-1]} ends')
-        return int(prompt[1]), self.shown()[line + 1 : -1]
+        prompt = wait_until(find_prompt, seconds, f'{self.typed[-1]} ends')
+        return int(prompt[1]), self.read_lines()[line + 1 : -1]
 
-    def says(self, command: str, seconds: float = 60.0) -> list[str]:
+    def run_command(self, command: str, seconds: float = 60.0) -> list[str]:
         """Run a successful command; check that the terminal wrapped no line, and return its output."""
-        before = len(self.shown(joined=False)) - len(self.shown())
-        code, lines = self.end(self.begin(command), seconds)
+        before = len(self.read_lines(joined=False)) - len(self.read_lines())
+        code, lines = self.wait_for_command(self.start_command(command), seconds)
         assert code == 0, (command, lines)
         assert max(map(len, lines), default=0) <= COLUMNS, (command, lines)
-        assert len(self.shown(joined=False)) - len(self.shown()) == before, (command, self.shown(joined=False))
+        assert len(self.read_lines(joined=False)) - len(self.read_lines()) == before, (
+            command,
+            self.read_lines(joined=False),
+        )
         return lines
 
 
@@ -356,11 +383,11 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     """Provide a terminal in the directory of a lab of three hosts, whose images are Debians."""
     assert shutil.which('tmux'), 'apt install tmux'
     subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', tmp_path / 'key'], check=True, timeout=60)
-    lab = Lab(lab_name('byname'), 3)
+    lab = Lab(make_lab_name('byname'), 3)
     try:
-        shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
+        shutil.copyfile(get_debian_image(), lab.directory / 'images/debian.qcow2')
         shell = Terminal(
-            tmp_path, lab.directory, Q=QUERY, IMAGE=lab.url('debian.qcow2'), KEY=shlex.quote(str(tmp_path / 'key'))
+            tmp_path, lab.directory, Q=QUERY, IMAGE=lab.make_url('debian.qcow2'), KEY=shlex.quote(str(tmp_path / 'key'))
         )
         try:
             yield shell
@@ -373,40 +400,48 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-def test_a_guest_is_used_by_its_name_alone(terminal: Terminal) -> None:
-    *_, location, address = terminal.says('eschedule $Q $IMAGE --name web1 --ssh-key $KEY.pub --wait', READY)
+def test_guest_is_used_by_its_name_alone(terminal: Terminal) -> None:
+    *_, location, address = terminal.run_command(
+        'eschedule $Q $IMAGE --name web1 --ssh-key $KEY.pub --wait', READY_SECONDS
+    )
     host = re.fullmatch(r'eschedule: web1 is on (hv[123])', location)
     assert host, location
-    assert terminal.says(f'eschedule wait web1 --for ready --timeout {READY}', READY)[-1] == address
+    assert (
+        terminal.run_command(f'eschedule wait web1 --for ready --timeout {READY_SECONDS}', READY_SECONDS)[-1] == address
+    )
 
-    heading, listed = terminal.says('eschedule list')
+    heading, listed = terminal.run_command('eschedule list')
     assert heading.split()[:5] == ['INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'HOST']
     assert listed.split()[1:5] == ['web1', 'active', address, host[1]]
-    assert len(terminal.says('eschedule hosts')) == 4
-    assert f'host         {host[1]}' in terminal.says('eschedule show web1')
-    assert f'web1 is on {host[1]}, since' in ' '.join(terminal.says('eschedule why web1'))
-    assert 'boot 1' not in ' '.join(terminal.says('eschedule timeline web1'))
+    assert len(terminal.run_command('eschedule hosts')) == 4
+    assert f'host         {host[1]}' in terminal.run_command('eschedule show web1')
+    assert f'web1 is on {host[1]}, since' in ' '.join(terminal.run_command('eschedule why web1'))
+    assert 'boot 1' not in ' '.join(terminal.run_command('eschedule timeline web1'))
 
-    assert terminal.says('eschedule ssh web1 -i $KEY -- hostname', 120) == ['web1']
-    assert terminal.says('eschedule ssh web1 -i $KEY -- sudo touch /var/kept', 120) == []
+    assert terminal.run_command('eschedule ssh web1 -i $KEY -- hostname', 120) == ['web1']
+    assert terminal.run_command('eschedule ssh web1 -i $KEY -- sudo touch /var/kept', 120) == []
 
-    following = terminal.begin('eschedule log web1 -f -n 2')
-    until(lambda: len(terminal.shown()) > following + 2, 60, 'the last lines of its console')
+    following = terminal.start_command('eschedule log web1 -f -n 2')
+    wait_until(lambda: len(terminal.read_lines()) > following + 2, 60, 'the last lines of its console')
     terminal.press('C-c')
-    code, _ = terminal.end(following)
+    code, _ = terminal.wait_for_command(following)
     assert code == 0
 
-    assert terminal.says('eschedule reboot web1') == [f'eschedule: web1: reboot accepted, {host[1]} carries it out']
-    assert terminal.says(f'eschedule wait web1 --for ready --timeout {READY}', READY) == [address]
-    assert 'boot 2, reboot' in terminal.says('eschedule timeline web1')[0]
-    assert terminal.says('eschedule ssh web1 -i $KEY -- ls /var/kept', 120) == ['/var/kept']
-    assert any('web1: boot 2: reboot' in line for line in terminal.says('eschedule events web1'))
-    assert terminal.says('eschedule events web1 -n 1')[-1].endswith('web1: ready')
+    assert terminal.run_command('eschedule reboot web1') == [
+        f'eschedule: web1: reboot accepted, {host[1]} carries it out'
+    ]
+    assert terminal.run_command(f'eschedule wait web1 --for ready --timeout {READY_SECONDS}', READY_SECONDS) == [
+        address
+    ]
+    assert 'boot 2, reboot' in terminal.run_command('eschedule timeline web1')[0]
+    assert terminal.run_command('eschedule ssh web1 -i $KEY -- ls /var/kept', 120) == ['/var/kept']
+    assert any('web1: boot 2: reboot' in line for line in terminal.run_command('eschedule events web1'))
+    assert terminal.run_command('eschedule events web1 -n 1')[-1].endswith('web1: ready')
 
-    assert terminal.says('eschedule destroy web1 --wait') == [
+    assert terminal.run_command('eschedule destroy web1 --wait') == [
         f'eschedule: web1: destroy accepted, {host[1]} carries it out',
         'eschedule: web1: gone',
     ]
-    assert [line.split() for line in terminal.says('eschedule list')] == [heading.split()]
-    assert terminal.says('elab status --name "$(basename "$PWD")"')[0].split() == ['PLACE', 'ADDRESS', 'STATE']
+    assert [line.split() for line in terminal.run_command('eschedule list')] == [heading.split()]
+    assert terminal.run_command('elab status --name "$(basename "$PWD")"')[0].split() == ['PLACE', 'ADDRESS', 'STATE']
     assert not UUID.search('\n'.join(terminal.typed))

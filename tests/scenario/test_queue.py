@@ -16,265 +16,302 @@ import pytest
 
 from ecomp.model.record import ERROR, GONE, Failure, Record, from_json, to_json
 from tests.kit.commands import Control, Ecompute, write_config
-from tests.kit.hands import Armed, guests, killed_at, lapse, settled
-from tests.kit.invariants import allocations, everything
-from tests.kit.servers import b64, until
-from tests.kit.story import IMAGE, SMALL, addressed, called, known, logs, one_line, place, reached, record
-from tests.kit.tuned import Tuned, tuned
-from tests.scenario.queued import TOY, leaves_it, overheard, queue, waiting
+from tests.kit.hands import ArmedEcompute, check_settled, expire_key, read_guests, wait_killed_at
+from tests.kit.invariants import read_allocations, read_lasting_keys
+from tests.kit.servers import b64, wait_until
+from tests.kit.story import (
+    IMAGE,
+    SMALL_QUERY,
+    assert_one_line,
+    place,
+    read_record,
+    require_record,
+    run_in_process,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import TunedEcompute, make_tuned
+from tests.scenario.queued import TOY, enqueue_request, expect_not_taken, list_waiting, record_placement_calls
 
 # The pull queue: requests wait in the queue of their flavor, and computes take those that they have room for.
 
 
-def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
-    compute = small.ecompute(queues=True)
-    done = small.eschedule('--queue', '--flavor', 'small', IMAGE, '--name', 'web1', '--wait')
+def test_queued_request_is_taken_by_a_compute(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute(queues=True)
+    done = small_cluster.eschedule('--queue', '--flavor', 'small', IMAGE, '--name', 'web1', '--wait')
     instance, address = re.fullmatch(r'QUEUED INSTANCE (\S+)\n(\S+)\n', done.stdout).groups()  # type: ignore[union-attr]
-    assert address == addressed(small, instance)
-    active_record = reached(small, instance, 'active')
+    assert address == wait_address(small_cluster, instance)
+    active_record = wait_state(small_cluster, instance, 'active')
     assert (active_record['compute'], active_record['name'], active_record['image'], active_record['query']) == (
         compute.uuid,
         'web1',
         IMAGE,
-        SMALL,
+        SMALL_QUERY,
     )
     assert {'requested', 'scheduled', 'started'} <= set(active_record['stages'])
-    assert allocations(small) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
-    assert logs(compute, f'took instance {instance} from the queue of flavor small')
-    assert waiting(small) == []
-    settled(small, compute)
+    assert read_allocations(small_cluster) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
+    assert wait_log_lines(compute, f'took instance {instance} from the queue of flavor small')
+    assert list_waiting(small_cluster) == []
+    check_settled(small_cluster, compute)
 
 
-def test_what_waits_is_seen_everywhere(small: Control) -> None:
-    compute = small.ecompute()  # takes nothing from queues
-    instance = queue(small, '--name', 'web1')
-    assert small.eschedule('list').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'queued', '-', '-']
+def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute()  # takes nothing from queues
+    instance = enqueue_request(small_cluster, '--name', 'web1')
+    assert small_cluster.eschedule('list').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'queued', '-', '-']
     for word in (instance, instance[:8], 'web1'):
-        shown = json.loads(small.eschedule('show', word, '-f', 'json').stdout)
-        assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL, json.loads(
-            everything(small)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
-    assert ' queued ' in small.eschedule('timeline', 'web1').stdout
+        shown = json.loads(small_cluster.eschedule('show', word, '-f', 'json').stdout)
+        assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL_QUERY, json.loads(
+            read_lasting_keys(small_cluster)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
+    assert ' queued ' in small_cluster.eschedule('timeline', 'web1').stdout
     # The last line of each; each also reports that no compute takes from queues.
     unserved = 'eschedule: web1 waits in a queue, and no compute takes from queues: `queues: True` in the compute.yaml'
-    query_result = small.eschedule('web1')
+    query_result = small_cluster.eschedule('web1')
     assert (query_result.code, query_result.stdout) == (6, '')
     assert 'no address yet: queued, waiting for: a compute to take it' in query_result.stderr
-    wait_result = small.eschedule('wait', 'web1', '--timeout', '0.2')
+    wait_result = small_cluster.eschedule('wait', 'web1', '--timeout', '0.2')
     assert wait_result.code == 6
     assert wait_result.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
-    for result in (query_result, wait_result, small.eschedule('list'), small.eschedule('audit')):
+    for result in (query_result, wait_result, small_cluster.eschedule('list'), small_cluster.eschedule('audit')):
         assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
-    assert 'waits      it waits in a queue, and no compute takes' in small.eschedule('show', 'web1').stdout
-    doctor = small.eschedule('doctor', '-f', 'json')
+    assert 'waits      it waits in a queue, and no compute takes' in small_cluster.eschedule('show', 'web1').stdout
+    doctor = small_cluster.eschedule('doctor', '-f', 'json')
     assert [finding['cure'] for finding in json.loads(doctor.stdout)['findings'] if finding['check'] == 'queue'] == [
         '`queues: True` in the compute.yaml of one has it do so'
     ]
-    assert small.eschedule('list', '--state', 'active').stderr == ''
-    one_line(small.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
+    assert small_cluster.eschedule('list', '--state', 'active').stderr == ''
+    assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
     # Its name and its uuid are in use.
-    one_line(small.eschedule(SMALL, '--name', 'web1'), 5, f'is the name of instance {instance}')
-    one_line(small.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'is the name of instance')
-    one_line(small.eschedule(SMALL, '--uuid', instance, '--name', 'web1'), 5, 'waits in a queue')
-    assert allocations(small) == {}
-    settled(small, compute)
+    assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--name', 'web1'), 5, f'is the name of instance {instance}')
+    assert_one_line(
+        small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'is the name of instance'
+    )
+    assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--uuid', instance, '--name', 'web1'), 5, 'waits in a queue')
+    assert read_allocations(small_cluster) == {}
+    check_settled(small_cluster, compute)
 
 
-def test_why_it_waits(small: Control) -> None:
-    queued = small.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
+def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
+    queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
         'eschedule: it waits: no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
     )
-    first, no_taker, query = 'web1 waits in the queue of flavor small since 2', 'no compute takes from queues', SMALL
-    lines = small.eschedule('why', 'web1').stdout.splitlines()
+    first, no_taker, query = (
+        'web1 waits in the queue of flavor small since 2',
+        'no compute takes from queues',
+        SMALL_QUERY,
+    )
+    lines = small_cluster.eschedule('why', 'web1').stdout.splitlines()
     assert lines[0].startswith(first)
     assert lines[0].endswith(', and is the next of it')
     assert [lines[1], lines[2][: len(no_taker)], len(lines)] == [f'it asked for {query}', no_taker, 3]
 
-    compute = small.ecompute(queues=True)
-    reached(small, record_of(small, 'web1'), 'active')
-    assert small.eschedule('--count', '3', SMALL).code == 0
-    queued_behind = small.eschedule('--queue', '--flavor', 'small', '--name', 'web2')
+    compute = small_cluster.ecompute(queues=True)
+    wait_state(small_cluster, find_instance(small_cluster, 'web1'), 'active')
+    assert small_cluster.eschedule('--count', '3', SMALL_QUERY).code == 0
+    queued_behind = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web2')
     assert (queued_behind.code, queued_behind.stderr) == (0, '')
-    queue(small, '--name', 'web3')
-    lines = small.eschedule('why', 'web3').stdout.splitlines()
+    enqueue_request(small_cluster, '--name', 'web3')
+    lines = small_cluster.eschedule('why', 'web3').stdout.splitlines()
     assert lines[0].endswith(', behind 1 other')
     host, lack = socket.gethostname(), 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 128 (free 0 of 512)'
     assert lines[1:] == [f'it asked for {query}', f'{host}: {lack}']
-    waits = json.loads(small.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
+    waits = json.loads(small_cluster.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
     lacks = {'compute': compute.uuid, 'host': host, 'lacks': lack}
     assert waits == {
         'flavor': 'small', 'since': waits['since'], 'before': 1, 'taker': None, 'claimed_on': None, 'computes': [lacks],
     }  # fmt: skip
-    assert small.eschedule('destroy', '--wait', 'web1', 'web2', 'web3').code == 0
+    assert small_cluster.eschedule('destroy', '--wait', 'web1', 'web2', 'web3').code == 0
 
 
-def record_of(control: Control, name: str) -> str:
+def find_instance(control: Control, name: str) -> str:
     """Return the uuid of the instance with this name."""
     return str(json.loads(control.eschedule('show', name, '-f', 'json').stdout)['instance'])
 
 
-def test_cancelled(small: Control) -> None:
-    instance = queue(small, '--name', 'web1')
-    done = small.eschedule('destroy', '--wait', 'web1')
+def test_destroy_cancels_a_queued_request(small_cluster: Control) -> None:
+    instance = enqueue_request(small_cluster, '--name', 'web1')
+    done = small_cluster.eschedule('destroy', '--wait', 'web1')
     assert done.code == 0
     assert done.stderr.splitlines() == [
         'eschedule: web1: taken out of its queue, nothing of it was begun', 'eschedule: web1: gone'
     ]  # fmt: skip
-    assert [key for key in everything(small) if key.startswith(('/queues/', '/names/'))] == []
-    assert reached(small, instance, 'gone')['compute'] == ''
-    assert small.eschedule('list', '--all').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'gone', '-', '-']
-    one_line(small.eschedule('destroy', instance), 4, 'gone since')
-    one_line(small.eschedule('--queue', '--flavor', 'small', '--uuid', instance), 5, 'a uuid is never used twice')
-    one_line(small.eschedule(SMALL, '--uuid', instance), 5, 'a uuid is never used twice')
-    compute = small.ecompute(queues=True)
-    settled(small, compute)
+    assert [key for key in read_lasting_keys(small_cluster) if key.startswith(('/queues/', '/names/'))] == []
+    assert wait_state(small_cluster, instance, 'gone')['compute'] == ''
+    assert small_cluster.eschedule('list', '--all').stdout.splitlines()[1].split()[:5] == [
+        instance,
+        'web1',
+        'gone',
+        '-',
+        '-',
+    ]
+    assert_one_line(small_cluster.eschedule('destroy', instance), 4, 'gone since')
+    assert_one_line(
+        small_cluster.eschedule('--queue', '--flavor', 'small', '--uuid', instance), 5, 'a uuid is never used twice'
+    )
+    assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--uuid', instance), 5, 'a uuid is never used twice')
+    compute = small_cluster.ecompute(queues=True)
+    check_settled(small_cluster, compute)
 
 
-def test_the_same_again_changes_nothing(small: Control) -> None:
+def test_repeated_queued_request_changes_nothing(small_cluster: Control) -> None:
     instance = str(uuid.uuid4())
     words = '--queue', '--flavor', 'small', '--uuid', instance, '--name', 'web1'
-    assert small.eschedule(*words).stdout == f'QUEUED INSTANCE {instance}\n'
-    before = small.etcd.get(f'/queues/small/{instance}')
-    second = small.eschedule(*words)
+    assert small_cluster.eschedule(*words).stdout == f'QUEUED INSTANCE {instance}\n'
+    before = small_cluster.etcd.get(f'/queues/small/{instance}')
+    second = small_cluster.eschedule(*words)
     assert second.stdout == f'QUEUED INSTANCE {instance}\n'
-    one_line(second, 0, 'requested before', 'nothing is changed')
-    assert small.etcd.get(f'/queues/small/{instance}') == before
-    assert small.etcd.keys('/requests/') == []
+    assert_one_line(second, 0, 'requested before', 'nothing is changed')
+    assert small_cluster.etcd.get(f'/queues/small/{instance}') == before
+    assert small_cluster.etcd.list_keys('/requests/') == []
     other = '--queue', '--flavor', 'small', '--uuid', instance
-    one_line(small.eschedule(*other, '--name', 'web2'), 5, 'exists, by the name web1')
-    one_line(small.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
-    compute = small.ecompute(queues=True)
-    reached(small, instance, 'active')
-    repeated = small.eschedule(*words)
+    assert_one_line(small_cluster.eschedule(*other, '--name', 'web2'), 5, 'exists, by the name web1')
+    assert_one_line(small_cluster.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
+    compute = small_cluster.ecompute(queues=True)
+    wait_state(small_cluster, instance, 'active')
+    repeated = small_cluster.eschedule(*words)
     assert repeated.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
-    one_line(repeated, 0, f'{instance} was requested before: nothing is changed')
-    (document,) = json.loads(small.eschedule(*words, '-f', 'json').stdout)
+    assert_one_line(repeated, 0, f'{instance} was requested before: nothing is changed')
+    (document,) = json.loads(small_cluster.eschedule(*words, '-f', 'json').stdout)
     assert document == {'instance': instance, 'compute': compute.uuid, 'host': socket.gethostname(), 'name': 'web1'}
-    settled(small, compute)
+    check_settled(small_cluster, compute)
 
 
-def test_user_data_rides_by_its_hash(small: Control) -> None:
-    (small.directory / 'user-data').write_text('#cloud-config\n')
-    compute = small.ecompute(queues=True)
-    instance = queue(small, '--user-data', str(small.directory / 'user-data'))
-    reached(small, instance, 'active')
-    request = json.loads(everything(small)[f'/hosts/{compute.uuid}/{instance}'].value)
-    assert small.etcd.keys('/user-data/') == [f'/user-data/{request["user_data_sha256"]}']
+def test_queued_user_data_is_stored_once_by_its_hash(small_cluster: Control) -> None:
+    (small_cluster.directory / 'user-data').write_text('#cloud-config\n')
+    compute = small_cluster.ecompute(queues=True)
+    instance = enqueue_request(small_cluster, '--user-data', str(small_cluster.directory / 'user-data'))
+    wait_state(small_cluster, instance, 'active')
+    request = json.loads(read_lasting_keys(small_cluster)[f'/hosts/{compute.uuid}/{instance}'].value)
+    assert small_cluster.etcd.list_keys('/user-data/') == [f'/user-data/{request["user_data_sha256"]}']
     assert 'user_data' not in request
-    settled(small, compute)
+    check_settled(small_cluster, compute)
 
 
-def test_what_is_asked_wrongly(small: Control) -> None:
+def test_wrong_queue_options_are_refused(small_cluster: Control) -> None:
     for words, message in {
-        (SMALL,): 'give a --flavor',
-        (SMALL, '--flavor', 'small'): 'takes no query on top',
+        (SMALL_QUERY,): 'give a --flavor',
+        (SMALL_QUERY, '--flavor', 'small'): 'takes no query on top',
         ('--flavor', 'small', '--on', 'hv1'): '--on does not go with --queue',
         ('--flavor', 'small', '--weigh', 'pack'): '--weigh does not go with --queue',
         ('--flavor', 'small', '--count', '2'): '--count does not go with --queue',
         ('--flavor', 'half'): 'flavor half asks for no MEMORY_MB, DISK_GB',
-        ('--flavor', 'here'): f"no compute sees it: eschedule flavor set here '{SMALL}'",
+        ('--flavor', 'here'): f"no compute sees it: eschedule flavor set here '{SMALL_QUERY}'",
     }.items():
-        assert small.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
-        write_config(small.schedule_yaml, small.etcd.endpoint, small.placement.url, flavors={'here': SMALL})
-        one_line(small.eschedule('--queue', *words), 2, message)
-    one_line(small.eschedule('--queue', '--flavor', 'none'), 4, 'none: no such flavor')
-    one_line(small.eschedule('list', '--queue'), 2, '--queue does not go with this form')
-    assert waiting(small) == []
+        assert small_cluster.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
+        write_config(
+            small_cluster.schedule_yaml,
+            small_cluster.etcd.endpoint,
+            small_cluster.placement.url,
+            flavors={'here': SMALL_QUERY},
+        )
+        assert_one_line(small_cluster.eschedule('--queue', *words), 2, message)
+    assert_one_line(small_cluster.eschedule('--queue', '--flavor', 'none'), 4, 'none: no such flavor')
+    assert_one_line(small_cluster.eschedule('list', '--queue'), 2, '--queue does not go with this form')
+    assert list_waiting(small_cluster) == []
 
 
-def test_only_what_fits_is_taken_and_the_oldest_first(small: Control) -> None:
-    assert small.eschedule('flavor', 'set', 'large', SMALL.replace('VCPU:1', 'VCPU:3')).code == 0
-    assert small.eschedule('flavor', 'set', 'fast', f'{SMALL}&required=CUSTOM_NEVER').code == 0
-    never = queue(small, '--flavor', 'fast')
-    large, another = queue(small, '--flavor', 'large'), queue(small, '--flavor', 'large')
-    small_ones = [queue(small), queue(small)]
-    compute = small.ecompute(queues=True)  # with room for four
-    reached(small, large, 'active')
-    reached(small, small_ones[0], 'active')
-    assert set(waiting(small)) == {never, another, small_ones[1]}
+def test_oldest_fitting_request_is_taken_first(small_cluster: Control) -> None:
+    assert small_cluster.eschedule('flavor', 'set', 'large', SMALL_QUERY.replace('VCPU:1', 'VCPU:3')).code == 0
+    assert small_cluster.eschedule('flavor', 'set', 'fast', f'{SMALL_QUERY}&required=CUSTOM_NEVER').code == 0
+    never = enqueue_request(small_cluster, '--flavor', 'fast')
+    large, another = (
+        enqueue_request(small_cluster, '--flavor', 'large'),
+        enqueue_request(small_cluster, '--flavor', 'large'),
+    )
+    small_ones = [enqueue_request(small_cluster), enqueue_request(small_cluster)]
+    compute = small_cluster.ecompute(queues=True)  # with room for four
+    wait_state(small_cluster, large, 'active')
+    wait_state(small_cluster, small_ones[0], 'active')
+    assert set(list_waiting(small_cluster)) == {never, another, small_ones[1]}
     # A removed instance makes room for the oldest request that fits.
-    assert small.eschedule('destroy', '--wait', large).code == 0
-    reached(small, another, 'active')
-    assert set(waiting(small)) == {never, small_ones[1]}
-    other = small.ecompute(queues=True)
-    reached(small, small_ones[1], 'active')
-    assert waiting(small) == [never]
-    assert small.eschedule('destroy', never).code == 0
-    settled(small, compute, other)
+    assert small_cluster.eschedule('destroy', '--wait', large).code == 0
+    wait_state(small_cluster, another, 'active')
+    assert set(list_waiting(small_cluster)) == {never, small_ones[1]}
+    other = small_cluster.ecompute(queues=True)
+    wait_state(small_cluster, small_ones[1], 'active')
+    assert list_waiting(small_cluster) == [never]
+    assert small_cluster.eschedule('destroy', never).code == 0
+    check_settled(small_cluster, compute, other)
 
 
-def test_one_that_placement_refuses_holds_up_no_other(small: Control) -> None:
+def test_request_that_placement_refuses_does_not_block_others(small_cluster: Control) -> None:
     """Its project's id is longer than placement allows: another client wrote it."""
     poison = str(uuid.uuid4())
     value = {
-        **{'version': 1, 'instance': poison, 'flavor': 'small', 'query': SMALL, 'image': IMAGE},
+        **{'version': 1, 'instance': poison, 'flavor': 'small', 'query': SMALL_QUERY, 'image': IMAGE},
         **{'user_id': 'u', 'project_id': 'p' * 300, 'stages': {'requested': '2026-11-21T08:00:00.000Z'}},
     }
-    small.etcd.put(f'/queues/small/{poison}', json.dumps(value))
-    valid = [queue(small) for _ in range(3)]
-    compute = small.ecompute(queues=True)
+    small_cluster.etcd.put(f'/queues/small/{poison}', json.dumps(value))
+    valid = [enqueue_request(small_cluster) for _ in range(3)]
+    compute = small_cluster.ecompute(queues=True)
     for instance in valid:
-        reached(small, instance, 'active')
-    assert 'placement refuses its claim' in reached(small, poison, 'error')['error']['reason']
-    one_line(small.eschedule(poison), 1, 'placement refuses its claim')
-    assert logs(compute, ' ERROR ', poison, 'placement refuses its claim')
-    assert small.eschedule('destroy', poison).code == 0
-    settled(small, compute)
+        wait_state(small_cluster, instance, 'active')
+    assert 'placement refuses its claim' in wait_state(small_cluster, poison, 'error')['error']['reason']
+    assert_one_line(small_cluster.eschedule(poison), 1, 'placement refuses its claim')
+    assert wait_log_lines(compute, ' ERROR ', poison, 'placement refuses its claim')
+    assert small_cluster.eschedule('destroy', poison).code == 0
+    check_settled(small_cluster, compute)
 
 
-def test_placed_and_taken_side_by_side(small: Control) -> None:
-    compute = small.ecompute(queues=True)
-    placed_first = [place(small)[1] for _ in range(3)]
-    taken_first, waiting_one = queue(small), queue(small)
-    reached(small, taken_first, 'active')
-    assert waiting(small) == [waiting_one]
-    assert small.eschedule('destroy', placed_first[0]).code == 0
-    reached(small, waiting_one, 'active')
-    settled(small, compute)
+def test_placed_and_queued_instances_share_a_compute(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute(queues=True)
+    placed_first = [place(small_cluster)[1] for _ in range(3)]
+    taken_first, waiting_one = enqueue_request(small_cluster), enqueue_request(small_cluster)
+    wait_state(small_cluster, taken_first, 'active')
+    assert list_waiting(small_cluster) == [waiting_one]
+    assert small_cluster.eschedule('destroy', placed_first[0]).code == 0
+    wait_state(small_cluster, waiting_one, 'active')
+    check_settled(small_cluster, compute)
 
 
-def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
+def test_disabled_compute_takes_nothing(small_cluster: Control) -> None:
     """The disable counts even just after a check of the traits; enabled, it takes again."""
-    with overheard(small) as (placement, requested_paths):
+    with record_placement_calls(small_cluster) as (placement, requested_paths):
         # The compute checks again within 20 s; the test shortens that.
-        compute = tuned(small, TOY, numbers={'queue.BELIEVED': 2}, placement=placement, queues=True)
-        addressed(small, queue(small))  # so it has just checked its traits and knows that it has room
-        assert called(small, 'host', 'disable', compute.uuid).code == 0
+        compute = make_tuned(
+            small_cluster, TOY, numbers={'queue.MAX_ROOM_AGE_SECONDS': 2}, placement=placement, queues=True
+        )
+        wait_address(
+            small_cluster, enqueue_request(small_cluster)
+        )  # so it has just checked its traits and knows that it has room
+        assert run_in_process(small_cluster, 'host', 'disable', compute.uuid).code == 0
         requested_paths.clear()
-        instance = queue(small)
-        leaves_it(small, requested_paths, compute, instance)
-        other = small.ecompute(queues=True)
-        assert reached(small, instance, 'active')['compute'] == other.uuid
+        instance = enqueue_request(small_cluster)
+        expect_not_taken(small_cluster, requested_paths, compute, instance)
+        other = small_cluster.ecompute(queues=True)
+        assert wait_state(small_cluster, instance, 'active')['compute'] == other.uuid
         other.stop()
-        assert called(small, 'host', 'enable', compute.uuid).code == 0
-        next_request = queue(small)
-        until(lambda: waiting(small) == [], 40, 'it has looked again, and takes it')
-        assert reached(small, next_request, 'active')['compute'] == compute.uuid
+        assert run_in_process(small_cluster, 'host', 'enable', compute.uuid).code == 0
+        next_request = enqueue_request(small_cluster)
+        wait_until(lambda: list_waiting(small_cluster) == [], 40, 'it has looked again, and takes it')
+        assert wait_state(small_cluster, next_request, 'active')['compute'] == compute.uuid
         other.start()
-        settled(small, compute, other)
+        check_settled(small_cluster, compute, other)
 
 
 # A queued request whose uuid was used before, as another client may write it: it is refused or destroyed.
 
 
-SHARED = ('/names/web1', '/groups/web', '/quotas/shop')
-WORDS = ('--project', 'shop', '--name', 'web1', '--group', 'web', '--policy', 'affinity')
+SHARED_KEYS = ('/names/web1', '/groups/web', '/quotas/shop')
+SHARED_OPTIONS = ('--project', 'shop', '--name', 'web1', '--group', 'web', '--policy', 'affinity')
 
 
-def used(control: Control) -> int:
+def read_used_instances(control: Control) -> int:
     """Return the number of instances that the quota counts."""
-    shown = called(control, 'quota', 'show', 'shop', '-f', 'json')
+    shown = run_in_process(control, 'quota', 'show', 'shop', '-f', 'json')
     return int(json.loads(shown.stdout)['used'].get('instances', 0))
 
 
-def with_past(control: Control, compute: str, state: str) -> tuple[str, Record]:
+def queue_with_record(control: Control, compute: str, state: str) -> tuple[str, Record]:
     """Queue a request with a name, a group and a quota, whose uuid has a record on the compute.
 
     Returns the instance and that record.
     """
-    assert called(control, 'quota', 'set', 'shop', 'instances=5').code == 0
-    instance = queue(control, *WORDS)
+    assert run_in_process(control, 'quota', 'set', 'shop', 'instances=5').code == 0
+    instance = enqueue_request(control, *SHARED_OPTIONS)
     past = Record(instance, compute, state, resources={'VCPU': 1}, user_id='u', project_id='shop')
     past = past if state == GONE else replace(past, error=Failure('image', 'not found', 'nothing is left'))
     key = f'/instances/{compute or "none"}/{instance}'
@@ -282,122 +319,139 @@ def with_past(control: Control, compute: str, state: str) -> tuple[str, Record]:
     return instance, past
 
 
-def shares_nothing(control: Control) -> bool:
-    return used(control) == 0 and not {'/names/web1', '/groups/web'} & everything(control).keys()
+def has_no_shared_keys(control: Control) -> bool:
+    return read_used_instances(control) == 0 and not {'/names/web1', '/groups/web'} & read_lasting_keys(control).keys()
 
 
 @pytest.fixture
-def compute(small: Control) -> Ecompute:
-    return small.ecompute(queues=True)
+def compute(small_cluster: Control) -> Ecompute:
+    return small_cluster.ecompute(queues=True)
 
 
 @pytest.mark.parametrize('state', [GONE, ERROR])
-def test_a_uuid_that_was_used_on_the_compute_is_refused(small: Control, compute: Ecompute, state: str) -> None:
+def test_queued_uuid_with_a_record_on_the_compute_is_refused(
+    small_cluster: Control, compute: Ecompute, state: str
+) -> None:
     compute.pause()
-    instance, past = with_past(small, compute.uuid, state)
+    instance, past = queue_with_record(small_cluster, compute.uuid, state)
     compute.resume()
-    until(lambda: waiting(small) == [], 20, 'it is refused')
-    assert logs(compute, ' ERROR ', instance, 'Fix: use another uuid')
-    assert shares_nothing(small)
-    assert allocations(small) == {}
-    after = everything(small)[f'/instances/{compute.uuid}/{instance}']
+    wait_until(lambda: list_waiting(small_cluster) == [], 20, 'it is refused')
+    assert wait_log_lines(compute, ' ERROR ', instance, 'Fix: use another uuid')
+    assert has_no_shared_keys(small_cluster)
+    assert read_allocations(small_cluster) == {}
+    after = read_lasting_keys(small_cluster)[f'/instances/{compute.uuid}/{instance}']
     last_record = from_json(after.value)
     assert (last_record.state, last_record.error, after.lease > 0) == (state, past.error, True)
     assert 'Fix: use another uuid' in (last_record.fault or '')
-    assert 'Fix: use another uuid' in called(small, 'show', instance).stdout
-    reached(small, queue(small), 'active')
-    settled(small, compute)
+    assert 'Fix: use another uuid' in run_in_process(small_cluster, 'show', instance).stdout
+    wait_state(small_cluster, enqueue_request(small_cluster), 'active')
+    check_settled(small_cluster, compute)
 
 
-def test_a_uuid_that_lives_on_the_compute_is_taken_out_of_the_queue_alone(small: Control, compute: Ecompute) -> None:
-    assert called(small, 'quota', 'set', 'shop', 'instances=5').code == 0
-    _, instance = place(small, SMALL.replace('VCPU:1', 'VCPU:2'), *WORDS)
-    reached(small, instance, 'active')
+def test_queued_uuid_of_an_active_instance_leaves_only_the_queue(small_cluster: Control, compute: Ecompute) -> None:
+    assert run_in_process(small_cluster, 'quota', 'set', 'shop', 'instances=5').code == 0
+    _, instance = place(small_cluster, SMALL_QUERY.replace('VCPU:1', 'VCPU:2'), *SHARED_OPTIONS)
+    wait_state(small_cluster, instance, 'active')
     compute.pause()
-    shared = [small.etcd.get(key) for key in SHARED]
-    other = queue(small)
-    value = json.loads(small.etcd.get(f'/queues/small/{other}') or '')
-    small.etcd.put(f'/queues/small/{instance}', json.dumps({**value, 'instance': instance, 'project_id': 'shop'}))
+    shared = [small_cluster.etcd.get(key) for key in SHARED_KEYS]
+    other = enqueue_request(small_cluster)
+    value = json.loads(small_cluster.etcd.get(f'/queues/small/{other}') or '')
+    small_cluster.etcd.put(
+        f'/queues/small/{instance}', json.dumps({**value, 'instance': instance, 'project_id': 'shop'})
+    )
     compute.resume()
-    until(lambda: waiting(small) == [], 20, 'it is refused')
-    assert logs(compute, ' ERROR ', instance, 'Fix: use another uuid')
-    assert [small.etcd.get(key) for key in SHARED] == shared
-    assert allocations(small)[instance] == {compute.uuid: {'VCPU': 2, 'DISK_GB': 1, 'MEMORY_MB': 128}}
-    reached(small, instance, 'active')
-    settled(small, compute)
+    wait_until(lambda: list_waiting(small_cluster) == [], 20, 'it is refused')
+    assert wait_log_lines(compute, ' ERROR ', instance, 'Fix: use another uuid')
+    assert [small_cluster.etcd.get(key) for key in SHARED_KEYS] == shared
+    assert read_allocations(small_cluster)[instance] == {compute.uuid: {'VCPU': 2, 'DISK_GB': 1, 'MEMORY_MB': 128}}
+    wait_state(small_cluster, instance, 'active')
+    check_settled(small_cluster, compute)
 
 
 @pytest.mark.parametrize(('where', 'state'), [('a compute', GONE), ('a compute', ERROR), ('', GONE)])
-def test_a_destroy_takes_it_out_of_its_queue(small: Control, where: str, state: str) -> None:
-    instance, past = with_past(small, where and small.ecompute().uuid, state)
-    key = small.etcd.record_key(instance)
-    one_line(called(small, 'destroy', instance), 0, instance, 'taken out of its queue')
-    assert waiting(small) == []
-    assert shares_nothing(small)
-    assert small.etcd.get(key) == to_json(past).encode()
+def test_destroy_of_a_queued_uuid_with_a_record(small_cluster: Control, where: str, state: str) -> None:
+    instance, past = queue_with_record(small_cluster, where and small_cluster.ecompute().uuid, state)
+    key = small_cluster.etcd.find_record_key(instance)
+    assert_one_line(run_in_process(small_cluster, 'destroy', instance), 0, instance, 'taken out of its queue')
+    assert list_waiting(small_cluster) == []
+    assert has_no_shared_keys(small_cluster)
+    assert small_cluster.etcd.get(key) == to_json(past).encode()
     if state == GONE:
-        one_line(called(small, 'destroy', instance), 4, instance, 'gone')
+        assert_one_line(run_in_process(small_cluster, 'destroy', instance), 4, instance, 'gone')
 
 
 # The pull queue with stale taker keys, malformed values, and changes during a take.
 
 
 # Seconds for which a compute of these tests trusts its own room and traits.
-SHORTLY = 0.5
+TRUST_SECONDS = 0.5
 
 
-def test_a_mark_that_nobody_is_behind_any_more(small: Control) -> None:
-    instance = queue(small)
+def test_request_with_a_stale_taker_key_is_taken_later(small_cluster: Control) -> None:
+    instance = enqueue_request(small_cluster)
     taker_key = json.dumps({'version': 1, 'compute': str(uuid.uuid4())})
-    lease = small.etcd.call('lease/grant', {'TTL': 3600})['ID']
+    lease = small_cluster.etcd.call('lease/grant', {'TTL': 3600})['ID']
     key = f'/queues/small/{instance}/taker'
-    small.etcd.call('kv/put', {'key': b64(key), 'value': b64(taker_key), 'lease': lease})
-    compute = small.ecompute(queues=True)
-    later = queue(small)
-    reached(small, later, 'active')
-    assert record(small, instance) is None
-    lapse(small, key)
-    reached(small, instance, 'active')
-    settled(small, compute)
+    small_cluster.etcd.call('kv/put', {'key': b64(key), 'value': b64(taker_key), 'lease': lease})
+    compute = small_cluster.ecompute(queues=True)
+    later = enqueue_request(small_cluster)
+    wait_state(small_cluster, later, 'active')
+    assert read_record(small_cluster, instance) is None
+    expire_key(small_cluster, key)
+    wait_state(small_cluster, instance, 'active')
+    check_settled(small_cluster, compute)
 
 
-def test_what_cannot_be_understood_waits_and_harms_nobody(small: Control) -> None:
+def test_malformed_queued_requests_block_no_other(small_cluster: Control) -> None:
     names = [str(uuid.uuid4()) for _ in range(3)]
-    small.etcd.put(f'/queues/small/{names[0]}', 'no request')
-    small.etcd.put(f'/queues/small/{names[1]}', json.dumps({'version': 99}))
-    small.etcd.put(f'/queues/none/{names[2]}', json.dumps({'version': 1, 'instance': names[2], 'flavor': 'small'}))
-    small.etcd.put('/queues/small/not-a-uuid', '{}')
-    compute = small.ecompute(queues=True)
-    reached(small, queue(small), 'active')
-    listed = small.eschedule('list')
+    small_cluster.etcd.put(f'/queues/small/{names[0]}', 'no request')
+    small_cluster.etcd.put(f'/queues/small/{names[1]}', json.dumps({'version': 99}))
+    small_cluster.etcd.put(
+        f'/queues/none/{names[2]}', json.dumps({'version': 1, 'instance': names[2], 'flavor': 'small'})
+    )
+    small_cluster.etcd.put('/queues/small/not-a-uuid', '{}')
+    compute = small_cluster.ecompute(queues=True)
+    wait_state(small_cluster, enqueue_request(small_cluster), 'active')
+    listed = small_cluster.eschedule('list')
     assert listed.code == 0
     assert sum(' queued ' in line for line in listed.stdout.splitlines()) == 3
-    assert 'nobody takes it: not JSON' in small.eschedule('show', names[0]).stdout
+    assert 'nobody takes it: not JSON' in small_cluster.eschedule('show', names[0]).stdout
     for name in names:
-        assert small.eschedule('destroy', name).code == 0
-    small.etcd.delete('/queues/small/not-a-uuid')
-    until(lambda: small.etcd.keys('/queues/') == [], 10, 'all of them are gone')
-    settled(small, compute)
+        assert small_cluster.eschedule('destroy', name).code == 0
+    small_cluster.etcd.delete('/queues/small/not-a-uuid')
+    wait_until(lambda: small_cluster.etcd.list_keys('/queues/') == [], 10, 'all of them are gone')
+    check_settled(small_cluster, compute)
 
 
-def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
-    assert called(small, 'quota', 'set', 'shop', 'instances=4').code == 0
+def test_queued_requests_obey_groups_and_quotas(small_cluster: Control) -> None:
+    assert run_in_process(small_cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
     words = ('--project', 'shop', '--group', 'web', '--policy', 'anti-affinity')
-    instances = [queue(small, *words) for _ in range(3)]
+    instances = [enqueue_request(small_cluster, *words) for _ in range(3)]
     # A request counts from the moment it waits, and the first member defines the group even before it is placed.
-    assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
-    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web', '--soft'), 5, 'strict anti-affinity')
-    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet')
-    queue(small, '--project', 'shop')
-    refused = called(small, '--queue', '--flavor', 'small', '--project', 'shop')
+    assert (
+        json.loads(run_in_process(small_cluster, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances']
+        == 3
+    )
+    assert_one_line(
+        run_in_process(small_cluster, '--queue', '--flavor', 'small', '--group', 'web', '--soft'),
+        5,
+        'strict anti-affinity',
+    )
+    assert_one_line(
+        run_in_process(small_cluster, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet'
+    )
+    enqueue_request(small_cluster, '--project', 'shop')
+    refused = run_in_process(small_cluster, '--queue', '--flavor', 'small', '--project', 'shop')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1' in refused.stderr
-    first_compute, second_compute = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
-    allocated = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
+    first_compute, second_compute = small_cluster.ecompute(TOY, queues=True), small_cluster.ecompute(TOY, queues=True)
+    allocated = wait_until(
+        lambda: len(list_waiting(small_cluster)) == 1 and read_allocations(small_cluster), 30, 'all but one are taken'
+    )
     assert allocated
-    (waiting_one,) = waiting(small)
+    (waiting_one,) = list_waiting(small_cluster)
     assert waiting_one in instances
-    group_members = json.loads(called(small, 'group', 'show', 'web', '-f', 'json').stdout)['members']
+    group_members = json.loads(run_in_process(small_cluster, 'group', 'show', 'web', '-f', 'json').stdout)['members']
     compute_of = {member['instance']: member['compute'] for member in group_members}
     assert {compute_of[instance] for instance in instances if instance != waiting_one} == {
         first_compute.uuid,
@@ -406,115 +460,124 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     assert compute_of[waiting_one] is None
     # The end of one member lets the next be taken; a cancelled request leaves group and quota.
     first = next(instance for instance in instances if instance != waiting_one)
-    assert called(small, 'destroy', '--wait', first).code == 0
-    until(lambda: waiting(small) == [], 30, 'the last one is taken')
-    addressed(small, waiting_one)
-    last = queue(small, '--project', 'shop', '--group', 'web')
-    assert called(small, 'destroy', last).code == 0
-    assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
-    assert last not in called(small, 'group', 'show', 'web').stdout
-    assert 'took it by itself' in called(small, 'why', waiting_one).stdout
-    settled(small, first_compute, second_compute)
+    assert run_in_process(small_cluster, 'destroy', '--wait', first).code == 0
+    wait_until(lambda: list_waiting(small_cluster) == [], 30, 'the last one is taken')
+    wait_address(small_cluster, waiting_one)
+    last = enqueue_request(small_cluster, '--project', 'shop', '--group', 'web')
+    assert run_in_process(small_cluster, 'destroy', last).code == 0
+    assert (
+        json.loads(run_in_process(small_cluster, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances']
+        == 3
+    )
+    assert last not in run_in_process(small_cluster, 'group', 'show', 'web').stdout
+    assert 'took it by itself' in run_in_process(small_cluster, 'why', waiting_one).stdout
+    check_settled(small_cluster, first_compute, second_compute)
 
 
 @pytest.mark.unaudited('the audit finds the key that is planted here')
-def test_a_group_that_cannot_be_understood_holds_up_nobody_else(small: Control) -> None:
-    blocked = queue(small, '--group', 'web', '--policy', 'affinity')
-    small.etcd.put('/groups/web', '{"version": 99}')
-    other = queue(small)
-    small.ecompute(queues=True)
-    addressed(small, other)
-    assert waiting(small) == [blocked]
-    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web'), 1, '/groups/web', 'etcdctl del')
-    audit_result = called(small, 'audit')
+def test_malformed_group_blocks_only_its_members(small_cluster: Control) -> None:
+    blocked = enqueue_request(small_cluster, '--group', 'web', '--policy', 'affinity')
+    small_cluster.etcd.put('/groups/web', '{"version": 99}')
+    other = enqueue_request(small_cluster)
+    small_cluster.ecompute(queues=True)
+    wait_address(small_cluster, other)
+    assert list_waiting(small_cluster) == [blocked]
+    assert_one_line(
+        run_in_process(small_cluster, '--queue', '--flavor', 'small', '--group', 'web'), 1, '/groups/web', 'etcdctl del'
+    )
+    audit_result = run_in_process(small_cluster, 'audit')
     assert (audit_result.code, audit_result.stdout.count('group-unreadable')) == (8, 1), audit_result
     # After the printed cure the request is taken.
-    small.etcd.delete('/groups/web')
-    addressed(small, blocked)
-    assert blocked in called(small, 'group', 'show', 'web').stdout
+    small_cluster.etcd.delete('/groups/web')
+    wait_address(small_cluster, blocked)
+    assert blocked in run_in_process(small_cluster, 'group', 'show', 'web').stdout
 
 
 @pytest.mark.unaudited('the audit finds those that wait in vain')
-def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
-    compute = small.ecompute(queues=True)
+def test_requests_of_removed_flavors_block_no_other(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute(queues=True)
     for _ in range(3):  # a fuller compute waits longer before it takes
-        addressed(small, place(small)[1])
+        wait_address(small_cluster, place(small_cluster)[1])
     flavors = [f'old-{number}' for number in range(20)]
     compute.pause()  # so that it finds all of them without their flavors
     for flavor in flavors:
-        assert called(small, 'flavor', 'set', flavor, SMALL).code == 0
-        queue(small, '--flavor', flavor)
+        assert run_in_process(small_cluster, 'flavor', 'set', flavor, SMALL_QUERY).code == 0
+        enqueue_request(small_cluster, '--flavor', flavor)
         words = 'nobody takes what still waits in its queue (1): set it again, or destroy those'
-        one_line(called(small, 'flavor', 'delete', flavor), 0, f'flavor {flavor}: removed', words)
-    valid = queue(small)
+        assert_one_line(
+            run_in_process(small_cluster, 'flavor', 'delete', flavor), 0, f'flavor {flavor}: removed', words
+        )
+    valid = enqueue_request(small_cluster)
     compute.resume()
-    reached(small, valid, 'active')
-    assert len(waiting(small)) == len(flavors)
-    audit_result = called(small, 'audit')
+    wait_state(small_cluster, valid, 'active')
+    assert len(list_waiting(small_cluster)) == len(flavors)
+    audit_result = run_in_process(small_cluster, 'audit')
     assert (audit_result.code, audit_result.stdout.count('queued-flavorless')) == (8, len(flavors)), audit_result
     # With its flavor set again, the oldest of them is taken as soon as there is room.
-    assert called(small, 'destroy', '--wait', valid).code == 0
-    last = waiting(small)
-    assert called(small, 'flavor', 'set', flavors[0], SMALL).code == 0
-    until(lambda: len(waiting(small)) < len(last), 20, 'one is taken')
-    (taken_instance,) = set(last) - set(waiting(small))
-    addressed(small, taken_instance)
+    assert run_in_process(small_cluster, 'destroy', '--wait', valid).code == 0
+    last = list_waiting(small_cluster)
+    assert run_in_process(small_cluster, 'flavor', 'set', flavors[0], SMALL_QUERY).code == 0
+    wait_until(lambda: len(list_waiting(small_cluster)) < len(last), 20, 'one is taken')
+    (taken_instance,) = set(last) - set(list_waiting(small_cluster))
+    wait_address(small_cluster, taken_instance)
 
 
-def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
+def test_one_request_makes_one_compute_query_placement(small_cluster: Control) -> None:
     """Otherwise a thousand waiting computes would each query placement for one request."""
-    with overheard(small) as (placement, requested_paths):
-        computes = [tuned(small, TOY, placement=placement, queues=True) for _ in range(6)]
+    with record_placement_calls(small_cluster) as (placement, requested_paths):
+        computes = [make_tuned(small_cluster, TOY, placement=placement, queues=True) for _ in range(6)]
         trait_paths = {f'/resource_providers/{taker.uuid}/traits' for taker in computes}
         requested_paths.clear()
-        instance = queue(small)
-        addressed(small, instance)
-        active_record = known(small, instance)
+        instance = enqueue_request(small_cluster)
+        wait_address(small_cluster, instance)
+        active_record = require_record(small_cluster, instance)
         assert set(requested_paths) & trait_paths == {f'/resource_providers/{active_record["compute"]}/traits'}
-        settled(small, *computes)
+        check_settled(small_cluster, *computes)
 
 
-def test_what_placement_says_by_now_counts(small: Control) -> None:
+def test_take_checks_the_current_traits(small_cluster: Control) -> None:
     """A compute that was disabled unseen notices before it takes, and another one takes."""
-    with overheard(small) as (placement, requested_paths):
-        disabled_compute = tuned(small, TOY, numbers={'queue.BELIEVED': SHORTLY}, placement=placement, queues=True)
-        addressed(small, queue(small))  # it has read its traits
-        time.sleep(2 * SHORTLY)  # until it no longer trusts them
+    with record_placement_calls(small_cluster) as (placement, requested_paths):
+        disabled_compute = make_tuned(
+            small_cluster, TOY, numbers={'queue.MAX_ROOM_AGE_SECONDS': TRUST_SECONDS}, placement=placement, queues=True
+        )
+        wait_address(small_cluster, enqueue_request(small_cluster))  # it has read its traits
+        time.sleep(2 * TRUST_SECONDS)  # until it no longer trusts them
         trait = f'/resource_providers/{disabled_compute.uuid}/traits'
-        current = small.placement.call('GET', trait)
+        current = small_cluster.placement.call('GET', trait)
         generation = current['resource_provider_generation']
         body = {'traits': ['COMPUTE_STATUS_DISABLED', *current['traits']], 'resource_provider_generation': generation}
-        small.placement.call('PUT', trait, body)
+        small_cluster.placement.call('PUT', trait, body)
         requested_paths.clear()
-        instance = queue(small)
-        leaves_it(small, requested_paths, disabled_compute, instance)
-        other = small.ecompute(TOY, queues=True)
-        addressed(small, instance)
-        active_record = known(small, instance)
+        instance = enqueue_request(small_cluster)
+        expect_not_taken(small_cluster, requested_paths, disabled_compute, instance)
+        other = small_cluster.ecompute(TOY, queues=True)
+        wait_address(small_cluster, instance)
+        active_record = require_record(small_cluster, instance)
         assert active_record['compute'] == other.uuid
-        settled(small, disabled_compute, other)
+        check_settled(small_cluster, disabled_compute, other)
 
 
 # Many requests in a queue, and many computes that take them, half of which are killed while they do.
 
 
-ROOM = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
-STEPS = 'marked', 'taken', 'moved'
-LONG = 600.0
+INVENTORY = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
+FAILPOINTS = 'marked', 'taken', 'moved'
+LONG_SECONDS = 600.0
 
-FEW = pytest.param(4, 32, id='few')
-MANY = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+SMALL_LOAD = pytest.param(4, 32, id='few')
+LARGE_LOAD = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
-def computes(control: Control, count: int) -> list[Tuned]:
+def make_computes(control: Control, count: int) -> list[TunedEcompute]:
     """Make computes that take from queues, without starting them."""
-    return [tuned(control, ROOM, start=False, queues=True) for _ in range(count)]
+    return [make_tuned(control, INVENTORY, start=False, queues=True) for _ in range(count)]
 
 
-def start(made: Sequence[Armed]) -> None:
+def start_computes(computes: Sequence[ArmedEcompute]) -> None:
     """Start the computes, four at a time."""
-    for first in range(0, len(made), 4):
-        batch = made[first : first + 4]
+    for first in range(0, len(computes), 4):
+        batch = computes[first : first + 4]
         # No threads here: a process that a thread starts would end together with the thread.
         for taker in batch:
             taker.launch()
@@ -522,15 +585,15 @@ def start(made: Sequence[Armed]) -> None:
             taker.wait_ready()
 
 
-def enqueue(control: Control, count: int) -> set[str]:
+def enqueue_requests(control: Control, count: int) -> set[str]:
     """Queue this many requests; return their uuids."""
-    return {queue(control) for _ in range(count)}
+    return {enqueue_request(control) for _ in range(count)}
 
 
-def states(control: Control) -> dict[str, str]:
+def read_states(control: Control) -> dict[str, str]:
     """Return the state of each instance in etcd; settled() checks that none is in two places."""
     queued, scheduled, recorded = {}, {}, {}
-    for key, stored in everything(control).items():
+    for key, stored in read_lasting_keys(control).items():
         family, name = key.split('/')[1], key.rsplit('/', 1)[1]
         if family == 'instances':
             recorded[name] = json.loads(stored.value)['state']
@@ -541,73 +604,84 @@ def states(control: Control) -> dict[str, str]:
     return queued | scheduled | recorded
 
 
-def balance(control: Control, made: Sequence[Armed]) -> float:
+def measure_imbalance(control: Control, computes: Sequence[ArmedEcompute]) -> float:
     """Return the difference between the largest and the smallest share of used VCPU."""
-    used = Counter(provider for held in allocations(control).values() for provider in held)
-    shares = [used[taker.uuid] / 16 for taker in made]
+    used = Counter(provider for held in read_allocations(control).values() for provider in held)
+    shares = [used[taker.uuid] / 16 for taker in computes]
     return max(shares) - min(shares)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
-def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: int, requests: int) -> None:
-    all_computes = computes(small, count)
+@pytest.mark.parametrize(('count', 'requests'), [SMALL_LOAD, LARGE_LOAD])
+def test_requests_are_taken_though_half_the_computes_are_killed(
+    small_cluster: Control, count: int, requests: int
+) -> None:
+    all_computes = make_computes(small_cluster, count)
     dying = all_computes[: count // 2]
     for number, victim in enumerate(dying):
-        victim.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
-    start(all_computes)
-    instances = enqueue(small, requests)
+        victim.failpoint = f'{FAILPOINTS[number % len(FAILPOINTS)]}:kill'
+    start_computes(all_computes)
+    instances = enqueue_requests(small_cluster, requests)
     for victim in dying:
-        killed_at(victim, victim.failpoint.removesuffix(':kill'), LONG)
+        wait_killed_at(victim, victim.failpoint.removesuffix(':kill'), LONG_SECONDS)
         victim.failpoint = ''
-    start(dying)
-    until(lambda: set(states(small).values()) == {'active'}, LONG, 'all are active')
-    assert states(small).keys() == instances
-    held = allocations(small)
+    start_computes(dying)
+    wait_until(lambda: set(read_states(small_cluster).values()) == {'active'}, LONG_SECONDS, 'all are active')
+    assert read_states(small_cluster).keys() == instances
+    held = read_allocations(small_cluster)
     assert held.keys() == instances
     assert all(len(providers) == 1 for providers in held.values())
-    settled(small, *all_computes)
-    all_guests = [instance for taker in all_computes for instance in guests(taker)]
+    check_settled(small_cluster, *all_computes)
+    all_guests = [instance for taker in all_computes for instance in read_guests(taker)]
     assert sorted(all_guests) == sorted(instances), 'each has one guest, on one compute'
 
 
-def test_an_idle_one_takes_before_one_that_is_nearly_full(small: Control) -> None:
-    both_computes = computes(small, 2)
-    start(both_computes)
+def test_idle_compute_takes_before_a_nearly_full_one(small_cluster: Control) -> None:
+    both_computes = make_computes(small_cluster, 2)
+    start_computes(both_computes)
     full, idle = both_computes
-    done = called(small, SMALL, '--count', '15', '--on', full.uuid)
+    done = run_in_process(small_cluster, SMALL_QUERY, '--count', '15', '--on', full.uuid)
     assert done.code == 0, done
     # One after the other, so that both can take each; the full one waits nearly 0.2 s longer.
     for _ in range(4):
-        (instance,) = enqueue(small, 1)
-        assert reached(small, instance, 'active')['compute'] == idle.uuid
-    settled(small, *both_computes)
+        (instance,) = enqueue_requests(small_cluster, 1)
+        assert wait_state(small_cluster, instance, 'active')['compute'] == idle.uuid
+    check_settled(small_cluster, *both_computes)
 
 
 # The final balance depends on waits of a few ms, which a busy machine does not keep.
 @pytest.mark.slow
-@pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
-def test_the_idlest_take_first(small: Control, count: int, requests: int) -> None:
+@pytest.mark.parametrize(('count', 'requests'), [SMALL_LOAD, LARGE_LOAD])
+def test_queue_balances_like_spread(small_cluster: Control, count: int, requests: int) -> None:
     """The pull queue must balance about as well as eschedule's own spread under the same load."""
-    all_computes = computes(small, count)
-    start(all_computes)
+    all_computes = make_computes(small_cluster, count)
+    start_computes(all_computes)
     for _ in range(requests):
-        assert called(small, SMALL).code == 0
-    spread_imbalance = balance(small, all_computes)
+        assert run_in_process(small_cluster, SMALL_QUERY).code == 0
+    spread_imbalance = measure_imbalance(small_cluster, all_computes)
     # Ten at a time: more would exceed what this single-threaded placement answers in time.
-    until(lambda: set(states(small).values()) == {'active'}, LONG, 'all of them are active')
-    placed = sorted(allocations(small))
+    wait_until(lambda: set(read_states(small_cluster).values()) == {'active'}, LONG_SECONDS, 'all of them are active')
+    placed = sorted(read_allocations(small_cluster))
     for first in range(0, len(placed), 10):
-        assert called(small, 'destroy', '--wait', '--timeout', str(LONG), *placed[first : first + 10]).code == 0
+        assert (
+            run_in_process(
+                small_cluster, 'destroy', '--wait', '--timeout', str(LONG_SECONDS), *placed[first : first + 10]
+            ).code
+            == 0
+        )
 
-    instances = enqueue(small, requests)
+    instances = enqueue_requests(small_cluster, requests)
 
     # Poll etcd and not placement, which is busy.
-    until(lambda: Counter(states(small).values())['active'] == requests, LONG, 'all of them are active')
-    assert allocations(small).keys() == instances
-    queue_imbalance = balance(small, all_computes)
+    wait_until(
+        lambda: Counter(read_states(small_cluster).values())['active'] == requests,
+        LONG_SECONDS,
+        'all of them are active',
+    )
+    assert read_allocations(small_cluster).keys() == instances
+    queue_imbalance = measure_imbalance(small_cluster, all_computes)
     sys.stdout.write(
         f'\n{count} computes, {requests} requests: spread {spread_imbalance:.3f}, pull {queue_imbalance:.3f}\n'
     )
     assert queue_imbalance <= spread_imbalance + 0.2
-    settled(small, *all_computes)
+    check_settled(small_cluster, *all_computes)

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.machine import Machine, lacking, machine
+from tests.kit.machine import Machine, explain_missing, start_machine
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
 
 BLOCK = re.compile(r'<!-- runs in: (\w+) -->\n```console\n(.*?)```', re.DOTALL)
-END = '@@end-of-command@@'
+END_MARKER = '@@end-of-command@@'
 # The places where blocks are typed, and the commands that go there from the clone.
-PLACES = {'clone': 'true', 'lab': '. .venv/bin/activate; cd /var/lib/elab/lab'}
+COMMAND_BY_PLACE = {'clone': 'true', 'lab': '. .venv/bin/activate; cd /var/lib/elab/lab'}
 
 # Patterns of what may differ from run to run.
 UUID = re.compile(r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}')
@@ -55,15 +55,15 @@ class Step:
 
 
 @dataclass
-class Names:
+class RealNames:
     """The real uuids of the names that a page's commands use; any other uuid matches any uuid."""
 
     named: set[str]
-    known: dict[str, str] = field(default_factory=dict)
+    real_by_name: dict[str, str] = field(default_factory=dict)
 
-    def into(self, text: str) -> str:
+    def replace_names(self, text: str) -> str:
         """Replace every name of the page in the text by the real one."""
-        for name, real in self.known.items():
+        for name, real in self.real_by_name.items():
             text = text.replace(name, real)
         return text
 
@@ -73,10 +73,10 @@ class Names:
         varying_pattern = '|'.join(
             pattern_type.pattern for pattern_type in (UUID, ADDRESS, TIME, HOST, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
         )
-        for part in re.split(f'({varying_pattern})', _plain(shown)):
+        for part in re.split(f'({varying_pattern})', _collapse_spaces(shown)):
             if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
-                if part in self.known:
-                    pattern += re.escape(self.known[part])
+                if part in self.real_by_name:
+                    pattern += re.escape(self.real_by_name[part])
                 elif part in self.named:
                     groups.append(part)
                     pattern += f'({UUID.pattern})'
@@ -94,19 +94,19 @@ class Names:
                 pattern += r'[\w.]+(?:[\w.-]| (?=3\.))*'
             else:
                 pattern += re.escape(part)
-        match = re.fullmatch(pattern, _plain(real))
+        match = re.fullmatch(pattern, _collapse_spaces(real))
         if match:
-            self.known.update(zip(groups, match.groups(), strict=True))
+            self.real_by_name.update(zip(groups, match.groups(), strict=True))
         return match is not None
 
 
-def test_the_shell_of_this_test_can_fail() -> None:
+def test_names_match_only_equal_lines() -> None:
     first, second, third = (f'{digit * 8}-2efb-47ba-be1d-7e277a42cde0' for digit in 'abc')
-    names = Names({first})
+    names = RealNames({first})
     assert not names.matches(f'OF {first} at 10.1.2.3', f'OF {second}')
     assert names.matches(f'OF {first} at 10.1.2.3', f'OF {second} at 10.9.9.9')
     assert not names.matches(f'OF {first}', f'OF {third}')
-    assert names.into(f'x {first}') == f'x {second}'
+    assert names.replace_names(f'x {first}') == f'x {second}'
     assert names.matches(f'OF {third}', f'OF {first}')
     assert names.matches('done in 3.4 s', 'done in 12.0 s')
     assert names.matches('hv1  up  0  0/4  0/8035', 'hv1  up  0  0/16  0/512')
@@ -121,9 +121,9 @@ def test_the_shell_of_this_test_can_fail() -> None:
 
 
 @pytest.mark.long
-def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
+def test_commands_of_the_pages_print_what_is_shown(copy: Path, own_machine: Machine) -> None:
     shell = subprocess.Popen(
-        own_machine.inside(['bash', '--norc'], copy),
+        own_machine.wrap_command(['bash', '--norc'], copy),
         # Compiling modules that no page imports would be most of the installation time.
         env={**{n: v for n, v in os.environ.items() if n not in ('PYTHONPATH', 'VIRTUAL_ENV')}, 'PIP_NO_COMPILE': '1'},
         stdin=subprocess.PIPE,
@@ -132,36 +132,40 @@ def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
         text=True,
     )
     try:
-        for page in pages(copy):
+        for page in list_pages(copy):
             blocks = BLOCK.findall(page.read_text())
-            names = Names({name for _, text in blocks for step in steps(text) for name in UUID.findall(step.command)})
+            names = RealNames(
+                {name for _, text in blocks for step in parse_steps(text) for name in UUID.findall(step.command)}
+            )
             for place, text in blocks:
-                run(shell, f'cd {copy}; {PLACES[place]}')
-                for step in steps(text):
-                    type_it(shell, step, names)
+                run_command(shell, f'cd {copy}; {COMMAND_BY_PLACE[place]}')
+                for step in parse_steps(text):
+                    run_step(shell, step, names)
     finally:
-        run(shell, f'cd {copy}; ./quickstart.sh down')
+        run_command(shell, f'cd {copy}; ./quickstart.sh down')
         shell.stdin.close()  # type: ignore[union-attr]
         shell.wait(60)
     assert own_machine.run(['ls', '/var/lib/elab']).stdout == ''
 
 
-def test_a_page_s_block_is_in_a_place_that_there_is() -> None:
-    places_by_page = {page.name: [place for place, _ in BLOCK.findall(page.read_text())] for page in pages(TOP)}
+def test_every_block_runs_in_a_known_place() -> None:
+    places_by_page = {page.name: [place for place, _ in BLOCK.findall(page.read_text())] for page in list_pages(TOP)}
     assert places_by_page['README.md'][0] == 'clone'
-    assert {place for places in places_by_page.values() for place in places} == set(PLACES)
-    assert sum(page.read_text().count('<!-- runs in') for page in pages(TOP)) == sum(map(len, places_by_page.values()))
+    assert {place for places in places_by_page.values() for place in places} == set(COMMAND_BY_PLACE)
+    assert sum(page.read_text().count('<!-- runs in') for page in list_pages(TOP)) == sum(
+        map(len, places_by_page.values())
+    )
 
 
-def pages(top: Path) -> list[Path]:
+def list_pages(top: Path) -> list[Path]:
     """Return the pages to type, in order: the README's commands make the lab."""
     return [top / 'README.md', top / 'docs/tutorial.md', *sorted((top / 'docs/howto').glob('*.md'))]
 
 
 @pytest.fixture
 def own_machine() -> Iterator[Machine]:
-    assert not lacking(), lacking()
-    with machine() as started:
+    assert not explain_missing(), explain_missing()
+    with start_machine() as started:
         yield started
 
 
@@ -174,7 +178,7 @@ def copy(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def steps(text: str) -> list[Step]:
+def parse_steps(text: str) -> list[Step]:
     """Return the commands of a console block with their output; `…` stands for omitted lines."""
     parsed: list[Step] = []
     for line in text.splitlines():
@@ -187,9 +191,9 @@ def steps(text: str) -> list[Step]:
     return parsed
 
 
-def type_it(shell: subprocess.Popen[str], step: Step, names: Names) -> None:
+def run_step(shell: subprocess.Popen[str], step: Step, names: RealNames) -> None:
     """Run a step and check that each shown line is in the output."""
-    real = run(shell, names.into(step.command))
+    real = run_command(shell, names.replace_names(step.command))
     lines = iter(real)
     for shown in step.shown:
         assert any(names.matches(shown, line) for line in lines), (
@@ -197,21 +201,21 @@ def type_it(shell: subprocess.Popen[str], step: Step, names: Names) -> None:
         )
 
 
-def run(shell: subprocess.Popen[str], command: str) -> list[str]:
+def run_command(shell: subprocess.Popen[str], command: str) -> list[str]:
     """Type a command into the shell; return the lines that it prints."""
     assert shell.stdin
     assert shell.stdout
     # A command that reads its standard input must not consume the next one.
-    shell.stdin.write(f'{{ {command}\n}} </dev/null; echo; echo {END}\n')
+    shell.stdin.write(f'{{ {command}\n}} </dev/null; echo; echo {END_MARKER}\n')
     shell.stdin.flush()
     lines: list[str] = []
     for line in shell.stdout:
-        if line.strip() == END:
+        if line.strip() == END_MARKER:
             return lines
         lines.append(line.rstrip('\n'))
     raise AssertionError(f'the shell ended in: {command}\n' + '\n'.join(lines))
 
 
-def _plain(line: str) -> str:
+def _collapse_spaces(line: str) -> str:
     """Collapse spaces: a column is as wide as its widest cell, which may differ."""
     return ' '.join(line.split())

@@ -10,37 +10,37 @@ from pathlib import Path
 import pytest
 
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.hands import guests
-from tests.kit.invariants import check, everything
-from tests.kit.servers import until
+from tests.kit.hands import read_guests
+from tests.kit.invariants import check_invariants, read_lasting_keys
+from tests.kit.servers import wait_until
 from tests.kit.story import (
-    SMALL,
-    addressed,
-    at_once,
+    SMALL_QUERY,
+    assert_one_line,
     boot,
     boot_all,
-    known,
-    log_of,
-    logged,
-    logs,
-    notified,
-    one_line,
+    find_log_lines,
+    parse_notice,
     place,
-    reached,
-    record,
-    reserved,
+    read_log,
+    read_record,
+    read_reserved,
+    require_record,
+    run_concurrently,
+    wait_address,
+    wait_log_lines,
+    wait_state,
 )
-from tests.kit.tuned import tuned
+from tests.kit.tuned import make_tuned
 
 
-def refused_start(compute: Ecompute) -> Result:
+def start_refused(compute: Ecompute) -> Result:
     """Launch an ecompute that must refuse to start; return its result, with its log as stderr."""
     compute.launch()
     assert compute._process is not None
     return Result(compute._process.wait(30), '', compute.log.read_text())
 
 
-def complaint(result: Result) -> str:
+def read_error_line(result: Result) -> str:
     """Return the one line of stderr that ecompute prints beside its log."""
     assert 'Traceback' not in result.stderr, result
     lines = [line for line in result.stderr.splitlines() if line.startswith('ecompute: ')]
@@ -49,46 +49,46 @@ def complaint(result: Result) -> str:
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, compute: Ecompute, number: int) -> None:
+def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: Ecompute, number: int) -> None:
     _, guest = place(cluster)
     _, destroyed = place(cluster)
-    address = addressed(cluster, guest)
-    addressed(cluster, destroyed)
+    address = wait_address(cluster, guest)
+    wait_address(cluster, destroyed)
     # In flight while it ends: delivered, and not seen yet.
     compute.pause()
     _, delivered = place(cluster)
 
     assert compute.stop(number) == 0
 
-    assert reserved(cluster, compute.uuid) == 4
-    assert f'/computes/{compute.uuid}' not in everything(cluster)
-    refused = cluster.eschedule(SMALL)
+    assert read_reserved(cluster, compute.uuid) == 4
+    assert f'/computes/{compute.uuid}' not in read_lasting_keys(cluster)
+    refused = cluster.eschedule(SMALL_QUERY)
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
-    one_line(cluster.eschedule('destroy', destroyed), 0, 'destroy accepted', 'silent now')
+    assert_one_line(cluster.eschedule('destroy', destroyed), 0, 'destroy accepted', 'silent now')
     assert cluster.eschedule(guest).stdout == f'{address}\n'  # the guests keep running
-    check(cluster)
+    check_invariants(cluster)
 
     compute.start()
 
-    assert reserved(cluster, compute.uuid) == 0
-    reached(cluster, delivered, 'active')
-    reached(cluster, destroyed, 'gone')
-    guest_record = known(cluster, guest)
+    assert read_reserved(cluster, compute.uuid) == 0
+    wait_state(cluster, delivered, 'active')
+    wait_state(cluster, destroyed, 'gone')
+    guest_record = require_record(cluster, guest)
     assert guest_record['state'] == 'active'
     assert guest_record['addresses'][0]['address'] == address
-    assert len(logs(compute, 'INSTANTIATE', guest)) == 1
-    assert logs(compute, 'resource provider', compute.uuid, 'is there, with usages')
+    assert len(wait_log_lines(compute, 'INSTANTIATE', guest)) == 1
+    assert wait_log_lines(compute, 'resource provider', compute.uuid, 'is there, with usages')
     place(cluster)
 
 
-def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> None:
+def test_kills_at_any_moment_lose_and_double_nothing(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
     instances: list[str] = []
     destroyed: list[str] = []
     for _ in range(3):
-        results = at_once(cluster, [[SMALL]] * 3, width=3)
-        placed = [notified(result)[1] for result in results]
+        results = run_concurrently(cluster, [[SMALL_QUERY]] * 3, width=3)
+        placed = [parse_notice(result)[1] for result in results]
         instances += placed[1:]
         destroyed += placed[:1]
         assert cluster.eschedule('destroy', placed[0]).code == 0
@@ -98,70 +98,70 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> No
         instances.append(unseen)
         compute.start()
     for instance in instances:
-        reached(cluster, instance, 'active')
+        wait_state(cluster, instance, 'active')
     for instance in destroyed:
-        reached(cluster, instance, 'gone')
-    check(cluster, compute)
-    log_of(compute)
+        wait_state(cluster, instance, 'gone')
+    check_invariants(cluster, compute)
+    read_log(compute)
 
 
-def test_the_same_state_directory_twice(cluster: Control, tmp_path: Path) -> None:
+def test_second_ecompute_in_one_state_directory_is_refused(cluster: Control, tmp_path: Path) -> None:
     first = cluster.ecompute()
     state = str(first.directory / 'state')
-    second = tuned(cluster, start=False, directory=tmp_path / 'second', state=state, uuid=first.uuid)
-    refused = refused_start(second)
+    second = make_tuned(cluster, start=False, directory=tmp_path / 'second', state=state, uuid=first.uuid)
+    refused = start_refused(second)
     assert refused.code == 5
-    line = complaint(refused)
+    line = read_error_line(refused)
     assert state in line
     assert f'pid {first.pid}' in line
     place(cluster)  # the first is not disturbed
-    check(cluster, first)
+    check_invariants(cluster, first)
 
 
-def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Path) -> None:
+def test_second_ecompute_with_one_uuid_is_refused(cluster: Control, tmp_path: Path) -> None:
     first = cluster.ecompute()
-    holder = json.loads(everything(cluster)[f'/computes/{first.uuid}'].value)
-    before = cluster.placement.inventory(first.uuid)
+    holder = json.loads(read_lasting_keys(cluster)[f'/computes/{first.uuid}'].value)
+    before = cluster.placement.read_inventory(first.uuid)
     inventory = 'VCPU:99,DISK_GB:1,MEMORY_MB:1'
-    second = tuned(cluster, inventory, start=False, directory=tmp_path / 'second', uuid=first.uuid)
-    refused = refused_start(second)
+    second = make_tuned(cluster, inventory, start=False, directory=tmp_path / 'second', uuid=first.uuid)
+    refused = start_refused(second)
     assert refused.code == 5
-    line = complaint(refused)
+    line = read_error_line(refused)
     for word in (first.uuid, holder['hostname'], holder['since'], 'uuid:'):
         assert word in line
-    assert cluster.placement.inventory(first.uuid) == before
+    assert cluster.placement.read_inventory(first.uuid) == before
     place(cluster)
-    check(cluster, first)
+    check_invariants(cluster, first)
     # After the first has stopped in order, the second may use its uuid.
     first.stop()
     second.start()
     second.stop()
 
 
-def test_placement_killed_and_back(own_control: Control) -> None:
+def test_compute_waits_for_a_killed_placement(own_control: Control) -> None:
     compute = own_control.ecompute()
     before = boot(own_control)
     # The request is claimed and delivered; placement is gone before the compute can confirm it.
     compute.pause()
     _, delivered = place(own_control)
-    one_line(own_control.eschedule('destroy', before), 0, 'accepted')
+    assert_one_line(own_control.eschedule('destroy', before), 0, 'accepted')
     own_control.placement.kill()
     compute.resume()
 
-    until(lambda: logged(compute, 'placement', 'trying again'), 20, 'the loss is logged')
-    one_line(own_control.eschedule(SMALL), 7, 'placement', own_control.placement.url)
-    assert own_control.etcd.keys('/requests/') == []
+    wait_until(lambda: find_log_lines(compute, 'placement', 'trying again'), 20, 'the loss is logged')
+    assert_one_line(own_control.eschedule(SMALL_QUERY), 7, 'placement', own_control.placement.url)
+    assert own_control.etcd.list_keys('/requests/') == []
     # A lack of answers neither builds nor fails the instance.
-    assert (record(own_control, delivered) or {}).get('state') in (None, 'scheduled')
+    assert (read_record(own_control, delivered) or {}).get('state') in (None, 'scheduled')
     assert own_control.eschedule('list').code == 0
     own_control.placement.start()
 
-    addressed(own_control, delivered)
-    reached(own_control, before, 'gone')
-    until(lambda: logged(compute, 'placement', 'is back'), 20, 'the return is logged')
-    check(own_control, compute)
-    ends = ['until it is back' in line for line in logged(compute, 'placement', 'is back')]
-    assert ends == [True, False], log_of(compute)
+    wait_address(own_control, delivered)
+    wait_state(own_control, before, 'gone')
+    wait_until(lambda: find_log_lines(compute, 'placement', 'is back'), 20, 'the return is logged')
+    check_invariants(own_control, compute)
+    ends = ['until it is back' in line for line in find_log_lines(compute, 'placement', 'is back')]
+    assert ends == [True, False], read_log(compute)
     assert compute.stop() == 0
 
 
@@ -170,53 +170,53 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control, compute:
     own_control.etcd.kill()
     own_control.placement.kill()
     assert compute.stop() == 0
-    assert logs(compute, 'could not reserve VCPU')
+    assert wait_log_lines(compute, 'could not reserve VCPU')
     own_control.etcd.start()
     own_control.placement.start()
     compute.start()
 
 
 @pytest.mark.parametrize('away', ['etcd', 'placement'])
-def test_a_start_without_a_backend(own_control: Control, away: str) -> None:
+def test_start_without_a_backend_is_refused(own_control: Control, away: str) -> None:
     backend = {'etcd': own_control.etcd, 'placement': own_control.placement}[away]
     address = {'etcd': own_control.etcd.endpoint, 'placement': own_control.placement.url}[away]
     backend.kill()
     compute = Ecompute(own_control.etcd.endpoint, own_control.placement.url, directory=own_control.directory / 'one')
-    refused = refused_start(compute)
+    refused = start_refused(compute)
     assert refused.code == 7
-    line = complaint(refused)
+    line = read_error_line(refused)
     assert away in line
     assert address in line
     assert 'cannot be reached' in line
     backend.start()
-    assert own_control.etcd.keys('/computes/') == []
+    assert own_control.etcd.list_keys('/computes/') == []
     providers = own_control.placement.call('GET', '/resource_providers')['resource_providers']
     assert providers == []
     # The command that failed works now.
     with compute:
         place(own_control)
-        check(own_control, compute)
+        check_invariants(own_control, compute)
 
 
-def test_who_loses_its_uuid_to_another_only_watches(cluster: Control, compute: Ecompute) -> None:
+def test_compute_that_loses_its_uuid_only_watches(cluster: Control, compute: Ecompute) -> None:
     boot(cluster)
     other_presence = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
     cluster.etcd.put(f'/computes/{compute.uuid}', other_presence, cluster.etcd.grant())
-    until(lambda: logged(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
-    before = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
+    wait_until(lambda: find_log_lines(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
+    before = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/instances/')}
     _, unseen = place(cluster)
     assert compute.stop(signal.SIGINT) == 0
-    after = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
+    after = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/instances/')}
     assert after == before, 'it wrote nothing more'
-    assert json.loads(everything(cluster)[f'/computes/{compute.uuid}'].value)['token'] == 'theirs'
-    assert reserved(cluster, compute.uuid) == 0, 'nor closed what is not its own any more'
+    assert json.loads(read_lasting_keys(cluster)[f'/computes/{compute.uuid}'].value)['token'] == 'theirs'
+    assert read_reserved(cluster, compute.uuid) == 0, 'nor closed what is not its own any more'
     # The key of the other compute is gone: requests of that time are carried out.
     cluster.etcd.delete(f'/computes/{compute.uuid}')
     compute.start()
-    addressed(cluster, unseen)
+    wait_address(cluster, unseen)
 
 
-def test_a_compute_whose_state_directory_was_copied(cluster: Control, tmp_path: Path) -> None:
+def test_copied_state_directory_doubles_nothing(cluster: Control, tmp_path: Path) -> None:
     """For example a cloned machine image: one of the two only watches."""
     original = cluster.ecompute()
     guest = boot(cluster)
@@ -225,10 +225,12 @@ def test_a_compute_whose_state_directory_was_copied(cluster: Control, tmp_path: 
     shutil.copytree(original.directory / 'state', directory / 'state')
     original.start()
     copy = cluster.ecompute(directory=directory, uuid=original.uuid)
-    until(lambda: logged(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices')
+    wait_until(
+        lambda: find_log_lines(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices'
+    )
     new_guests = boot_all(cluster, 3)
-    assert guests(original).keys() == {guest}
-    assert guests(copy).keys() == {guest, *new_guests}
+    assert read_guests(original).keys() == {guest}
+    assert read_guests(copy).keys() == {guest, *new_guests}
     assert original.stop() == 0
-    assert reserved(cluster, copy.uuid) == 0, 'it closes nothing that is the other one\'s'
-    check(cluster, copy)
+    assert read_reserved(cluster, copy.uuid) == 0, "it closes nothing that is the other one's"
+    check_invariants(cluster, copy)

@@ -22,30 +22,41 @@ from pathlib import Path
 import pytest
 
 import ecomp.agent
-from ecomp.lab.control import etcd_healthy, placement_answers
+from ecomp.lab.control import is_etcd_healthy, is_placement_ready
 from ecomp.model.order import Request, to_json
-from tests.kit.commands import Control, Ecompute, run
-from tests.kit.ear import Ear
-from tests.kit.hands import settled
+from tests.kit.commands import Control, Ecompute, run_module
+from tests.kit.ear import NotifySocket
+from tests.kit.hands import check_settled
 from tests.kit.hypervisor import Hypervisor
-from tests.kit.invariants import check, everything
-from tests.kit.many import Many
-from tests.kit.servers import TOP, Etcd, environment, free_port, until
-from tests.kit.story import IMAGE, SMALL, addressed, called, notified, one_line, place, reached, record, reserved
-from tests.kit.tuned import patched, tuned
-from tests.scenario.queued import overheard, queue
+from tests.kit.invariants import check_invariants, read_lasting_keys
+from tests.kit.many import ManyComputes
+from tests.kit.servers import TOP, Etcd, free_port, make_environment, wait_until
+from tests.kit.story import (
+    IMAGE,
+    SMALL_QUERY,
+    assert_one_line,
+    parse_notice,
+    place,
+    read_record,
+    read_reserved,
+    run_in_process,
+    wait_address,
+    wait_state,
+)
+from tests.kit.tuned import make_patched_program, make_tuned
+from tests.scenario.queued import enqueue_request, record_placement_calls
 
 # The load of idle computes: threads of their process, calls to placement, operations of etcd.
 
 
 # Length of a periodic check's interval in these tests, in place of a minute.
-MINUTE = 0.5
-MINUTES = 12
+INTERVAL_SECONDS = 0.5
+INTERVALS = 12
 # Maximum number of periods, of INTERVALS each, that are measured.
-TIMES = 4
+MAX_MEASUREMENTS = 4
 
 
-def done(etcd: Etcd) -> Counter[str]:
+def count_etcd_requests(etcd: Etcd) -> Counter[str]:
     """Return etcd's own count of requests: {'KV/Range': …, 'Lease/LeaseKeepAlive': …}."""
     with urllib.request.urlopen(f'http://{etcd.endpoint}/metrics', timeout=10) as answer:
         text = answer.read().decode()
@@ -58,80 +69,84 @@ def done(etcd: Etcd) -> Counter[str]:
 
 
 @pytest.mark.parametrize('queues', [False, True])
-def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: bool) -> None:
-    with overheard(cluster) as (placement, requested_paths):
-        numbers = {'EVERY': MINUTE, 'NAMED': 1000, 'host.claims.BELIEVED': 1000}
-        compute = tuned(cluster, numbers=numbers, placement=placement, queues=queues)
-        addressed(cluster, notified(cluster.eschedule(SMALL))[1])
+def test_idle_compute_sends_one_query_a_minute_and_writes_nothing(cluster: Control, queues: bool) -> None:
+    with record_placement_calls(cluster) as (placement, requested_paths):
+        numbers = {
+            'PLAN_INTERVAL_SECONDS': INTERVAL_SECONDS,
+            'HOSTNAME_CHECK_MINUTES': 1000,
+            'host.claims.MAX_SKIPPED_CHECKS': 1000,
+        }
+        compute = make_tuned(cluster, numbers=numbers, placement=placement, queues=queues)
+        wait_address(cluster, parse_notice(cluster.eschedule(SMALL_QUERY))[1])
         provider = f'/resource_providers/{compute.uuid}'
-        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
+        wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
         # Late work of a slow machine (the guest's last stage, a lease) falls into the first period; repeated writes
         # fall into every period.
-        excess = [more_than_a_question(cluster.etcd, requested_paths, provider)]
-        while excess[-1] and len(excess) < TIMES:
-            excess.append(more_than_a_question(cluster.etcd, requested_paths, provider))
+        excess = [count_excess(cluster.etcd, requested_paths, provider)]
+        while excess[-1] and len(excess) < MAX_MEASUREMENTS:
+            excess.append(count_excess(cluster.etcd, requested_paths, provider))
         assert not excess[-1], excess
 
 
-def more_than_a_question(etcd: Etcd, asked: list[str], provider: str) -> Counter[str]:
+def count_excess(etcd: Etcd, requested_paths: list[str], provider: str) -> Counter[str]:
     """Return the operations of INTERVALS beyond queries of the provider and lease renewals."""
-    asked.clear()
-    before = done(etcd)
-    until(lambda: len(asked) >= MINUTES, 400, f'{MINUTES} minutes have passed')
-    increase = done(etcd) - before + Counter(set(asked) - {provider})
+    requested_paths.clear()
+    before = count_etcd_requests(etcd)
+    wait_until(lambda: len(requested_paths) >= INTERVALS, 400, f'{INTERVALS} minutes have passed')
+    increase = count_etcd_requests(etcd) - before + Counter(set(requested_paths) - {provider})
     del increase['KV/Range'], increase['Lease/LeaseKeepAlive']
     return increase
 
 
-def test_what_is_claimed_or_changed_is_looked_at(cluster: Control) -> None:
-    with overheard(cluster) as (placement, requested_paths):
-        numbers = {'EVERY': MINUTE, 'host.claims.BELIEVED': 1000}
-        compute = tuned(cluster, numbers=numbers, placement=placement)
+def test_changed_provider_is_read_again_once(cluster: Control) -> None:
+    with record_placement_calls(cluster) as (placement, requested_paths):
+        numbers = {'PLAN_INTERVAL_SECONDS': INTERVAL_SECONDS, 'host.claims.MAX_SKIPPED_CHECKS': 1000}
+        compute = make_tuned(cluster, numbers=numbers, placement=placement)
         provider = f'/resource_providers/{compute.uuid}'
-        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
+        wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
         generation = cluster.placement.call('GET', provider)['generation']
         body = {'traits': ['COMPUTE_NODE'], 'resource_provider_generation': generation}
         cluster.placement.call('PUT', f'{provider}/traits', body)
         requested_paths.clear()
-        until(
+        wait_until(
             lambda: {f'{provider}/allocations', f'{provider}/traits'} <= set(requested_paths),
             20,
             'all of it is looked at',
         )
-        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'and then no more')
+        wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'and then no more')
 
 
-def threads(pid: int) -> int:
+def count_threads(pid: int) -> int:
     return len(list(Path(f'/proc/{pid}/task').iterdir()))
 
 
-def test_of_many_the_threads_are_as_those_of_a_few(cluster: Control) -> None:
+def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> None:
     counts = []
     for count in (16, 64):
-        many = Many(cluster, count, queues=True, state=f'state-{count}')
+        many = ManyComputes(cluster, count, queues=True, state=f'state-{count}')
         many.start()
-        for instance in [notified(cluster.eschedule(SMALL))[1] for _ in range(2)]:
-            addressed(cluster, instance)
-        counts.append(threads(many.pid))
+        for instance in [parse_notice(cluster.eschedule(SMALL_QUERY))[1] for _ in range(2)]:
+            wait_address(cluster, instance)
+        counts.append(count_threads(many.pid))
         assert many.stop() == 0
     few_threads, many_threads = counts
     assert many_threads < 64, f'{few_threads} of 16 computes, {many_threads} of 64'
 
 
-def test_an_idle_minute_of_many_is_one_question_for_all(cluster: Control) -> None:
-    with overheard(cluster) as (placement, requested_paths):
-        many = Many(cluster, 20, placement=placement, queues=True)
+def test_idle_computes_of_a_process_share_one_query_and_lease(cluster: Control) -> None:
+    with record_placement_calls(cluster) as (placement, requested_paths):
+        many = ManyComputes(cluster, 20, placement=placement, queues=True)
         many.start()
         computes = many.computes
 
         def have_published() -> bool:
             return all(b'"room"' in (cluster.etcd.get(f'/computes/{compute}') or b'') for compute in computes)
 
-        until(have_published, 30, 'each has said what room it has, once')
+        wait_until(have_published, 30, 'each has said what room it has, once')
         requested_paths.clear()
-        before, cluster_key = done(cluster.etcd), cluster.etcd.get('/cluster')
+        before, cluster_key = count_etcd_requests(cluster.etcd), cluster.etcd.get('/cluster')
         time.sleep(12)  # one renewal, and a fifth of a minute
-        increase = done(cluster.etcd) - before
+        increase = count_etcd_requests(cluster.etcd) - before
         assert increase['Lease/LeaseKeepAlive'] <= 2, 'one lease for all of them'
         assert increase['KV/Txn'] == increase['Lease/LeaseGrant'] == increase['KV/Put'] == 0
         assert set(requested_paths) <= {'/resource_providers'}, 'and none for each'
@@ -146,7 +161,7 @@ def test_an_idle_minute_of_many_is_one_question_for_all(cluster: Control) -> Non
 WAIT_SECONDS = 10.0
 
 
-def leases_without_a_key(control: Control) -> set[str]:
+def list_leases_without_key(control: Control) -> set[str]:
     """Return the leases that have no key."""
     empty_leases = set()
     for lease in control.etcd.call('lease/leases', {}).get('leases', []):
@@ -157,18 +172,18 @@ def leases_without_a_key(control: Control) -> set[str]:
 
 
 @contextlib.contextmanager
-def no_lease_left(control: Control) -> Iterator[None]:
+def expect_no_lease_left(control: Control) -> Iterator[None]:
     """Check that the block leaves no additional leases without a key."""
-    before = leases_without_a_key(control)
+    before = list_leases_without_key(control)
     yield
-    until(lambda: leases_without_a_key(control) <= before, WAIT_SECONDS, 'no lease without a key is left')
+    wait_until(lambda: list_leases_without_key(control) <= before, WAIT_SECONDS, 'no lease without a key is left')
 
 
-def fail(control: Control, compute: str, name: str = 'failed') -> str:
+def make_failed(control: Control, compute: str, name: str = 'failed') -> str:
     """Make an instance in error, which keeps its name on its record's lease."""
     instance = str(uuid.uuid4())
     control.etcd.put(f'/hosts/{compute}/{instance}', json.dumps({'name': name}))
-    reached(control, instance, 'error')
+    wait_state(control, instance, 'error')
     return instance
 
 
@@ -179,107 +194,111 @@ def user_data(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_create_leaves_no_lease_without_a_key(small: Control, user_data: str) -> None:
-    compute, instance = small.ecompute(), str(uuid.uuid4())
-    with no_lease_left(small):
+def test_create_leaves_no_lease_without_key(small_cluster: Control, user_data: str) -> None:
+    compute, instance = small_cluster.ecompute(), str(uuid.uuid4())
+    with expect_no_lease_left(small_cluster):
         for _ in range(2):
-            assert called(small, '--uuid', instance, SMALL).code == 0
-        assert called(small, '--count', '2', '--user-data', user_data, SMALL).code == 0
-        assert called(small, '--count', '2', '--user-data', user_data, SMALL).code == 3
-    settled(small, compute)
+            assert run_in_process(small_cluster, '--uuid', instance, SMALL_QUERY).code == 0
+        assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 0
+        assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 3
+    check_settled(small_cluster, compute)
 
 
-@pytest.mark.parametrize('words', [('--flavor', 'small', '--queue', IMAGE), ('--count', '2', SMALL, IMAGE)])
-def test_the_same_user_data_stays_on_one_lease(small: Control, user_data: str, words: tuple[str, ...]) -> None:
-    small.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
-    with no_lease_left(small):
+@pytest.mark.parametrize('words', [('--flavor', 'small', '--queue', IMAGE), ('--count', '2', SMALL_QUERY, IMAGE)])
+def test_repeated_user_data_stays_on_one_lease(small_cluster: Control, user_data: str, words: tuple[str, ...]) -> None:
+    small_cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
+    with expect_no_lease_left(small_cluster):
         for _ in range(3):
-            assert called(small, '--user-data', user_data, *words).code == 0
-    assert len(small.etcd.keys('/user-data/')) == 1
+            assert run_in_process(small_cluster, '--user-data', user_data, *words).code == 0
+    assert len(small_cluster.etcd.list_keys('/user-data/')) == 1
 
 
-def test_user_data_on_a_short_lease_gets_one_of_its_own(small: Control, user_data: str) -> None:
+def test_user_data_on_a_short_lease_moves_to_a_longer_one(small_cluster: Control, user_data: str) -> None:
     key = f'/user-data/{sha256(Path(user_data).read_bytes()).hexdigest()}'
-    small.etcd.put(key, 'somebody else wrote this', small.etcd.grant(60))
-    small.ecompute()
-    assert called(small, '--count', '2', '--user-data', user_data, SMALL).code == 0
-    lease_state = small.etcd.call('lease/timetolive', {'ID': everything(small)[key].lease})
+    small_cluster.etcd.put(key, 'somebody else wrote this', small_cluster.etcd.grant(60))
+    small_cluster.ecompute()
+    assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 0
+    lease_state = small_cluster.etcd.call('lease/timetolive', {'ID': read_lasting_keys(small_cluster)[key].lease})
     assert int(lease_state['TTL']) > 3600
 
 
-def test_clear_ends_the_leases_of_what_it_removes(small: Control) -> None:
-    compute = small.ecompute()
-    with no_lease_left(small):
-        instances = [place(small, SMALL)[1] for _ in range(2)]
+def test_clear_ends_the_leases_of_removed_records(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute()
+    with expect_no_lease_left(small_cluster):
+        instances = [place(small_cluster, SMALL_QUERY)[1] for _ in range(2)]
         for instance_uuid in instances:
-            addressed(small, instance_uuid)
-        assert called(small, 'destroy', '--wait', *instances).code == 0
-        fail(small, compute.uuid)
+            wait_address(small_cluster, instance_uuid)
+        assert run_in_process(small_cluster, 'destroy', '--wait', *instances).code == 0
+        make_failed(small_cluster, compute.uuid)
         compute.stop()
-        assert called(small, 'destroy', queue(small)).code == 0
-        assert called(small, 'clear').code == 0
-    assert small.etcd.keys('/instances/') == []
+        assert run_in_process(small_cluster, 'destroy', enqueue_request(small_cluster)).code == 0
+        assert run_in_process(small_cluster, 'clear').code == 0
+    assert small_cluster.etcd.list_keys('/instances/') == []
 
 
-def test_a_destroy_of_what_failed_ends_its_lease(small: Control) -> None:
-    compute = small.ecompute()
-    with no_lease_left(small):
-        assert called(small, 'destroy', fail(small, compute.uuid)).code == 0
+def test_destroy_of_a_failed_instance_ends_its_lease(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute()
+    with expect_no_lease_left(small_cluster):
+        assert run_in_process(small_cluster, 'destroy', make_failed(small_cluster, compute.uuid)).code == 0
         # Another client writes the tombstone: the record becomes gone, on a lease of its own.
-        instance = fail(small, compute.uuid)
-        small.etcd.put(f'/hosts/{compute.uuid}/{instance}', to_json(Request(instance, {}, user_id='u', project_id='p')))
-        reached(small, instance, 'gone')
+        instance = make_failed(small_cluster, compute.uuid)
+        small_cluster.etcd.put(
+            f'/hosts/{compute.uuid}/{instance}', to_json(Request(instance, {}, user_id='u', project_id='p'))
+        )
+        wait_state(small_cluster, instance, 'gone')
 
 
-def test_an_audit_leaves_no_lease_without_a_key(small: Control) -> None:
-    compute = small.ecompute()
-    with no_lease_left(small):
-        settled(small, compute)
+def test_audit_leaves_no_lease_without_key(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute()
+    with expect_no_lease_left(small_cluster):
+        check_settled(small_cluster, compute)
 
 
-def test_a_host_that_is_forgotten_leaves_no_lease_without_a_key(small: Control) -> None:
-    compute = small.ecompute()
-    with no_lease_left(small):
-        instance = place(small, SMALL)[1]
-        addressed(small, instance)
-        failed = fail(small, compute.uuid)
+def test_host_forget_leaves_no_lease_without_key(small_cluster: Control) -> None:
+    compute = small_cluster.ecompute()
+    with expect_no_lease_left(small_cluster):
+        instance = place(small_cluster, SMALL_QUERY)[1]
+        wait_address(small_cluster, instance)
+        failed = make_failed(small_cluster, compute.uuid)
         compute.kill()
-        small.etcd.call('lease/revoke', {'ID': everything(small)[f'/computes/{compute.uuid}'].lease})
+        small_cluster.etcd.call(
+            'lease/revoke', {'ID': read_lasting_keys(small_cluster)[f'/computes/{compute.uuid}'].lease}
+        )
         for instance_uuid in (instance, failed):
-            assert called(small, 'destroy', instance_uuid).code == 0
-        assert called(small, 'host', 'forget', '--fenced', compute.uuid).code == 0
+            assert run_in_process(small_cluster, 'destroy', instance_uuid).code == 0
+        assert run_in_process(small_cluster, 'host', 'forget', '--fenced', compute.uuid).code == 0
 
 
 # The threads of a running ecompute are in the table of ecomp.agent's docstring, and each name in it exists.
 
 
 # Threads of every ecompute that carries out requests.
-ALWAYS = frozenset(
+COMMON_THREADS = frozenset(
     {
         *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
         *('follow /audit/', 'known etcd', 'etcd'),
     }
 )
-WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub', 'Thread-N'})
+LIBVIRT_THREADS = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub', 'Thread-N'})
 
 
-STARTS = ('Thread', 'ThreadPoolExecutor')
+THREAD_STARTERS = ('Thread', 'ThreadPoolExecutor')
 # Callables that start threads; for some modules there are more.
-STARTERS = {'turns.py': ('Thread', 'TurnThreads')}
+THREAD_STARTERS_BY_MODULE = {'turns.py': ('Thread', 'DaemonThreadPool')}
 
 
-def named() -> set[str]:
+def read_documented_names() -> set[str]:
     """Return the names in the table."""
     return set(re.findall(r'^    (\S.*?)  +\S', ecomp.agent.__doc__ or '', re.MULTILINE))
 
 
-def met(trace: Path) -> set[str]:
+def read_traced_names(trace: Path) -> set[str]:
     """Return the names in a trace, in the form of the table."""
     names = (re.sub('[0-9a-f]{8}-[0-9a-f-]{27}/', '', line) for line in trace.read_text().splitlines())
     return {re.sub(r'^Thread-\d+.*', 'Thread-N', re.sub(r'_\d+$', '_N', name)) for name in names}
 
 
-class Traced(Many):
+class TracedComputes(ManyComputes):
     """Fake computes that record the name of each thread that they start."""
 
     @property
@@ -289,49 +308,51 @@ class Traced(Many):
     def command(self) -> list[str]:
         """Return the command that starts them with the recording patch."""
         python, _, _, *words = super().command()
-        return [python, '-c', patched({}, self.trace), *words]
+        return [python, '-c', make_patched_program({}, self.trace), *words]
 
 
-def test_pretended_computes_that_take_from_queues(cluster: Control) -> None:
-    many = Traced(cluster, 2, queues=True)
+def test_threads_of_fake_computes_are_documented(cluster: Control) -> None:
+    many = TracedComputes(cluster, 2, queues=True)
     many.start()
-    _, instance = notified(cluster.eschedule(SMALL))
-    addressed(cluster, instance)
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
-    reached(cluster, cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1], 'active')
-    until(lambda: met(many.trace) >= ALWAYS, 90, 'each of them was started')
+    _, instance = parse_notice(cluster.eschedule(SMALL_QUERY))
+    wait_address(cluster, instance)
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
+    wait_state(cluster, cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1], 'active')
+    wait_until(lambda: read_traced_names(many.trace) >= COMMON_THREADS, 90, 'each of them was started')
     assert many.stop() == 0
-    assert met(many.trace) == {*ALWAYS, 'confirm', 'queues_N', 'start_N', 'end_N'}
-    assert met(many.trace) <= named()
+    assert read_traced_names(many.trace) == {*COMMON_THREADS, 'confirm', 'queues_N', 'start_N', 'end_N'}
+    assert read_traced_names(many.trace) <= read_documented_names()
 
 
-def test_a_machine_s(host: Hypervisor, tmp_path: Path) -> None:
+def test_threads_of_a_hypervisor_are_documented(host: Hypervisor, tmp_path: Path) -> None:
     trace = tmp_path / 'threads'
     host.kill()
     host.launch(trace=trace)
     host.wait_ready()
-    host.ask_destroy(host.running())
-    until(lambda: met(trace) >= ALWAYS | WITH_LIBVIRT, 90, 'each of them was started')
-    assert met(trace) <= named()
+    host.request_destroy(host.start_instance())
+    wait_until(lambda: read_traced_names(trace) >= COMMON_THREADS | LIBVIRT_THREADS, 90, 'each of them was started')
+    assert read_traced_names(trace) <= read_documented_names()
 
 
-def test_every_thread_that_the_product_starts_is_in_the_map() -> None:
+def test_every_thread_in_the_source_is_documented() -> None:
     names = set()
     for room in ('agent', 'store', 'virt'):
         for path in (TOP / 'ecomp' / room).rglob('*.py'):
             if path.name == 'history.py':
                 continue  # for eschedule alone: `events`
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(STARTERS.get(path.name, STARTS)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                    THREAD_STARTERS_BY_MODULE.get(path.name, THREAD_STARTERS)
+                ):
                     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                     name = arguments.get('name') or arguments.get('thread_name_prefix')
-                    if path.name == 'turns.py' and ast.unparse(node.func) == 'TurnThreads':
+                    if path.name == 'turns.py' and ast.unparse(node.func) == 'DaemonThreadPool':
                         name = ast.unparse(node.args[0])
                     elif path.name == 'turns.py' and name != "'turns'":
-                        continue  # one of TurnThreads, identified by that name
+                        continue  # one of DaemonThreadPool, identified by that name
                     assert name, f'{path}:{node.lineno}: a thread without a name'
                     names.add(name.lstrip('f').strip("'").partition('{')[0])
-    documented = {re.sub('_N$', '', documented_name) for documented_name in named()}
+    documented = {re.sub('_N$', '', documented_name) for documented_name in read_documented_names()}
     assert {
         name for name in names if not any(documented_name.startswith(name) for documented_name in documented)
     } == set()
@@ -347,8 +368,8 @@ def test_every_thread_that_the_product_starts_is_in_the_map() -> None:
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
-def test_five_in_one_process(cluster: Control) -> None:
-    many = Many(cluster, 5)
+def test_five_computes_in_one_process(cluster: Control) -> None:
+    many = ManyComputes(cluster, 5)
     many.start()
     computes = many.computes
     assert len(computes) == 5
@@ -356,51 +377,51 @@ def test_five_in_one_process(cluster: Control) -> None:
     assert set(re.findall(' ready: compute ([0-9a-f-]{36}), ', log)) == computes
     assert len(log.splitlines()) == 6  # a line for each, and one for all
 
-    done = cluster.eschedule(SMALL, '--count', '20', '-f', 'json')
+    done = cluster.eschedule(SMALL_QUERY, '--count', '20', '-f', 'json')
     assert done.code == 0, done
     placed = {row['instance']: row['compute'] for row in json.loads(done.stdout)}
     assert Counter(placed.values()) == dict.fromkeys(computes, 4)
     for instance, compute in placed.items():
-        assert reached(cluster, instance, 'active')['compute'] == compute
-        addressed(cluster, instance)
-    refused = cluster.eschedule(SMALL)
+        assert wait_state(cluster, instance, 'active')['compute'] == compute
+        wait_address(cluster, instance)
+    refused = cluster.eschedule(SMALL_QUERY)
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    check(cluster)
+    check_invariants(cluster)
     assert cluster.eschedule('destroy', '--wait', *placed).code == 0
 
     assert many.stop() == 0
     assert many.computes == set()
-    assert [reserved(cluster, compute) for compute in computes] == [4] * 5
-    assert '5 computes are stopped' in many.last_words()
+    assert [read_reserved(cluster, compute) for compute in computes] == [4] * 5
+    assert '5 computes are stopped' in many.tail_log()
     assert list(cluster.directory.glob('ecompute-fake-*')) == []
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
-    many = Many(cluster, 5, state='state')
+def test_killed_computes_of_a_process_keep_their_identity(cluster: Control) -> None:
+    many = ManyComputes(cluster, 5, state='state')
     many.start()
     computes = many.computes
-    placed = dict(reversed(notified(cluster.eschedule(SMALL))) for _ in range(6))
+    placed = dict(reversed(parse_notice(cluster.eschedule(SMALL_QUERY))) for _ in range(6))
     for instance in placed:
-        addressed(cluster, instance)
+        wait_address(cluster, instance)
     many.pause()
     # These requests are for computes that do not run now.
-    unseen = notified(cluster.eschedule(SMALL))[1]
+    unseen = parse_notice(cluster.eschedule(SMALL_QUERY))[1]
     destroyed, *remaining = placed
     assert cluster.eschedule('destroy', destroyed).code == 0
     many.kill()
     many.start()
     assert many.computes == computes
-    addressed(cluster, unseen)
-    until(
-        lambda: (last_record := record(cluster, destroyed)) is None or last_record['state'] == 'gone',
+    wait_address(cluster, unseen)
+    wait_until(
+        lambda: (last_record := read_record(cluster, destroyed)) is None or last_record['state'] == 'gone',
         20,
         f'{destroyed} is gone',
     )
     for instance in remaining:
-        assert reached(cluster, instance, 'active')['compute'] == placed[instance]
+        assert wait_state(cluster, instance, 'active')['compute'] == placed[instance]
     assert {path.name for path in (cluster.directory / 'state').iterdir() if path.is_dir()} == set('12345')
-    check(cluster)
+    check_invariants(cluster)
     # A smaller count starts the first of them; the others come back with the larger count.
     assert many.stop() == 0
     many.count = 2
@@ -412,27 +433,27 @@ def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
     many.count = 5
     many.start()
     assert many.computes == computes
-    check(cluster)
+    check_invariants(cluster)
 
 
 @pytest.mark.slow
-def test_they_take_from_queues(cluster: Control) -> None:
-    many = Many(cluster, 5, queues=True)
+def test_computes_of_a_process_take_from_queues(cluster: Control) -> None:
+    many = ManyComputes(cluster, 5, queues=True)
     many.start()
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
     queued = [cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1] for _ in range(15)]
-    count_by_compute = Counter(reached(cluster, instance, 'active')['compute'] for instance in queued)
+    count_by_compute = Counter(wait_state(cluster, instance, 'active')['compute'] for instance in queued)
     assert count_by_compute.keys() <= many.computes
     assert max(count_by_compute.values()) <= 4
-    check(cluster)
+    check_invariants(cluster)
     assert cluster.eschedule('destroy', '--wait', *queued).code == 0
 
 
-def test_two_processes_do_not_share_a_state(cluster: Control) -> None:
-    many = Many(cluster, 2, state='state')
+def test_two_processes_cannot_share_a_state_directory(cluster: Control) -> None:
+    many = ManyComputes(cluster, 2, state='state')
     many.start()
-    second = run('ecomp.compute', '--fake', TOY, '--count', '2', directory=cluster.directory)
-    one_line(second, 5, 'state', str(many.pid), command='ecompute')
+    second = run_module('ecomp.compute', '--fake', TOY, '--count', '2', directory=cluster.directory)
+    assert_one_line(second, 5, 'state', str(many.pid), command='ecompute')
     assert len(many.computes) == 2
 
 
@@ -446,74 +467,74 @@ def test_two_processes_do_not_share_a_state(cluster: Control) -> None:
         (['--fake', TOY, '--count'], '--count'),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, words: list[str], says: str) -> None:
+def test_wrong_uses_of_count_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
     (tmp_path / 'compute.yaml').write_text('uuid: 5ca1ab1e-0000-4000-8000-000000000000\n')
-    one_line(run('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
+    assert_one_line(run_module('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
 
 
 # Each daemon as a systemd service: it alone reports that it is ready, alive and stopping.
 
 
-WATCHDOG = 1.0
-BEAT = ['WATCHDOG=1']
+WATCHDOG_SECONDS = 1.0
+HEARTBEAT = ['WATCHDOG=1']
 
 
-class Served(Ecompute):
+class ServiceCompute(Ecompute):
     """An ecompute with a notification socket."""
 
-    ear: Ear
+    ear: NotifySocket
 
     def environment(self) -> dict[str, str]:
         """Return the environment, with the variables that systemd sets."""
-        return {**super().environment(), **self.ear.environment(WATCHDOG)}
+        return {**super().environment(), **self.ear.make_environment(WATCHDOG_SECONDS)}
 
 
 @pytest.fixture
-def ear() -> Iterator[Ear]:
-    with Ear() as started:
+def ear() -> Iterator[NotifySocket]:
+    with NotifySocket() as started:
         yield started
 
 
-def begun(control: Control, ear: Ear) -> Served:
+def start_service(control: Control, ear: NotifySocket) -> ServiceCompute:
     """Start a fake ecompute as a service."""
-    compute = Served(control.etcd.endpoint, control.placement.url)
+    compute = ServiceCompute(control.etcd.endpoint, control.placement.url)
     compute.ear = ear
     return control.at_exit.enter_context(compute)
 
 
 @pytest.mark.fast
-def test_an_ecompute_is_ready_lives_and_ends(cluster: Control, ear: Ear) -> None:
-    compute = begun(cluster, ear)
-    ready = ear.heard()
+def test_ecompute_reports_ready_alive_and_stopping(cluster: Control, ear: NotifySocket) -> None:
+    compute = start_service(cluster, ear)
+    ready = ear.receive()
     assert ready == (compute.pid, ['READY=1', ready[1][1]])
     assert ready[1][1].startswith('STATUS=pretended guests with VCPU 4 (0 reserved)')
-    assert reserved(cluster, compute.uuid) == 0, 'by then requests may come'
-    addressed(cluster, place(cluster)[1])
-    assert [ear.heard() for _ in range(4)] == [(compute.pid, BEAT)] * 4, 'its workers say nothing'
+    assert read_reserved(cluster, compute.uuid) == 0, 'by then requests may come'
+    wait_address(cluster, place(cluster)[1])
+    assert [ear.receive() for _ in range(4)] == [(compute.pid, HEARTBEAT)] * 4, 'its workers say nothing'
     compute.pause()
-    ear.forget()
-    assert ear.is_silent(3 * WATCHDOG), 'the loop is frozen, so nothing says that it turns'
+    ear.discard()
+    assert ear.is_silent(3 * WATCHDOG_SECONDS), 'the loop is frozen, so nothing says that it turns'
     compute.resume()
-    assert ear.heard() == (compute.pid, BEAT)
+    assert ear.receive() == (compute.pid, HEARTBEAT)
     assert compute.stop() == 0
-    assert ear.until('STOPPING=1')[0] == compute.pid
+    assert ear.receive_until('STOPPING=1')[0] == compute.pid
     assert ear.is_silent(0)
 
 
-def test_an_ecompute_lives_while_etcd_and_placement_are_away(own_control: Control, ear: Ear) -> None:
-    compute = begun(own_control, ear)
-    assert ear.heard()[1][0] == 'READY=1'
+def test_ecompute_reports_alive_while_the_backends_are_frozen(own_control: Control, ear: NotifySocket) -> None:
+    compute = start_service(own_control, ear)
+    assert ear.receive()[1][0] == 'READY=1'
     own_control.etcd.pause()
     own_control.placement.pause()
-    ear.forget()
-    assert [ear.heard(2 * WATCHDOG) for _ in range(12)] == [(compute.pid, BEAT)] * 12
+    ear.discard()
+    assert [ear.receive(2 * WATCHDOG_SECONDS) for _ in range(12)] == [(compute.pid, HEARTBEAT)] * 12
     own_control.etcd.resume()
     own_control.placement.resume()
 
 
-def test_an_ecompute_that_cannot_start_is_never_ready(tmp_path: Path, ear: Ear) -> None:
+def test_ecompute_that_cannot_start_is_never_ready(tmp_path: Path, ear: NotifySocket) -> None:
     port = free_port()
-    compute = Served(f'127.0.0.1:{port}', f'http://127.0.0.1:{port}', directory=tmp_path)
+    compute = ServiceCompute(f'127.0.0.1:{port}', f'http://127.0.0.1:{port}', directory=tmp_path)
     compute.ear = ear
     assert compute.launch()._process is not None
     assert compute._process.wait(60) == 7
@@ -522,9 +543,9 @@ def test_an_ecompute_that_cannot_start_is_never_ready(tmp_path: Path, ear: Ear) 
 
 
 @contextmanager
-def running(*words: str, ear: Ear, cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
+def run_service(*words: str, ear: NotifySocket, cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a Python command as a service."""
-    env = environment() | ear.environment(WATCHDOG)
+    env = make_environment() | ear.make_environment(WATCHDOG_SECONDS)
     with (cwd / 'log').open('wb') as log:
         process = subprocess.Popen([sys.executable, *words], cwd=cwd, env=env, stdout=log, stderr=log)
     try:
@@ -534,11 +555,11 @@ def running(*words: str, ear: Ear, cwd: Path) -> Iterator[subprocess.Popen[bytes
         process.wait()
 
 
-def test_a_metadata_server_is_ready_when_it_listens(tmp_path: Path, ear: Ear) -> None:
+def test_metadata_server_is_ready_when_it_listens(tmp_path: Path, ear: NotifySocket) -> None:
     port = free_port()
     words = [str(TOP / 'md_server/mdserver/server.py'), '--listen', f'127.0.0.1:{port}', '--guests', str(tmp_path)]
-    with running(*words, ear=ear, cwd=tmp_path) as process:
-        assert ear.heard() == (process.pid, ['READY=1'])
+    with run_service(*words, ear=ear, cwd=tmp_path) as process:
+        assert ear.receive() == (process.pid, ['READY=1'])
         connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
         connection.request('GET', '/')
         assert connection.getresponse().status == 200
@@ -546,15 +567,15 @@ def test_a_metadata_server_is_ready_when_it_listens(tmp_path: Path, ear: Ear) ->
         assert process.wait(20) == 0
 
 
-def test_a_control_host_is_ready_when_both_answer(tmp_path: Path, ear: Ear) -> None:
+def test_control_host_is_ready_when_etcd_and_placement_answer(tmp_path: Path, ear: NotifySocket) -> None:
     etcd, placement = free_port(), free_port()
     words = ['-m', 'ecomp.lab.elab', 'control', '--etcd-port', str(etcd), '--placement-port', str(placement)]
-    with running(*words, ear=ear, cwd=tmp_path) as process:
+    with run_service(*words, ear=ear, cwd=tmp_path) as process:
         # etcd and stunnel get NOTIFY_SOCKET, too, but must not report for the whole.
-        assert ear.heard(60) == (process.pid, ['READY=1', 'STATUS=etcd and placement answer at 127.0.0.1'])
-        assert etcd_healthy(f'http://127.0.0.1:{etcd}')
-        assert placement_answers(f'http://127.0.0.1:{placement}')
-        assert [ear.heard() for _ in range(3)] == [(process.pid, BEAT)] * 3
+        assert ear.receive(60) == (process.pid, ['READY=1', 'STATUS=etcd and placement answer at 127.0.0.1'])
+        assert is_etcd_healthy(f'http://127.0.0.1:{etcd}')
+        assert is_placement_ready(f'http://127.0.0.1:{placement}')
+        assert [ear.receive() for _ in range(3)] == [(process.pid, HEARTBEAT)] * 3
         process.send_signal(signal.SIGTERM)
-        assert ear.until('STOPPING=1')[0] == process.pid
+        assert ear.receive_until('STOPPING=1')[0] == process.pid
         assert process.wait(20) == 0

@@ -12,12 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Ecompute, eschedule, write_config
+from tests.kit.commands import Control, Ecompute, run_eschedule_process, write_config
 from tests.kit.faulty_placement import FaultyPlacement
-from tests.kit.hands import lapse, settled
-from tests.kit.invariants import everything
-from tests.kit.sharing import all_notified, members, started, used
-from tests.kit.story import IMAGE, SMALL, addressed, at_once, called, notified, one_line, place, reached, record
+from tests.kit.hands import check_settled, expire_key
+from tests.kit.invariants import read_lasting_keys
+from tests.kit.sharing import parse_notices, read_members, read_usage, start_computes
+from tests.kit.story import (
+    IMAGE,
+    SMALL_QUERY,
+    assert_one_line,
+    parse_notice,
+    place,
+    read_record,
+    run_concurrently,
+    run_in_process,
+    wait_address,
+    wait_state,
+)
 
 # Sets: many instances in one request, placed all or none and never half delivered.
 
@@ -26,82 +37,95 @@ TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
 SCRIPT = '#!/bin/sh\necho canary\n'
 
 
-def held(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]]:
+def read_allocations(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]]:
     """Return the allocation of each consumer on these computes."""
     return {
-        name: amounts for compute in computes for name, amounts in cluster.placement.consumers(compute.uuid).items()
+        name: amounts
+        for compute in computes
+        for name, amounts in cluster.placement.read_consumers(compute.uuid).items()
     }
 
 
 @pytest.mark.parametrize('count', [40, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_hundred_cost_one_question_and_one_claim(cluster: Control, count: int) -> None:
-    computes = started(cluster, *[TOY] * (count // 5))
+def test_set_costs_one_query_and_at_most_two_claims(cluster: Control, count: int) -> None:
+    computes = start_computes(cluster, *[TOY] * (count // 5))
     calls: list[tuple[str, str]] = []
     with FaultyPlacement(cluster.placement.port) as placement:
         # Every request passes and is recorded.
         placement.fail('broken', lambda method, path: bool(calls.append((method, path.split('?')[0]))))
         config = write_config(cluster.directory / 'counted.yaml', cluster.etcd.endpoint, placement.url)
-        done = eschedule(config, SMALL, IMAGE, '--count', '100', '--name', 'web')
+        done = run_eschedule_process(config, SMALL_QUERY, IMAGE, '--count', '100', '--name', 'web')
         assert done.code == 2
         assert '1 to 60 with names' in done.stderr
         assert calls == []
-        done = eschedule(config, SMALL, IMAGE, '--count', str(count))
+        done = run_eschedule_process(config, SMALL_QUERY, IMAGE, '--count', str(count))
     assert done.code == 0, done
     assert Counter(calls)['GET', '/allocation_candidates'] == 1
     assert 1 <= Counter(calls)['POST', '/allocations'] <= 2
     assert {path for _, path in calls} == {'/allocation_candidates', '/allocations'}
-    pairs = all_notified(done.stdout)
+    pairs = parse_notices(done.stdout)
     assert len({instance for _, instance in pairs}) == count
     # Spread puts five on each.
     assert Counter(compute for compute, _ in pairs) == {host.uuid: 5 for host in computes}
     for _, instance in pairs:
-        reached(cluster, instance, 'active')
+        wait_state(cluster, instance, 'active')
     small = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-    assert held(cluster, computes) == {instance: small for _, instance in pairs}
-    assert cluster.etcd.keys('/requests/') == []
+    assert read_allocations(cluster, computes) == {instance: small for _, instance in pairs}
+    assert cluster.etcd.list_keys('/requests/') == []
 
 
-def test_all_or_none_and_at_least(cluster: Control) -> None:
-    computes = started(cluster, *['VCPU:3,DISK_GB:100,MEMORY_MB:4096'] * 3)
+def test_set_is_placed_whole_or_with_at_least_min(cluster: Control) -> None:
+    computes = start_computes(cluster, *['VCPU:3,DISK_GB:100,MEMORY_MB:4096'] * 3)
     for min_option in ((), ('--min', '10')):
-        done = cluster.eschedule(SMALL, IMAGE, '--count', '10', *min_option)
+        done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '10', *min_option)
         assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
         assert 'there is room for 9 of 10' in done.stderr
-        assert held(cluster, computes) == {}
-        assert cluster.etcd.keys('/requests/') == cluster.etcd.keys('/hosts/') == []
-    done = cluster.eschedule(SMALL, IMAGE, '--count', '10', '--min', '4', '-f', 'json')
-    one_line(done, 0, '9 of 10 are placed')
+        assert read_allocations(cluster, computes) == {}
+        assert cluster.etcd.list_keys('/requests/') == cluster.etcd.list_keys('/hosts/') == []
+    done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '10', '--min', '4', '-f', 'json')
+    assert_one_line(done, 0, '9 of 10 are placed')
     placed = json.loads(done.stdout)
     assert Counter(row['compute'] for row in placed) == {row.uuid: 3 for row in computes}
-    assert held(cluster, computes).keys() == {row['instance'] for row in placed}
+    assert read_allocations(cluster, computes).keys() == {row['instance'] for row in placed}
     many = cluster.directory / 'keys.pub'
     blob = base64.b64encode(b'\0\0\0\x0bssh-ed25519\0\0\x02\0' + bytes(512)).decode()
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(40)))
-    done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many))
-    one_line(done, 2, 'bytes of ssh keys each', 'more than etcd takes at once')
+    done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '100', '--ssh-key', str(many))
+    assert_one_line(done, 2, 'bytes of ssh keys each', 'more than etcd takes at once')
     # The keys are delivered in one transaction with the user-data.
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(17)))
     data = cluster.directory / 'user-data'
     data.write_text('#!/bin/sh\n' + '#' * 200_000)
-    done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many), '--user-data', str(data))
-    one_line(done, 2, 'bytes of user-data', 'more than etcd takes at once')
-    assert cluster.placement.database.allocations().keys() == {row['instance'] for row in placed}
+    done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '100', '--ssh-key', str(many), '--user-data', str(data))
+    assert_one_line(done, 2, 'bytes of user-data', 'more than etcd takes at once')
+    assert cluster.placement.database.read_allocations().keys() == {row['instance'] for row in placed}
 
 
-def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
-    computes = started(cluster, TOY, TOY)
+def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_path: Path) -> None:
+    computes = start_computes(cluster, TOY, TOY)
     script = tmp_path / 'script'
     script.write_text(SCRIPT)
-    words = (SMALL, IMAGE, '--count', '3', '--name', 'web', '--user-data', str(script), '--uuid', str(uuid.uuid4()))
+    words = (
+        SMALL_QUERY,
+        IMAGE,
+        '--count',
+        '3',
+        '--name',
+        'web',
+        '--user-data',
+        str(script),
+        '--uuid',
+        str(uuid.uuid4()),
+    )
     done = cluster.eschedule(*words, '--wait')
     assert done.code == 0, done
     lines = done.stdout.splitlines()
-    instances = [instance for _, instance in all_notified('\n'.join(lines[:3]) + '\n')]
-    assert lines[3:] == [addressed(cluster, instance) for instance in instances]
+    instances = [instance for _, instance in parse_notices('\n'.join(lines[:3]) + '\n')]
+    assert lines[3:] == [wait_address(cluster, instance) for instance in instances]
     records = [json.loads(cluster.eschedule('show', name, '-f', 'json').stdout) for name in ('web-1', 'web-2', 'web-3')]
     assert [record_of_name['instance'] for record_of_name in records] == instances
     # It is in etcd once, and not in the requests.
-    assert len(cluster.etcd.keys('/user-data/')) == 1
+    assert len(cluster.etcd.list_keys('/user-data/')) == 1
     user_data_by_name = {
         data['hostname']: data['user_data']
         for compute in computes
@@ -110,327 +134,355 @@ def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
     }
     assert user_data_by_name == dict.fromkeys(('web-1', 'web-2', 'web-3'), SCRIPT)
     # The same request again changes nothing and reports that; a different one is a conflict.
-    before = {key: value for key, value in everything(cluster).items() if key.startswith('/')}
+    before = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/')}
     repeated = cluster.eschedule(*words)
     assert repeated.code == 0, repeated
     assert repeated.stdout.splitlines() == lines[:3]
     assert repeated.stderr.count('requested before: nothing is changed') == 3
     # A set's uuid is not an instance's and the reverse, and another count is another request.
     set_uuid = words[-1]
-    one_line(cluster.eschedule(SMALL, IMAGE, '--uuid', set_uuid), 5, 'is the uuid of a set')
-    one_line(cluster.eschedule(SMALL, IMAGE, '--count', '2', '--uuid', instances[0]), 5, 'is the uuid of an instance')
+    assert_one_line(cluster.eschedule(SMALL_QUERY, IMAGE, '--uuid', set_uuid), 5, 'is the uuid of a set')
+    assert_one_line(
+        cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '2', '--uuid', instances[0]), 5, 'is the uuid of an instance'
+    )
     fewer = tuple('2' if word == '3' else word for word in words)
-    one_line(cluster.eschedule(*fewer), 5, 'one of 3 that were asked for at once')
+    assert_one_line(cluster.eschedule(*fewer), 5, 'one of 3 that were asked for at once')
     script.write_text(SCRIPT + 'echo more\n')
-    one_line(cluster.eschedule(*words), 5, 'with other user-data')
-    assert {key: value for key, value in everything(cluster).items() if key.startswith('/')} == before
+    assert_one_line(cluster.eschedule(*words), 5, 'with other user-data')
+    assert {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/')} == before
 
 
-def test_user_data_that_is_gone_from_etcd_is_said(cluster: Control, tmp_path: Path) -> None:
+def test_lost_user_data_of_a_set_is_reported(cluster: Control, tmp_path: Path) -> None:
     compute = cluster.ecompute(TOY)
     compute.pause()
     (tmp_path / 'script').write_text(SCRIPT)
-    done = cluster.eschedule(SMALL, IMAGE, '--count', '2', '--user-data', str(tmp_path / 'script'))
-    (key,) = cluster.etcd.keys('/user-data/')
-    lapse(cluster, key)
+    done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '2', '--user-data', str(tmp_path / 'script'))
+    (key,) = cluster.etcd.list_keys('/user-data/')
+    expire_key(cluster, key)
     compute.resume()
-    for _, instance in all_notified(done.stdout):
-        failed_record = reached(cluster, instance, 'error')
+    for _, instance in parse_notices(done.stdout):
+        failed_record = wait_state(cluster, instance, 'error')
         assert 'its user-data is not in etcd any more' in failed_record['error']['reason']
-    settled(cluster, compute)
+    check_settled(cluster, compute)
 
 
-def test_sets_that_race_are_whole_or_not_at_all(cluster: Control) -> None:
+def test_racing_sets_are_placed_whole_or_not_at_all(cluster: Control) -> None:
     """With room for 24, of four sets of ten two are placed whole and two are refused."""
-    computes = started(cluster, *['VCPU:8,DISK_GB:100,MEMORY_MB:4096'] * 3)
+    computes = start_computes(cluster, *['VCPU:8,DISK_GB:100,MEMORY_MB:4096'] * 3)
     with ThreadPoolExecutor(4) as threads:
-        futures = [threads.submit(cluster.eschedule, SMALL, IMAGE, '--count', '10') for _ in range(4)]
+        futures = [threads.submit(cluster.eschedule, SMALL_QUERY, IMAGE, '--count', '10') for _ in range(4)]
         results = [result.result() for result in futures]
     assert all(result.code in (0, 3) for result in results), results
-    placed = [pair for result in results for pair in (all_notified(result.stdout) if result.code == 0 else [])]
+    placed = [pair for result in results for pair in (parse_notices(result.stdout) if result.code == 0 else [])]
     assert len(placed) in (10, 20)
-    assert held(cluster, computes).keys() == {instance for _, instance in placed}
-    assert len(cluster.etcd.keys('/hosts/')) == len(placed)
-    assert cluster.etcd.keys('/requests/') == []
+    assert read_allocations(cluster, computes).keys() == {instance for _, instance in placed}
+    assert len(cluster.etcd.list_keys('/hosts/')) == len(placed)
+    assert cluster.etcd.list_keys('/requests/') == []
 
 
 # Groups: together or apart under concurrent requests, and the reasons of refusals.
 
 
-ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
-APART = ('--policy', 'anti-affinity')
-TOGETHER = ('--policy', 'affinity')
+ROOMY_INVENTORY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
+ANTI_AFFINITY = ('--policy', 'anti-affinity')
+AFFINITY = ('--policy', 'affinity')
 
 
-def called_so(compute: str) -> str:
+def make_display_name(compute: str) -> str:
     """Return the displayed name of a compute: all computes of a test are on one host."""
     return f'{socket.gethostname()} ({compute})'
 
 
-def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
-    computes = started(cluster, ROOMY, ROOMY)
-    first, second = (place(cluster, SMALL, '--group', 'web', *APART) for _ in range(2))
+def test_anti_affinity_uses_each_compute_once(cluster: Control) -> None:
+    computes = start_computes(cluster, ROOMY_INVENTORY, ROOMY_INVENTORY)
+    first, second = (place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY) for _ in range(2))
     assert {first[0], second[0]} == {compute.uuid for compute in computes}
-    assert members(cluster, 'web') == {first[1]: first[0], second[1]: second[0]}
-    refused = called(cluster, SMALL, '--group', 'web')
+    assert read_members(cluster, 'web') == {first[1]: first[0], second[1]: second[0]}
+    refused = run_in_process(cluster, SMALL_QUERY, '--group', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'there is room, but not where group web allows it (strict anti-affinity)' in refused.stderr
     assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 2
     assert 'the smallest change that fits: ask without --group web' in refused.stderr
     # The suggested change does fit.
-    other = place(cluster, SMALL)
-    listed = called(cluster, 'group', 'list').stdout
+    other = place(cluster, SMALL_QUERY)
+    listed = run_in_process(cluster, 'group', 'list').stdout
     assert listed.splitlines()[1].split() == ['web', 'strict', 'anti-affinity', '2', '2']
-    shown = json.loads(called(cluster, 'group', 'show', 'web', '-f', 'json').stdout)
-    assert {member['instance']: member['compute'] for member in shown['members']} == members(cluster, 'web')
-    assert first[1] in called(cluster, 'group', 'show', 'web').stdout
+    shown = json.loads(run_in_process(cluster, 'group', 'show', 'web', '-f', 'json').stdout)
+    assert {member['instance']: member['compute'] for member in shown['members']} == read_members(cluster, 'web')
+    assert first[1] in run_in_process(cluster, 'group', 'show', 'web').stdout
     for _, instance in (first, second, other):
-        addressed(cluster, instance)
+        wait_address(cluster, instance)
     # A destroyed member makes room for the next, and the last one removes the group.
-    assert called(cluster, 'destroy', '--wait', first[1]).code == 0
-    assert members(cluster, 'web') == {second[1]: second[0]}
-    third = place(cluster, SMALL, '--group', 'web')
+    assert run_in_process(cluster, 'destroy', '--wait', first[1]).code == 0
+    assert read_members(cluster, 'web') == {second[1]: second[0]}
+    third = place(cluster, SMALL_QUERY, '--group', 'web')
     assert third[0] == first[0]
-    addressed(cluster, third[1])
-    assert called(cluster, 'destroy', '--wait', second[1], third[1]).code == 0
+    wait_address(cluster, third[1])
+    assert run_in_process(cluster, 'destroy', '--wait', second[1], third[1]).code == 0
     assert cluster.etcd.get('/groups/web') is None
-    one_line(called(cluster, 'group', 'show', 'web'), 4, 'no such group')
-    settled(cluster, *computes)
+    assert_one_line(run_in_process(cluster, 'group', 'show', 'web'), 4, 'no such group')
+    check_settled(cluster, *computes)
 
 
-def test_together_where_all_of_them_fit(cluster: Control) -> None:
-    computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024')
-    pairs = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'db', *TOGETHER).stdout)
+def test_affinity_places_a_set_on_a_compute_with_room_for_all(cluster: Control) -> None:
+    computes = start_computes(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024')
+    pairs = parse_notices(run_in_process(cluster, SMALL_QUERY, '--count', '3', '--group', 'db', *AFFINITY).stdout)
     assert {compute for compute, _ in pairs} == {computes[1].uuid}
-    assert place(cluster, SMALL, '--group', 'db')[0] == computes[1].uuid
-    refused = called(cluster, SMALL, '--group', 'db')
+    assert place(cluster, SMALL_QUERY, '--group', 'db')[0] == computes[1].uuid
+    refused = run_in_process(cluster, SMALL_QUERY, '--group', 'db')
     assert refused.code == 3
-    assert f'group db is on {called_so(computes[1].uuid)} (strict affinity)' in refused.stderr
+    assert f'group db is on {make_display_name(computes[1].uuid)} (strict affinity)' in refused.stderr
     assert 'VCPU short by 1 (free 0 of 4)' in refused.stderr
-    settled(cluster, *computes)
+    check_settled(cluster, *computes)
 
 
-def test_softly(cluster: Control) -> None:
-    computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:2,DISK_GB:10,MEMORY_MB:512')
-    pairs = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
+def test_soft_policies_are_only_preferred(cluster: Control) -> None:
+    computes = start_computes(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:2,DISK_GB:10,MEMORY_MB:512')
+    pairs = parse_notices(
+        run_in_process(cluster, SMALL_QUERY, '--count', '3', '--group', 'web', *ANTI_AFFINITY, '--soft').stdout
+    )
     assert sorted(Counter(compute for compute, _ in pairs).values()) == [1, 2]
-    called(cluster, 'destroy', '--wait', *(instance for _, instance in pairs))
+    run_in_process(cluster, 'destroy', '--wait', *(instance for _, instance in pairs))
     # Without the group, spread would put one on each.
-    pair_result = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
-    (first, second) = (compute for compute, _ in all_notified(pair_result.stdout))
+    pair_result = run_in_process(cluster, SMALL_QUERY, '--count', '2', '--group', 'db', *AFFINITY, '--soft')
+    (first, second) = (compute for compute, _ in parse_notices(pair_result.stdout))
     assert first == second
-    assert place(cluster, SMALL, '--group', 'db')[0] != first, 'there is no room with them'
-    settled(cluster, *computes)
+    assert place(cluster, SMALL_QUERY, '--group', 'db')[0] != first, 'there is no room with them'
+    check_settled(cluster, *computes)
 
 
-def test_what_it_is_the_first_one_says(cluster: Control) -> None:
-    computes = started(cluster, ROOMY)
-    one_line(called(cluster, SMALL, '--group', 'web'), 2, 'no group web yet', '--policy')
-    place(cluster, SMALL, '--group', 'web', *APART)
-    for other in (TOGETHER, ('--soft',)):
-        one_line(called(cluster, SMALL, '--group', 'web', *other), 5, 'group web is strict anti-affinity')
-    for words in (APART, ('--soft',)):
-        one_line(called(cluster, SMALL, *words), 2, 'go with --group')
-    one_line(called(cluster, SMALL, '--group', 'a/b', *APART), 2, '--group')
-    settled(cluster, *computes)
+def test_first_member_defines_the_group(cluster: Control) -> None:
+    computes = start_computes(cluster, ROOMY_INVENTORY)
+    assert_one_line(run_in_process(cluster, SMALL_QUERY, '--group', 'web'), 2, 'no group web yet', '--policy')
+    place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY)
+    for other in (AFFINITY, ('--soft',)):
+        assert_one_line(
+            run_in_process(cluster, SMALL_QUERY, '--group', 'web', *other), 5, 'group web is strict anti-affinity'
+        )
+    for words in (ANTI_AFFINITY, ('--soft',)):
+        assert_one_line(run_in_process(cluster, SMALL_QUERY, *words), 2, 'go with --group')
+    assert_one_line(run_in_process(cluster, SMALL_QUERY, '--group', 'a/b', *ANTI_AFFINITY), 2, '--group')
+    check_settled(cluster, *computes)
 
 
-def test_a_set_that_is_to_be_apart_is_all_or_none(cluster: Control) -> None:
-    computes = started(cluster, ROOMY, ROOMY, ROOMY)
-    refused = called(cluster, SMALL, '--count', '4', '--group', 'web', *APART)
+def test_anti_affinity_set_is_placed_whole_or_with_at_least_min(cluster: Control) -> None:
+    computes = start_computes(cluster, ROOMY_INVENTORY, ROOMY_INVENTORY, ROOMY_INVENTORY)
+    refused = run_in_process(cluster, SMALL_QUERY, '--count', '4', '--group', 'web', *ANTI_AFFINITY)
     assert refused.code == 3
     assert 'there is room for 3 of 4 in group web (strict anti-affinity)' in refused.stderr
     assert 'the smallest change that fits: --count 3' in refused.stderr
-    assert [cluster.placement.consumers(host.uuid) for host in computes] == [{}, {}, {}]
-    assert members(cluster, 'web') == {}
-    pairs = all_notified(called(cluster, SMALL, '--count', '4', '--min', '2', '--group', 'web', *APART).stdout)
+    assert [cluster.placement.read_consumers(host.uuid) for host in computes] == [{}, {}, {}]
+    assert read_members(cluster, 'web') == {}
+    pairs = parse_notices(
+        run_in_process(cluster, SMALL_QUERY, '--count', '4', '--min', '2', '--group', 'web', *ANTI_AFFINITY).stdout
+    )
     assert {compute for compute, _ in pairs} == {host.uuid for host in computes}
-    settled(cluster, *computes)
+    check_settled(cluster, *computes)
 
 
-def test_plan_and_then_the_real_thing(cluster: Control) -> None:
-    started(cluster, ROOMY, ROOMY, ROOMY)
-    place(cluster, SMALL, '--group', 'web', *APART)
+def test_plan_of_a_group_member_predicts_its_placement(cluster: Control) -> None:
+    start_computes(cluster, ROOMY_INVENTORY, ROOMY_INVENTORY, ROOMY_INVENTORY)
+    place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY)
     for _ in range(2):
-        planned = json.loads(called(cluster, 'plan', SMALL, '--group', 'web', '-f', 'json').stdout)
-        compute, _ = place(cluster, SMALL, '--group', 'web')
+        planned = json.loads(run_in_process(cluster, 'plan', SMALL_QUERY, '--group', 'web', '-f', 'json').stdout)
+        compute, _ = place(cluster, SMALL_QUERY, '--group', 'web')
         assert compute in {row['compute'] for row in planned}
-        assert len(planned) == 3 - len(members(cluster, 'web')) + 1
-    assert called(cluster, 'plan', SMALL, '--group', 'web').code == 3
+        assert len(planned) == 3 - len(read_members(cluster, 'web')) + 1
+    assert run_in_process(cluster, 'plan', SMALL_QUERY, '--group', 'web').code == 3
 
 
 @pytest.mark.parametrize('racers', [8, pytest.param(32, marks=pytest.mark.slow)])
-def test_never_two_on_a_compute_however_many_ask_at_once(cluster: Control, racers: int) -> None:
+def test_racing_anti_affinity_members_never_share_a_compute(cluster: Control, racers: int) -> None:
     size = 20 if racers > 20 else 5
-    computes = started(cluster, *[ROOMY] * size)
-    words = [SMALL, '--group', 'web', *APART]
-    results = at_once(cluster, [words] * racers, width=racers)
-    placed = [all_notified(result.stdout)[0] for result in results if result.code == 0]
+    computes = start_computes(cluster, *[ROOMY_INVENTORY] * size)
+    words = [SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY]
+    results = run_concurrently(cluster, [words] * racers, width=racers)
+    placed = [parse_notices(result.stdout)[0] for result in results if result.code == 0]
     assert Counter(result.code for result in results) == {0: size, 3: racers - size}
     assert len({compute for compute, _ in placed}) == size
-    assert members(cluster, 'web') == {instance: compute for compute, instance in placed}
+    assert read_members(cluster, 'web') == {instance: compute for compute, instance in placed}
     for result in results:
         assert result.code == 0 or 'not where group web allows it (strict anti-affinity)' in result.stderr, result
     for _, instance in placed:
-        reached(cluster, instance, 'active')
-    settled(cluster, *computes)
+        wait_state(cluster, instance, 'active')
+    check_settled(cluster, *computes)
 
 
-def test_why_it_is_where_it_is(cluster: Control) -> None:
-    computes = started(cluster, ROOMY, ROOMY)
-    first, second = (place(cluster, SMALL, '--group', 'web', *APART) for _ in range(2))
+def test_why_explains_the_placement_of_a_group_member(cluster: Control) -> None:
+    computes = start_computes(cluster, ROOMY_INVENTORY, ROOMY_INVENTORY)
+    first, second = (place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY) for _ in range(2))
     for _, instance in (first, second):
-        addressed(cluster, instance)
-    reasons = called(cluster, 'why', first[1]).stdout.splitlines()
+        wait_address(cluster, instance)
+    reasons = run_in_process(cluster, 'why', first[1]).stdout.splitlines()
     assert reasons[0].startswith(f'{first[1]} is on ')
     assert first[0] in reasons[0]
-    assert reasons[1] == f'it asked for {SMALL}'
+    assert reasons[1] == f'it asked for {SMALL_QUERY}'
     assert reasons[2].startswith('2 computes could have taken it then; spread (the emptiest first) was asked for, and')
-    assert reasons[3].endswith(f'(strict anti-affinity), apart from its others: {second[1]} on {called_so(second[0])}')
-    data = json.loads(called(cluster, 'why', second[1], '-f', 'json').stdout)
+    assert reasons[3].endswith(
+        f'(strict anti-affinity), apart from its others: {second[1]} on {make_display_name(second[0])}'
+    )
+    data = json.loads(run_in_process(cluster, 'why', second[1], '-f', 'json').stdout)
     assert data['why'] == {'weigh': 'spread', 'weight': 0.95, 'of': 1}
     assert data['group']['others'] == {first[1]: first[0]}
     # It also explains a gone instance as long as its record exists.
-    assert called(cluster, 'destroy', '--wait', first[1]).code == 0
-    assert '2 computes could have taken it' in called(cluster, 'why', first[1]).stdout
-    one_line(called(cluster, 'why', 'nobody-1'), 4, 'nobody-1')
-    settled(cluster, *computes)
+    assert run_in_process(cluster, 'destroy', '--wait', first[1]).code == 0
+    assert '2 computes could have taken it' in run_in_process(cluster, 'why', first[1]).stdout
+    assert_one_line(run_in_process(cluster, 'why', 'nobody-1'), 4, 'nobody-1')
+    check_settled(cluster, *computes)
 
 
 # Quotas: the limits of a project, counted exactly under concurrent requests and changes.
 
 
-ROOM_FOR_ALL = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
+LARGE_INVENTORY = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
 
 
-def test_limit_used_and_asked_are_named(cluster: Control) -> None:
-    computes = started(cluster, ROOM_FOR_ALL)
-    place(cluster, SMALL, '--project', 'web')  # before the limit is set, and counted nevertheless
-    place(cluster, SMALL, '--project', 'other')
-    one_line(called(cluster, 'quota', 'set', 'web', 'VCPU=3', 'instances=5'), 0, 'web: VCPU 1/3, instances 1/5')
-    _, second = place(cluster, SMALL, '--project', 'web')
-    refused = called(cluster, SMALL, '--count', '2', '--project', 'web')
+def test_quota_refusal_names_limit_used_and_requested(cluster: Control) -> None:
+    computes = start_computes(cluster, LARGE_INVENTORY)
+    place(cluster, SMALL_QUERY, '--project', 'web')  # before the limit is set, and counted nevertheless
+    place(cluster, SMALL_QUERY, '--project', 'other')
+    assert_one_line(
+        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=3', 'instances=5'), 0, 'web: VCPU 1/3, instances 1/5'
+    )
+    _, second = place(cluster, SMALL_QUERY, '--project', 'web')
+    refused = run_in_process(cluster, SMALL_QUERY, '--count', '2', '--project', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    one_line(refused, 3, 'the quota of project web does not allow it: VCPU: limit 3, used 2, asked 2')
-    assert len(cluster.placement.consumers(computes[0].uuid)) == 3
+    assert_one_line(refused, 3, 'the quota of project web does not allow it: VCPU: limit 3, used 2, asked 2')
+    assert len(cluster.placement.read_consumers(computes[0].uuid)) == 3
     # With --min 1, one of the two is placed.
-    assert len(all_notified(called(cluster, SMALL, '--count', '2', '--min', '1', '--project', 'web').stdout)) == 1
-    assert used(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
-    table = called(cluster, 'quota', 'show', 'web').stdout.splitlines()
+    assert (
+        len(
+            parse_notices(run_in_process(cluster, SMALL_QUERY, '--count', '2', '--min', '1', '--project', 'web').stdout)
+        )
+        == 1
+    )
+    assert read_usage(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
+    table = run_in_process(cluster, 'quota', 'show', 'web').stdout.splitlines()
     assert [line.split() for line in table if line.startswith(('VCPU', 'DISK_GB'))] == [
         ['DISK_GB', '-', '3', '-'],
         ['VCPU', '3', '3', '0'],
     ]
-    assert called(cluster, 'quota', 'list').stdout.splitlines()[1].split()[0] == 'web'
-    assert json.loads(called(cluster, 'quota', 'list', '-f', 'json').stdout)[0]['limits'] == {'VCPU': 3, 'instances': 5}
+    assert run_in_process(cluster, 'quota', 'list').stdout.splitlines()[1].split()[0] == 'web'
+    assert json.loads(run_in_process(cluster, 'quota', 'list', '-f', 'json').stdout)[0]['limits'] == {
+        'VCPU': 3,
+        'instances': 5,
+    }
     # Each destroyed instance makes room.
-    addressed(cluster, second)
-    assert called(cluster, 'destroy', '--wait', second).code == 0
-    assert used(cluster, 'web')['VCPU'] == 2
-    place(cluster, SMALL, '--project', 'web')
-    one_line(called(cluster, 'quota', 'set', 'web', 'VCPU=1'), 0, 'VCPU 3/1', 'more VCPU than that already')
-    one_line(called(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none'), 0, 'no limits any more')
-    one_line(called(cluster, 'quota', 'show', 'web'), 4, 'no limits are set')
-    place(cluster, SMALL, '--project', 'web')
-    settled(cluster, *computes)
+    wait_address(cluster, second)
+    assert run_in_process(cluster, 'destroy', '--wait', second).code == 0
+    assert read_usage(cluster, 'web')['VCPU'] == 2
+    place(cluster, SMALL_QUERY, '--project', 'web')
+    assert_one_line(
+        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=1'), 0, 'VCPU 3/1', 'more VCPU than that already'
+    )
+    assert_one_line(
+        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none'), 0, 'no limits any more'
+    )
+    assert_one_line(run_in_process(cluster, 'quota', 'show', 'web'), 4, 'no limits are set')
+    place(cluster, SMALL_QUERY, '--project', 'web')
+    check_settled(cluster, *computes)
 
 
-def test_what_is_destroyed_unseen_is_given_back(cluster: Control) -> None:
-    (compute,) = started(cluster, ROOM_FOR_ALL)
-    called(cluster, 'quota', 'set', 'web', 'instances=2')
+def test_destroy_before_the_build_releases_quota_and_group(cluster: Control) -> None:
+    (compute,) = start_computes(cluster, LARGE_INVENTORY)
+    run_in_process(cluster, 'quota', 'set', 'web', 'instances=2')
     compute.pause()
-    _, unseen = place(cluster, SMALL, '--project', 'web', '--group', 'all', '--policy', 'affinity')
-    assert used(cluster, 'web')['instances'] == 1
-    one_line(called(cluster, 'destroy', unseen), 0, 'destroy accepted')
+    _, unseen = place(cluster, SMALL_QUERY, '--project', 'web', '--group', 'all', '--policy', 'affinity')
+    assert read_usage(cluster, 'web')['instances'] == 1
+    assert_one_line(run_in_process(cluster, 'destroy', unseen), 0, 'destroy accepted')
     compute.resume()
-    assert called(cluster, 'destroy', '--wait', unseen).code in (0, 4)
-    assert used(cluster, 'web') == {}
+    assert run_in_process(cluster, 'destroy', '--wait', unseen).code in (0, 4)
+    assert read_usage(cluster, 'web') == {}
     assert cluster.etcd.get('/groups/all') is None
-    settled(cluster, compute)
+    check_settled(cluster, compute)
 
 
-@pytest.mark.parametrize(('racers', 'most'), [(10, 4), pytest.param(32, 10, marks=pytest.mark.slow)])
-def test_however_many_ask_at_once_it_is_just_so_many(cluster: Control, racers: int, most: int) -> None:
-    computes = started(cluster, ROOM_FOR_ALL, ROOM_FOR_ALL)
-    called(cluster, 'quota', 'set', 'web', f'instances={most}')
-    results = at_once(cluster, [[SMALL, '--project', 'web']] * racers, width=racers)
-    assert Counter(result.code for result in results) == {0: most, 3: racers - most}, results
-    assert used(cluster, 'web')['instances'] == most
+@pytest.mark.parametrize(('racers', 'limit'), [(10, 4), pytest.param(32, 10, marks=pytest.mark.slow)])
+def test_racing_requests_use_a_quota_exactly(cluster: Control, racers: int, limit: int) -> None:
+    computes = start_computes(cluster, LARGE_INVENTORY, LARGE_INVENTORY)
+    run_in_process(cluster, 'quota', 'set', 'web', f'instances={limit}')
+    results = run_concurrently(cluster, [[SMALL_QUERY, '--project', 'web']] * racers, width=racers)
+    assert Counter(result.code for result in results) == {0: limit, 3: racers - limit}, results
+    assert read_usage(cluster, 'web')['instances'] == limit
     for result in results:
-        assert result.code == 0 or f'instances: limit {most}, used ' in result.stderr
-    placed = [all_notified(result.stdout)[0][1] for result in results if result.code == 0]
+        assert result.code == 0 or f'instances: limit {limit}, used ' in result.stderr
+    placed = [parse_notices(result.stdout)[0][1] for result in results if result.code == 0]
     for instance in placed:
-        addressed(cluster, instance)
-    destroys = at_once(cluster, [['destroy', '--wait', instance_uuid] for instance_uuid in placed], width=most)
+        wait_address(cluster, instance)
+    destroys = run_concurrently(
+        cluster, [['destroy', '--wait', instance_uuid] for instance_uuid in placed], width=limit
+    )
     assert {result.code for result in destroys} == {0}
-    assert used(cluster, 'web') == {}
-    settled(cluster, *computes)
+    assert read_usage(cluster, 'web') == {}
+    check_settled(cluster, *computes)
 
 
-def test_what_is_delivered_while_a_quota_is_made_is_counted(cluster: Control) -> None:
-    (compute,) = started(cluster, ROOM_FOR_ALL)
-    place(cluster, SMALL, '--project', 'web')
-    words = [[SMALL, '--project', 'web'] for _ in range(6)]
+def test_requests_delivered_while_a_quota_is_set_are_counted(cluster: Control) -> None:
+    (compute,) = start_computes(cluster, LARGE_INVENTORY)
+    place(cluster, SMALL_QUERY, '--project', 'web')
+    words = [[SMALL_QUERY, '--project', 'web'] for _ in range(6)]
     words[2:2] = [['quota', 'set', 'web', 'instances=100']]
-    assert {result.code for result in at_once(cluster, words, width=7)} == {0}
-    assert used(cluster, 'web')['instances'] == 7
-    settled(cluster, compute)
+    assert {result.code for result in run_concurrently(cluster, words, width=7)} == {0}
+    assert read_usage(cluster, 'web')['instances'] == 7
+    check_settled(cluster, compute)
 
 
 # Flavors: set by an operator, requested by name, also in a plan and a set.
 
 
-def test_made_listed_asked_for_and_removed(cluster: Control) -> None:
+def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:4096')
-    one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL), 0, 'flavor tiny: made')
-    one_line(cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY), 0, 'flavor tiny: made')
+    assert_one_line(
+        cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed'
+    )
     (line,) = cluster.eschedule('flavor', 'list').stdout.splitlines()[1:]
     assert line.split() == ['tiny', 'VCPU:1,DISK_GB:1,MEMORY_MB:128', '!MISC_SHARES_VIA_AGGREGATE', 'etcd']
     for words in (('--flavor', 'tiny'), ('--flavor', 'tiny', 'http://images.invalid/a=b.qcow2')):
-        target, instance = notified(cluster.eschedule(*words))
+        target, instance = parse_notice(cluster.eschedule(*words))
         assert target == compute.uuid
-        assert reached(cluster, instance, 'active')['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-        assert record(cluster, instance)['query'] == f'{SMALL}&required=!MISC_SHARES_VIA_AGGREGATE'
-    _, instance = notified(cluster.eschedule('resources=VCPU:2', IMAGE, '--flavor', 'tiny'))
-    assert reached(cluster, instance, 'active')['resources']['VCPU'] == 2
+        assert wait_state(cluster, instance, 'active')['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+        assert read_record(cluster, instance)['query'] == f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'
+    _, instance = parse_notice(cluster.eschedule('resources=VCPU:2', IMAGE, '--flavor', 'tiny'))
+    assert wait_state(cluster, instance, 'active')['resources']['VCPU'] == 2
     assert len(cluster.eschedule('--flavor', 'tiny', '--count', '2').stdout.splitlines()) == 2
     planned = json.loads(cluster.eschedule('plan', '--flavor', 'tiny', '-f', 'json').stdout)
     assert planned[0]['asked'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-    one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 0, 'removed')
-    one_line(cluster.eschedule('--flavor', 'tiny'), 4, 'tiny: no such flavor')
-    one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 4, 'no such flavor')
+    assert_one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 0, 'removed')
+    assert_one_line(cluster.eschedule('--flavor', 'tiny'), 4, 'tiny: no such flavor')
+    assert_one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 4, 'no such flavor')
 
 
-def test_schedule_yaml_comes_first(cluster: Control) -> None:
+def test_flavors_of_schedule_yaml_come_first(cluster: Control) -> None:
     cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:4096')
-    one_line(cluster.eschedule('flavor', 'set', 'small', SMALL.replace('VCPU:1', 'VCPU:7')), 0, 'made')
-    flavors = {'flavors': {'small': SMALL, 'none': f'{SMALL}&required=HW_CPU_X86_AVX512F'}}
+    assert_one_line(cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY.replace('VCPU:1', 'VCPU:7')), 0, 'made')
+    flavors = {'flavors': {'small': SMALL_QUERY, 'none': f'{SMALL_QUERY}&required=HW_CPU_X86_AVX512F'}}
     write_config(cluster.schedule_yaml, cluster.etcd.endpoint, cluster.placement.url, **flavors)
     listed = json.loads(cluster.eschedule('flavor', 'list', '-f', 'json').stdout)
     assert [(row['name'], row['source'], row['resources']['VCPU']) for row in listed] == [
         ('none', 'schedule.yaml', 1),
         ('small', 'schedule.yaml', 1),
     ]
-    _, instance = notified(cluster.eschedule('--flavor', 'small'))
-    assert reached(cluster, instance, 'active')['resources']['VCPU'] == 1
+    _, instance = parse_notice(cluster.eschedule('--flavor', 'small'))
+    assert wait_state(cluster, instance, 'active')['resources']['VCPU'] == 1
     refused = cluster.eschedule('--flavor', 'none')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'lacks HW_CPU_X86_AVX512F' in refused.stderr
     nowhere = 'etcd.invalid:1', 'http://placement.invalid'
     bad = write_config(cluster.directory / 'bad.yaml', *nowhere, flavors={'bad': 'x'})
-    one_line(eschedule(bad, 'list'), 2, 'bad.yaml', 'flavors: bad', 'nothing else')
+    assert_one_line(run_eschedule_process(bad, 'list'), 2, 'bad.yaml', 'flavors: bad', 'nothing else')
 
 
-def test_what_is_asked_wrongly(cluster: Control) -> None:
-    one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'give a name and what it asks for')
-    one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL), 2, 'is no name of a flavor')
-    one_line(cluster.eschedule('flavor', 'delete'), 2, 'which flavor?')
-    one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
-    one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor does not go with this form')
-    one_line(cluster.eschedule('plan'), 2, 'give a placement query')
+def test_wrong_flavor_commands_are_refused(cluster: Control) -> None:
+    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'give a name and what it asks for')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL_QUERY), 2, 'is no name of a flavor')
+    assert_one_line(cluster.eschedule('flavor', 'delete'), 2, 'which flavor?')
+    assert_one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
+    assert_one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor does not go with this form')
+    assert_one_line(cluster.eschedule('plan'), 2, 'give a placement query')
     cluster.etcd.put('/flavors/odd', '{"version": 7}')
-    one_line(cluster.eschedule('--flavor', 'odd'), 1, '/flavors/odd', 'etcdctl del /flavors/odd')
-    assert cluster.eschedule('flavor', 'set', 'tiny', SMALL).code == 0
+    assert_one_line(cluster.eschedule('--flavor', 'odd'), 1, '/flavors/odd', 'etcdctl del /flavors/odd')
+    assert cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY).code == 0
     listed = cluster.eschedule('flavor', 'list')
-    one_line(listed, 1, '/flavors/odd')
+    assert_one_line(listed, 1, '/flavors/odd')
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ['FLAVOR', 'tiny'], 'the others are shown'

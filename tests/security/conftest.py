@@ -1,6 +1,6 @@
 """Fixtures that several modules of these tests use."""
 
-from tests.security.image_servers import names, web
-from tests.security.rights import running
+from tests.security.image_servers import dns_answers, web
+from tests.security.rights import running_server
 
-__all__ = ['names', 'running', 'web']
+__all__ = ['dns_answers', 'running_server', 'web']

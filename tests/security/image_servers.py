@@ -11,49 +11,49 @@ from urllib.parse import urlsplit
 import pytest
 
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.connections import EgressPolicy
 from ecomp.errors import BuildFailed
-from tests.kit.image_server import Web, serving
-from tests.kit.images import LIMITS, get, inspect
+from tests.kit.image_server import ImageServer, serve_images
+from tests.kit.images import LIMITS, get_base, inspect_image
 
-BOOT = b'\0' * 510 + b'\x55\xaa'
+BOOT_DISK = b'\0' * 510 + b'\x55\xaa'
 
 
 @pytest.fixture
-def web() -> Iterator[Web]:
+def web() -> Iterator[ImageServer]:
     """A server with a raw disk that can misbehave in every way."""
-    with serving(BOOT) as server:
+    with serve_images(BOOT_DISK) as server:
         yield server
 
 
-def everywhere(directory: Path, reach: Reach) -> ImageCache:
-    return ImageCache(directory / 'images', inspect, None, LIMITS, reach)
+def make_cache(directory: Path, reach: EgressPolicy) -> ImageCache:
+    return ImageCache(directory / 'images', inspect_image, None, LIMITS, reach)
 
 
-def refusal(cache: ImageCache, url: str) -> str:
+def fetch_refusal(cache: ImageCache, url: str) -> str:
     with pytest.raises(BuildFailed) as caught:
-        get(cache, url)
+        get_base(cache, url)
     assert caught.value.stage == 'image'
     return caught.value.reason
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
+def dns_answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     """The DNS answers: for each name its answers in order; the last one is repeated."""
     answers: dict[str, list[list[str]]] = {}
     real = socket.getaddrinfo
 
-    def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
-        if host not in answers or named.get('flags', 0) & socket.AI_NUMERICHOST:
-            return real(host, port, *given, **named)
+    def getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        if host not in answers or options.get('flags', 0) & socket.AI_NUMERICHOST:
+            return real(host, port, *arguments, **options)
         addresses = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
-        return [info for address in addresses for info in real(address, port, *given, **named)]
+        return [info for address in addresses for info in real(address, port, *arguments, **options)]
 
     monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
     return answers
 
 
-def port_of(url: str) -> int:
+def get_port(url: str) -> int:
     port = urlsplit(url).port
     assert port is not None
     return port

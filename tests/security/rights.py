@@ -15,19 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ecomp.agent.host.metadata import USER
-from tests.kit.servers import TOP, until
+from ecomp.agent.host.metadata import SERVER_UID
+from tests.kit.servers import TOP, wait_until
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+OTHER_UUID = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 MAC = '52:54:00:aa:00:01'
 MAC_2 = '52:54:00:bb:00:02'
-HERE = '127.0.0.1'
+LOOPBACK = '127.0.0.1'
 COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
 ENVIRONMENT = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(TOP), str(TOP / 'md_server')])}
 
 
-def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
+def write_files(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
     """Write leases, guest files and user-data for root only, and return the mdserver.conf.
 
     `guests` maps addresses to (MAC, instance).
@@ -46,28 +46,32 @@ def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
     return directory / 'mdserver.conf'
 
 
-class Server:
+class MetadataServer:
     def __init__(self, directory: Path, *options: str, command: list[str] | None = None) -> None:
         self.log = directory / 'log'
         with self.log.open('wb') as stderr:
             self.process = subprocess.Popen(
-                [*(command or COMMAND), str(directory / 'mdserver.conf'), '--listen', f'{HERE}:0', *options],
-                cwd=directory, env=ENVIRONMENT, stderr=stderr, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                [*(command or COMMAND), str(directory / 'mdserver.conf'), '--listen', f'{LOOPBACK}:0', *options],
+                cwd=directory,
+                env=ENVIRONMENT,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
             )
         self.pid = self.process.pid
-        until(lambda: 'LISTENING ON' in self.log.read_text() or self.process.poll() is not None, 30, 'it listens')
+        wait_until(lambda: 'LISTENING ON' in self.log.read_text() or self.process.poll() is not None, 30, 'it listens')
         listening = re.search(r'LISTENING ON http://[\d.]+:(\d+)/', self.log.read_text())
         assert listening, self.log.read_text()
         self.port = int(listening[1])
 
-    def ask(self, path: str, method: str = 'GET', source: str = HERE) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(HERE, self.port, timeout=20, source_address=(source, 0))
+    def request(self, path: str, method: str = 'GET', source: str = LOOPBACK) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=20, source_address=(source, 0))
         with contextlib.closing(connection):
             connection.request(method, path)
             answer = connection.getresponse()
             return answer.status, answer.read()
 
-    def monitor(self) -> psutil.Process:
+    def find_monitor(self) -> psutil.Process:
         [child] = psutil.Process(self.pid).children(recursive=True)
         return child
 
@@ -77,7 +81,7 @@ class Server:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Server]:
-    describe(tmp_path, {HERE: (MAC, UUID)})
-    with contextlib.closing(Server(tmp_path, '--user', USER)) as server:
+def running_server(tmp_path: Path) -> Iterator[MetadataServer]:
+    write_files(tmp_path, {LOOPBACK: (MAC, UUID)})
+    with contextlib.closing(MetadataServer(tmp_path, '--user', SERVER_UID)) as server:
         yield server

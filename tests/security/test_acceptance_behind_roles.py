@@ -10,35 +10,35 @@ import pytest
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 pytest.importorskip('placement', reason="pip install '.[lab]'")
 
-from ecomp.model.roles import WRITE, Permission, Revoke
+from ecomp.model.roles import WRITE, Permission, RevokePermission
 from ecomp.store.roles import Accounts
-from tests.kit.secured import etcd_of
+from tests.kit.secured import load_etcd_config
 from tests.kit.servers import PlacementServer
-from tests.kit.story import log_of
-from tests.security.product import OPERATOR, product
+from tests.kit.story import read_log
+from tests.security.product import OPERATOR, start_product
 
-ONE = 'compute-hv1'
-CURE = '`elab certs DIR --enable` has to run again'
+FIRST_USER = 'compute-hv1'
+ENABLE_HINT = '`elab certs DIR --enable` has to run again'
 
 
-def test_the_acceptance_of_an_older_version_is_carried_over(tmp_path: Path) -> None:
+def test_acceptance_file_of_an_older_version_is_moved_to_etcd(tmp_path: Path) -> None:
     """Etcd stores it, for computes that do not know this etcd.
 
     With roles made by an older version the error contains the fix.
     """
-    with PlacementServer(tmp_path / 'placement') as placement, product(tmp_path, placement) as cloud:
-        compute = cloud.computes[ONE]
+    with PlacementServer(tmp_path / 'placement') as placement, start_product(tmp_path, placement) as cloud:
+        compute = cloud.computes[FIRST_USER]
         key, old_file = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
-        with closing(Accounts(etcd_of(cloud.cloud.certs, OPERATOR))) as accounts:
-            accounts.apply(Revoke(ONE, Permission(WRITE, key)))
+        with closing(Accounts(load_etcd_config(cloud.cloud.certs, OPERATOR))) as accounts:
+            accounts.apply(RevokePermission(FIRST_USER, Permission(WRITE, key)))
         assert compute.stop() == 0
         old_file.write_text('7\n')
         compute.start()
-        assert any(CURE in line and key in line for line in log_of(compute))
+        assert any(ENABLE_HINT in line and key in line for line in read_log(compute))
         assert old_file.exists()
-        assert cloud.entries('/accepted/') == {}
+        assert cloud.read_entries('/accepted/') == {}
         cloud.cloud.enable()
         compute.restart()
-        assert cloud.entries('/accepted/')[key].value == b'7'
+        assert cloud.read_entries('/accepted/')[key].value == b'7'
         assert not old_file.exists()
         assert (old_file.parent / 'first-seen').read_text() == '7\n'

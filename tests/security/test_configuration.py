@@ -16,10 +16,10 @@ from ecomp.agent.host import metadata
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
 from ecomp.errors import BuildFailed, UsageError
-from tests.kit.servers import environment
+from tests.kit.servers import make_environment
 
 STRANGER = 54321
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a file to somebody else')
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a file to somebody else')
 
 
 @pytest.fixture
@@ -34,36 +34,36 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(path: Path, user: str = 'nobody-else') -> Path:
+def write_config(path: Path, user: str = 'nobody-else') -> Path:
     path.write_text(f'user_id: {user}\n')
     path.chmod(0o644)
     return path
 
 
-def test_where_it_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_order_of_configuration_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = load_schedule().user_id
-    write(home / '.config/ecomp/schedule.yaml', 'of-home')
+    write_config(home / '.config/ecomp/schedule.yaml', 'of-home')
     assert load_schedule().user_id == 'of-home'
-    write(home / 'work/schedule.yaml', 'here')
+    write_config(home / 'work/schedule.yaml', 'here')
     assert load_schedule().user_id == 'here'
     (home / 'other').mkdir()
     monkeypatch.setenv('ECOMP_CONFIG', str(home / 'other'))
     with pytest.raises(UsageError, match=f'^ECOMP_CONFIG={home}/other: has no schedule.yaml$'):
         load_schedule()
-    write(home / 'other/schedule.yaml', 'told')
+    write_config(home / 'other/schedule.yaml', 'told')
     assert load_schedule().user_id == 'told'
     assert load_schedule(home / 'work/schedule.yaml').user_id == 'here'
     assert default not in ('of-home', 'here', 'told')
 
 
-def test_paths_in_it_are_meant_from_where_it_is(home: Path) -> None:
+def test_relative_paths_start_at_the_configuration(home: Path) -> None:
     (home / '.config/ecomp/schedule.yaml').write_text('user_data: boot.sh\n')
     assert load_schedule().user_data == home / '.config/ecomp/boot.sh'
 
 
-@as_root
+@needs_root
 @pytest.mark.parametrize('load', [load_schedule, load_compute])
-def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> None:
+def test_configuration_of_another_user_is_refused(home: Path, load: Callable[..., object]) -> None:
     """The configuration names the user-data of guests, and the etcd (ENEMY 12)."""
     name = 'schedule.yaml' if load is load_schedule else 'compute.yaml'
     path = home / 'work' / name
@@ -80,9 +80,9 @@ def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> N
     load()
 
 
-@as_root
+@needs_root
 @pytest.mark.parametrize(('module', 'name'), [('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')])
-def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str, name: str) -> None:
+def test_pipe_in_the_working_directory_does_not_block(home: Path, module: str, name: str) -> None:
     """Any user can put a pipe into /tmp; the command waited for a writer forever."""
     path = home / 'work' / name
     os.mkfifo(path)
@@ -92,7 +92,7 @@ def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str
         command = [sys.executable, '-m', f'ecomp.{module}']
         result = subprocess.run(
             [*command, 'list'] if module == 'schedule' else command,
-            cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+            cwd=path.parent, env=make_environment(), capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         return result.returncode, result.stderr
 
@@ -103,7 +103,7 @@ def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str
     assert run_command() == (2, expected)
 
 
-def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
+def test_pipe_named_by_config_option_is_read(tmp_path: Path) -> None:
     """`--config <(…)` passes such a pipe."""
     path = tmp_path / 'pipe'
     os.mkfifo(path)
@@ -113,9 +113,9 @@ def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
     writer.join(60)
 
 
-@as_root
-def test_with_sudo_it_may_be_the_caller_s_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(home / 'work/schedule.yaml')
+@needs_root
+def test_sudo_accepts_a_configuration_of_the_caller(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(home / 'work/schedule.yaml')
     os.chown(path, STRANGER, STRANGER)
     monkeypatch.setenv('SUDO_UID', str(STRANGER))
     assert load_schedule().user_id == 'nobody-else'
@@ -128,9 +128,9 @@ def test_with_sudo_it_may_be_the_caller_s_own(home: Path, monkeypatch: pytest.Mo
         load_schedule()
 
 
-@as_root
-def test_nobody_else_can_write_to_it(home: Path) -> None:
-    path = write(home / 'work/schedule.yaml')
+@needs_root
+def test_configuration_writable_by_others_is_refused(home: Path) -> None:
+    path = write_config(home / 'work/schedule.yaml')
     cases = (0o666, 0, False), (0o664, 0, True), (0o664, 4, False), (0o646, 0, False), (0o600, 4, True)
     for mode, group, is_accepted in cases:
         os.chown(path, 0, group)
@@ -142,54 +142,54 @@ def test_nobody_else_can_write_to_it(home: Path) -> None:
                 load_schedule()
 
 
-def refused_seed(home: Path, words: str) -> None:
+def assert_seed_refused(home: Path, message: str) -> None:
     """Assert that the metadata server's configuration in work/ is refused."""
-    with pytest.raises(BuildFailed, match=words):
-        metadata.seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
+    with pytest.raises(BuildFailed, match=message):
+        metadata.read_seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
 
 
-@as_root
-def test_the_metadata_server_s_too(home: Path) -> None:
+@needs_root
+def test_mdserver_conf_of_another_user_is_refused(home: Path) -> None:
     """The file lies beside compute.yaml, and is not named explicitly."""
     path = home / 'work/mdserver.conf'
     path.write_text('[public-keys]\n')
     os.chown(path, STRANGER, STRANGER)
-    refused_seed(home, 'mdserver.conf: belongs to user')
+    assert_seed_refused(home, 'mdserver.conf: belongs to user')
 
 
-def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mdserver_conf_is_read_from_the_checked_descriptor(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user could exchange the file after the check, for one that names /etc/shadow."""
     path = home / 'work/mdserver.conf'
     path.write_text('[mdserver]\nuser-data = beside\n')
     (home / 'work/beside').write_text('#!/bin/sh\n')
     check = metadata.check_owner
 
-    def exchanged(name: str, found: os.stat_result) -> None:
-        check(name, found)
+    def exchange_file(name: str, status: os.stat_result) -> None:
+        check(name, status)
         path.rename(home / 'work/other.conf')
         path.write_text('[of-somebody-else]\n')
 
-    monkeypatch.setattr(metadata, 'check_owner', exchanged)
+    monkeypatch.setattr(metadata, 'check_owner', exchange_file)
     before = len(os.listdir('/proc/self/fd'))
-    refused_seed(home, 'no instance with the MAC address 52:54:00:00:00:01')
+    assert_seed_refused(home, 'no instance with the MAC address 52:54:00:00:00:01')
     assert len(os.listdir('/proc/self/fd')) == before
     monkeypatch.setattr(metadata, 'check_owner', check)
     # Errors name the file, and its paths are relative to its directory.
     wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
     for text, reason in wrong.items():
         path.write_text(text)
-        refused_seed(home, f' {path}: .*{reason}')
+        assert_seed_refused(home, f' {path}: .*{reason}')
     path.unlink()
-    refused_seed(home, 'no instance with the MAC')
+    assert_seed_refused(home, 'no instance with the MAC')
 
 
-@as_root
-def test_what_is_no_file_is_not_opened_as_the_metadata_server_s(home: Path) -> None:
+@needs_root
+def test_mdserver_conf_that_is_no_regular_file_is_not_opened(home: Path) -> None:
     """Opening a pipe would block, and opening a device may have any effect."""
     path = home / 'work/mdserver.conf'
     os.mkfifo(path)
-    refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')
+    assert_seed_refused(home, f'^scheduled: {path}: is no regular file: remove it')
     path.unlink()
     # A device without a driver: opening it would fail with another error.
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
-    refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')
+    assert_seed_refused(home, f'^scheduled: {path}: is no regular file: remove it')

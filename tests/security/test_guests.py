@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.lab.network import ETCD_PORT, FENCED, PLACEMENT_PORT, Layout
-from tests.kit.lab import Lab, lab_name
-from tests.kit.orders import Guest, place
+from ecomp.lab.network import ETCD_PORT, FENCE_CHAINS, PLACEMENT_PORT, Layout
+from tests.kit.lab import Lab, make_lab_name
+from tests.kit.orders import Guest, place_guest
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    started = Lab(lab_name('guests'), 1)
+    started = Lab(make_lab_name('guests'), 1)
     try:
         (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         yield started
@@ -47,7 +47,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def listening(address: str) -> Iterator[int]:
+def serve_page(address: str) -> Iterator[int]:
     with ThreadingHTTPServer((address, 0), Page) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -58,48 +58,48 @@ def listening(address: str) -> Iterator[int]:
             thread.join()
 
 
-def reaches(guest: Guest, url: str) -> str:
+def fetch(guest: Guest, url: str) -> str:
     return guest.run(f'timeout 5 wget -q -O - {url} </dev/null 2>&1 || echo nothing')
 
 
-def test_a_guest_reaches_what_is_for_guests_and_nothing_else(lab: Lab) -> None:
+def test_guest_reaches_only_the_services_for_guests(lab: Lab) -> None:
     """A guest once had full access to the cluster and to the developer's machine (ENEMY 1)."""
-    guest = place(lab, 'one')
+    guest = place_guest(lab, 'one')
     layout = Layout(lab.name, IPv4Network(lab.facts['network']))
-    control, machine, host = str(layout.control), str(layout.machine), str(layout.address('hv1'))
-    gateway = layout.guests('hv1')[1]
+    control, machine, host = str(layout.control), str(layout.machine), str(layout.get_address('hv1'))
+    gateway = layout.get_guest_network('hv1')[1]
     (lab.directory / 'images/hello').write_text('hello')
-    assert reaches(guest, f'http://{control}/hello') == 'hello'
-    assert reaches(guest, 'http://169.254.169.254/latest/meta-data/instance-id') == guest.instance
-    with listening(machine) as port:
+    assert fetch(guest, f'http://{control}/hello') == 'hello'
+    assert fetch(guest, 'http://169.254.169.254/latest/meta-data/instance-id') == guest.instance
+    with serve_page(machine) as port:
         for target in (
             *(f'{control}:{ETCD_PORT}/version', f'{control}:{PLACEMENT_PORT}/', f'{machine}:{port}/'),
             *(f'{host}:{closed_port}/' for closed_port in (22, 111, port)),
             *(f'{gateway}:{closed_port}/' for closed_port in (22, 53, 111)),
         ):
-            output = reaches(guest, f'http://{target}')
+            output = fetch(guest, f'http://{target}')
             # In particular no server answers that the client should have used TLS.
             assert output.endswith('nothing\n'), (target, output)
             assert 'error' not in output, (target, output)
     # Without the lab's own firewall rules the guest's filter still blocks etcd and placement.
-    for hook, chain in FENCED.items():
-        lab.inside('hv1', 'iptables', '--delete', hook, '-i', 'virbr0', '-j', chain)
-    with listening(machine) as port:
-        assert reaches(guest, f'http://{machine}:{port}/') == 'private'
+    for hook, chain in FENCE_CHAINS.items():
+        lab.run_on('hv1', 'iptables', '--delete', hook, '-i', 'virbr0', '-j', chain)
+    with serve_page(machine) as port:
+        assert fetch(guest, f'http://{machine}:{port}/') == 'private'
     for port in (ETCD_PORT, PLACEMENT_PORT):
-        output = reaches(guest, f'http://{control}:{port}/version')
+        output = fetch(guest, f'http://{control}:{port}/version')
         assert 'nothing' in output, output
         assert 'error' not in output, output
     # elab up restores the rules.
-    lab.elab('up')
-    with listening(machine) as port:
-        assert 'nothing' in reaches(guest, f'http://{machine}:{port}/')
+    lab.run_elab('up')
+    with serve_page(machine) as port:
+        assert 'nothing' in fetch(guest, f'http://{machine}:{port}/')
     lab.destroy(guest.instance)
     lab.check()
 
 
 # Sends DHCPDISCOVERs from forged MACs, and prints the offered addresses.
-MANY = """\
+DISCOVER_SCRIPT = """\
 import os, socket, struct, time
 sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -119,9 +119,9 @@ except TimeoutError:
 """
 
 
-def test_dhcp_answers_those_alone_who_have_a_reservation(lab: Lab) -> None:
+def test_dhcp_answers_only_macs_with_a_reservation(lab: Lab) -> None:
     """One guest once took all 252 addresses in 1.7 s, with forged hardware addresses (ENEMY 4)."""
-    guest = place(lab, 'one')
+    guest = place_guest(lab, 'one')
     name, host = f'many{os.getpid()}', f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> str:
@@ -132,7 +132,7 @@ def test_dhcp_answers_those_alone_who_have_a_reservation(lab: Lab) -> None:
         ip('-n', host, 'link', 'add', 'many', 'type', 'veth', 'peer', 'name', 'eth0', 'netns', name)
         ip('-n', host, 'link', 'set', 'many', 'master', 'virbr0', 'up')
         ip('-n', name, 'link', 'set', 'eth0', 'up')
-        script = f"known = '{guest.mac.replace(':', '')}'\n{MANY}"
+        script = f"known = '{guest.mac.replace(':', '')}'\n{DISCOVER_SCRIPT}"
         offered = ip('netns', 'exec', name, sys.executable, '-c', script).split('\n')
     finally:
         ip('netns', 'del', name)

@@ -28,52 +28,54 @@ import pytest
 
 from ecomp.agent.images import download, inspection
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.connections import Reach, reach_of
+from ecomp.agent.images.connections import EgressPolicy, make_egress_policy
 from ecomp.agent.instance.build import Cancelled
 from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model import keys
-from ecomp.model.image import image_sources, why_not
-from ecomp.model.order import Invalid, parse_request
+from ecomp.model.image import find_address_refusal, parse_image_sources
+from ecomp.model.order import InvalidRequest, parse_request
 from tests.kit.certificates import Authority
-from tests.kit.commands import run
-from tests.kit.image_server import Handler, Web
-from tests.kit.images import LIMITS, LOOPBACK, MIB, get, kept
-from tests.kit.servers import PATIENCE, free_port, until
-from tests.security.image_servers import BOOT, everywhere, port_of, refusal
+from tests.kit.commands import run_module
+from tests.kit.image_server import Handler, ImageServer
+from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, get_base, list_cached
+from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
+from tests.security.image_servers import BOOT_DISK, fetch_refusal, get_port, make_cache
 
 # A user who chooses an image URL can reach no forbidden address: by address, name, redirect or proxy.
 
 
-SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
+URL_WITH_PASSWORD = 'http://alice:hunter2@images.example.org/x.qcow2'
 
 
-def test_a_password_in_an_image_url_is_refused_before_anybody_reads_it(tmp_path: Path) -> None:
+def test_password_in_an_image_url_is_refused_by_eschedule(tmp_path: Path) -> None:
     """The password would be visible to all in the request, the record, `show` and `list`."""
-    result = run('ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', SECRET, directory=tmp_path)
+    result = run_module(
+        'ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', URL_WITH_PASSWORD, directory=tmp_path
+    )
     assert result.code == 2
     assert result.stdout == ''
     assert result.stderr.startswith('eschedule: the image has a user or a password in its URL')
     assert 'hunter2' not in result.stderr
 
 
-def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
+def test_password_in_an_image_url_is_refused_by_ecompute(tmp_path: Path) -> None:
     compute, instance = str(uuid4()), str(uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}}
-    value = json.dumps({'allocations': allocations, 'instance': instance, 'image': SECRET})
+    value = json.dumps({'allocations': allocations, 'instance': instance, 'image': URL_WITH_PASSWORD})
     parsed = parse_request(compute, keys.request(compute, instance), value.encode())
-    assert isinstance(parsed, Invalid)
+    assert isinstance(parsed, InvalidRequest)
     assert 'the image has a user or a password in its URL' in parsed.reason
     assert 'hunter2' not in repr(parsed)
-    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK_REACH)
     with pytest.raises(BuildFailed, match='the image has a user or a password') as caught:
-        get(cache, SECRET)
+        get_base(cache, URL_WITH_PASSWORD)
     assert 'hunter2' not in str(caught.value)
 
 
 # Allowed sources.
 
-ADDRESSES = [
+FORBIDDEN_ADDRESSES = [
     ('127.0.0.1', 'loopback'), ('127.9.9.9', 'loopback'), ('::1', 'loopback'), ('::ffff:127.0.0.1', 'loopback'),
     ('::ffff:0:127.0.0.1', 'loopback'), ('::127.0.0.1', 'loopback'), ('64:ff9b::7f00:1', 'loopback'),
     ('2002:7f00:1::', 'loopback'), ('169.254.169.254', 'link-local'), ('169.254.170.2', 'link-local'),
@@ -85,66 +87,76 @@ ADDRESSES = [
     ('192.0.0.192', 'metadata'), ('168.63.129.16', 'metadata'), ('64:ff9b::6464:64c8', 'metadata'),
     ('64:ff9b:1::a9fe:a9fe', 'translated'), ('2001:0:a9fe:a9fe::', 'link-local'),
 ]  # fmt: skip
-TAKEN = ['10.200.0.2', '192.168.1.7', '172.16.0.1', '100.64.0.1', 'fd12::1', '198.51.100.7', '::ffff:10.0.0.1']
+ALLOWED_ADDRESSES = [
+    '10.200.0.2',
+    '192.168.1.7',
+    '172.16.0.1',
+    '100.64.0.1',
+    'fd12::1',
+    '198.51.100.7',
+    '::ffff:10.0.0.1',
+]
 
 
-@pytest.mark.parametrize(('address', 'what'), ADDRESSES)
+@pytest.mark.parametrize(('address', 'what'), FORBIDDEN_ADDRESSES)
 @pytest.mark.parametrize('listed', [(), ('0.0.0.0/0', '::/0', '169.254.0.0/16'), ('a.name',)])
-def test_what_nobody_takes_an_image_from(address: str, what: str, listed: tuple[str, ...]) -> None:
+def test_forbidden_addresses_are_refused_even_if_listed(address: str, what: str, listed: tuple[str, ...]) -> None:
     """Even `image_sources:` cannot allow these: it is meant for addresses of other hosts."""
-    reason = why_not('a.name', ip_address(address), image_sources(listed) if listed else None)
+    reason = find_address_refusal('a.name', ip_address(address), parse_image_sources(listed) if listed else None)
     assert reason is not None
     assert what in reason
 
 
-@pytest.mark.parametrize('address', TAKEN)
-def test_servers_in_the_building_are_taken(address: str) -> None:
-    assert why_not('a.name', ip_address(address), None) is None
+@pytest.mark.parametrize('address', ALLOWED_ADDRESSES)
+def test_private_addresses_are_allowed(address: str) -> None:
+    assert find_address_refusal('a.name', ip_address(address), None) is None
 
 
-def test_what_is_listed_is_all_that_is_allowed() -> None:
-    sources = image_sources(['images.example.org', '10.1.0.0/16', '127.0.0.2', '::1/128'])
+def test_only_listed_sources_are_allowed() -> None:
+    sources = parse_image_sources(['images.example.org', '10.1.0.0/16', '127.0.0.2', '::1/128'])
     allowed = [('images.example.org', '203.0.113.7'), ('Images.Example.ORG.', '10.9.9.9'), ('any', '10.1.2.3')]
     allowed += [('any', '127.0.0.2'), ('any', '::1'), ('any', '::ffff:10.1.0.1'), ('any', '::ffff:127.0.0.2')]
     for host, address in allowed:
-        assert why_not(host, ip_address(address), sources) is None, (host, address)
+        assert find_address_refusal(host, ip_address(address), sources) is None, (host, address)
     for host, address in [('any', '203.0.113.7'), ('x.images.example.org', '203.0.113.7'), ('any', '10.2.0.1')]:
-        assert why_not(host, ip_address(address), sources) == 'not in the `image_sources:` of this compute'
+        assert find_address_refusal(host, ip_address(address), sources) == 'not in the `image_sources:` of this compute'
     # Listing a name does not allow this host's loopback addresses.
     for host, address in [('images.example.org', '127.0.0.1'), ('any', '127.0.0.1'), ('images.example.org', 'fe80::1')]:
-        assert why_not(host, ip_address(address), sources), (host, address)
-    assert why_not('any', ip_address('10.1.0.1'), image_sources([])) is not None
+        assert find_address_refusal(host, ip_address(address), sources), (host, address)
+    assert find_address_refusal('any', ip_address('10.1.0.1'), parse_image_sources([])) is not None
 
 
-def test_loopback_is_refused_and_its_answer_is_not_asked_for(web: Web, tmp_path: Path) -> None:
-    port = port_of(web.url)
+def test_loopback_is_refused_without_a_request(web: ImageServer, tmp_path: Path) -> None:
+    port = get_port(web.url)
     for host in ('127.0.0.1', 'localhost', '0.0.0.0', '127.1', '2130706433', '[::ffff:127.0.0.1]', '[::1]'):
-        reason = refusal(everywhere(tmp_path, Reach()), f'http://{host}:{port}/good')
+        reason = fetch_refusal(make_cache(tmp_path, EgressPolicy()), f'http://{host}:{port}/good')
         assert reason.endswith(': no image is taken from there'), reason
         assert 'a loopback address' in reason or 'not the address of a host' in reason
-    assert web.asked == []
+    assert web.requests == []
 
 
-def test_a_name_is_resolved_once(web: Web, tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+def test_a_name_is_resolved_once(web: ImageServer, tmp_path: Path, dns_answers: dict[str, list[list[str]]]) -> None:
     """The address that was checked is the one connected to, even if DNS changes its answer."""
-    names['images.example.org'] = [['127.0.0.1'], ['169.254.169.254']]
-    url = f'http://images.example.org:{port_of(web.url)}/good'
-    assert get(everywhere(tmp_path, LOOPBACK), f'{url}#sha256={sha256(BOOT).hexdigest()}').format == 'raw'
-    assert web.asked == ['good']
-    web.asked.clear()
-    names['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
-    why = refusal(everywhere(tmp_path, LOOPBACK), f'{url}?2')
+    dns_answers['images.example.org'] = [['127.0.0.1'], ['169.254.169.254']]
+    url = f'http://images.example.org:{get_port(web.url)}/good'
+    assert (
+        get_base(make_cache(tmp_path, LOOPBACK_REACH), f'{url}#sha256={sha256(BOOT_DISK).hexdigest()}').format == 'raw'
+    )
+    assert web.requests == ['good']
+    web.requests.clear()
+    dns_answers['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
+    why = fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), f'{url}?2')
     assert why == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
-    assert web.asked == []
+    assert web.requests == []
 
 
 def test_every_hop_of_a_redirect_is_checked(
-    web: Web, tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+    web: ImageServer, tmp_path: Path, dns_answers: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names['images.example.org'] = names['hidden-hunter2.example.org'] = [['127.0.0.1']]
-    port = port_of(web.url)
-    only = Reach(image_sources(['images.example.org', '127.0.0.1/32']))
-    assert get(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
+    dns_answers['images.example.org'] = dns_answers['hidden-hunter2.example.org'] = [['127.0.0.1']]
+    port = get_port(web.url)
+    only = EgressPolicy(parse_image_sources(['images.example.org', '127.0.0.1/32']))
+    assert get_base(make_cache(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
     for where, expected in [
         (f'http://127.0.0.2:{port}/good', 'a loopback address'),
         ('http://169.254.169.254/hunter2', 'a link-local address'),
@@ -153,49 +165,52 @@ def test_every_hop_of_a_redirect_is_checked(
         ('http://[hunter2/', 'what is no URL of an image'),
     ]:
         monkeypatch.setattr(Handler, 'answer_moved', lambda handler, where=where: handler.redirect(where))
-        reason = refusal(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved?{len(expected)}')
+        reason = fetch_refusal(make_cache(tmp_path, only), f'http://images.example.org:{port}/moved?{len(expected)}')
         assert f': redirected to {expected}' in reason
         assert 'hunter2' not in reason
-    assert 'good' in web.asked
-    assert web.asked.count('good') == 1
+    assert 'good' in web.requests
+    assert web.requests.count('good') == 1
 
 
-def test_the_body_of_a_redirect_is_not_read(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_body_of_a_redirect_is_not_read(web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The body may be endless, and would be read into memory."""
     waited: list[bool] = []
 
     def answer(handler: Handler) -> None:
-        handler.say(b'x', length=10**12, status=302, location='good')
+        handler.send_body(b'x', length=10**12, status=302, location='good')
         waited.append(handler.server.may_go_on.wait(20))
 
     monkeypatch.setattr(Handler, 'answer_moved', answer)
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'moved').format == 'raw'
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'moved').format == 'raw'
     assert waited == []
 
 
-def test_nothing_is_fetched_from_etcd_or_placement(
-    web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+def test_addresses_of_etcd_and_placement_are_refused(
+    web: ImageServer, tmp_path: Path, dns_answers: dict[str, list[list[str]]]
 ) -> None:
-    port = port_of(web.url)
-    names['control.example.org'] = names['other.example.org'] = [['127.0.0.1']]
+    port = get_port(web.url)
+    dns_answers['control.example.org'] = dns_answers['other.example.org'] = [['127.0.0.1']]
     for control in ('127.0.0.1', 'control.example.org'):
-        reach = Reach(LOOPBACK.sources, control=((control, port),))
+        reach = EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=((control, port),))
         for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
-            reason = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
+            reason = fetch_refusal(make_cache(tmp_path, reach), f'http://{host}:{port}/good')
             assert reason.endswith('127.0.0.1, etcd or placement: no image is taken from there')
     # If etcd or placement is on this host, it may listen on all addresses of the host.
     own_addresses = [
         info.address for infos in psutil.net_if_addrs().values() for info in infos if info.family == socket.AF_INET
     ]
-    anywhere = Reach(image_sources(['127.0.0.0/8', '0.0.0.0/0']), control=(('localhost', port),))
+    anywhere = EgressPolicy(parse_image_sources(['127.0.0.0/8', '0.0.0.0/0']), control_endpoints=(('localhost', port),))
     for address in ('127.0.0.2', *own_addresses):
-        reason = refusal(everywhere(tmp_path, anywhere), f'http://{address}:{port}/good')
+        reason = fetch_refusal(make_cache(tmp_path, anywhere), f'http://{address}:{port}/good')
         assert reason.endswith(f'{address}, etcd or placement: no image is taken from there')
-    assert web.asked == []
-    assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
+    assert web.requests == []
+    assert get_base(
+        make_cache(tmp_path, EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=(('127.0.0.1', port + 1),))),
+        web.url + 'good',
+    )
 
 
-def own_address() -> str:
+def find_own_address() -> str:
     """Return an address of this machine that is neither loopback nor link-local."""
     addresses = [
         ip_address(info.address.partition('%')[0])
@@ -209,36 +224,40 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize('listed', [None, ['0.0.0.0/0', '::/0'], ['images.example.org', '0.0.0.0/0', '::/0']])
-def test_nothing_is_fetched_from_this_host_by_an_address_that_is_not_listed_by_itself(
-    listed: list[str] | None, web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+def test_own_address_is_refused_unless_listed_by_itself(
+    listed: list[str] | None, web: ImageServer, tmp_path: Path, dns_answers: dict[str, list[list[str]]]
 ) -> None:
-    own = own_address()
-    names['images.example.org'] = [[own.strip('[]')]]
-    reach = Reach(None if listed is None else image_sources(listed))
+    own = find_own_address()
+    dns_answers['images.example.org'] = [[own.strip('[]')]]
+    reach = EgressPolicy(None if listed is None else parse_image_sources(listed))
     for host in (own, 'images.example.org'):
-        reason = refusal(everywhere(tmp_path, reach), f'http://{host}:{port_of(web.url)}/good')
+        reason = fetch_refusal(make_cache(tmp_path, reach), f'http://{host}:{get_port(web.url)}/good')
         where = 'an address of this host that `image_sources:` does not list by itself: no image is taken from there'
         assert reason.endswith(f'{own.strip("[]")}, {where}')
-    alone = Reach(image_sources([own.strip('[]')]))
-    assert 'nothing listens on that port' in refusal(everywhere(tmp_path, alone), f'http://{own}:{free_port()}/good')
+    alone = EgressPolicy(parse_image_sources([own.strip('[]')]))
+    assert 'nothing listens on that port' in fetch_refusal(
+        make_cache(tmp_path, alone), f'http://{own}:{free_port()}/good'
+    )
 
 
-def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> None:
+def test_control_plane_is_read_from_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / 'compute.yaml'
     path.write_text(
         'etcd: {endpoints: ["ds1:2379", "[fd12::1]:2380"], insecure: true}\nplacement: {endpoint: https://ds2/placement}\n'
         'image_sources: [Images.Example.org, 127.0.0.0/8, fd12::7]\nimage_proxy: http://proxy:3128\n'
     )
-    reach = reach_of(load_compute(path))
-    assert reach.control == (('ds1', 2379), ('fd12::1', 2380), ('ds2', 443))
-    assert reach.proxy == 'http://proxy:3128'
-    assert reach.sources == image_sources(['images.example.org', '127.0.0.0/8', 'fd12::7/128'])
+    reach = make_egress_policy(load_compute(path))
+    assert reach.control_endpoints == (('ds1', 2379), ('fd12::1', 2380), ('ds2', 443))
+    assert reach.proxy_url == 'http://proxy:3128'
+    assert reach.sources == parse_image_sources(['images.example.org', '127.0.0.0/8', 'fd12::7/128'])
     path.write_text('')
-    assert reach_of(load_compute(path)) == Reach(control=(('localhost', 2379), ('localhost', 8080)))
+    assert make_egress_policy(load_compute(path)) == EgressPolicy(
+        control_endpoints=(('localhost', 2379), ('localhost', 8080))
+    )
 
 
 @pytest.fixture
-def secured(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+def tls_context(web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """Make the web server use TLS, with a trusted certificate of images.example.org."""
     authority = Authority(tmp_path / 'tls')
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -248,29 +267,34 @@ def secured(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SS
     return context
 
 
-def test_a_certificate_is_checked_against_the_name(
-    web: Web, secured: ssl.SSLContext, tmp_path: Path, names: dict[str, list[list[str]]],
+def test_certificate_is_checked_against_the_host_name(
+    web: ImageServer,
+    tls_context: ssl.SSLContext,
+    tmp_path: Path,
+    dns_answers: dict[str, list[list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested_names: list[str | None] = []
-    secured.sni_callback = lambda _socket, name, _context: requested_names.append(name)
-    names['images.example.org'] = names['other.example.org'] = [['127.0.0.1']]
-    port = port_of(web.url)
+    tls_context.sni_callback = lambda _socket, name, _context: requested_names.append(name)
+    dns_answers['images.example.org'] = dns_answers['other.example.org'] = [['127.0.0.1']]
+    port = get_port(web.url)
     url = f'https://images.example.org:{port}/good'
     with monkeypatch.context() as stranger:
         stranger.delenv('REQUESTS_CA_BUNDLE')
-        assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
-    assert get(everywhere(tmp_path, LOOPBACK), url).format == 'raw'
-    assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), f'https://other.example.org:{port}/good')
+        assert 'cannot be reached' in fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), url)
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), url).format == 'raw'
+    assert 'cannot be reached' in fetch_refusal(
+        make_cache(tmp_path, LOOPBACK_REACH), f'https://other.example.org:{port}/good'
+    )
     assert set(requested_names) == {'images.example.org', 'other.example.org'}
-    assert set(web.asked) == {'good', 'SHA256SUMS'}
+    assert set(web.requests) == {'good', 'SHA256SUMS'}
 
 
 # Proxies and credentials.
 
 
-def test_no_proxy_and_no_password_of_the_environment_is_used(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_proxy_and_netrc_of_the_environment_are_ignored(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str | None] = []
     answer = Handler.answer_good
@@ -280,12 +304,14 @@ def test_no_proxy_and_no_password_of_the_environment_is_used(
     monkeypatch.setenv('NETRC', str(tmp_path / '.netrc'))
     for name in ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'ALL_PROXY'):
         monkeypatch.setenv(name, f'http://127.0.0.1:{free_port()}')
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').format == 'raw'
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good').format == 'raw'
     assert sent == [None]
 
 
-def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
-    web: Web, secured: ssl.SSLContext, tmp_path: Path  # noqa: ARG001
+def test_certificate_is_checked_against_the_name_behind_a_proxy(
+    web: ImageServer,
+    tls_context: ssl.SSLContext,  # noqa: ARG001
+    tmp_path: Path,
 ) -> None:
     """The proxy resolves the name and gets its password, but does not see the request."""
     connects: list[str] = []
@@ -293,13 +319,13 @@ def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:
             connects.append(f'{self.path} {self.headers["proxy-authorization"]}')
-            with socket.create_connection(('127.0.0.1', port_of(web.url))) as server:
+            with socket.create_connection(('127.0.0.1', get_port(web.url))) as server:
                 self.send_response(200)
                 self.end_headers()
-                answers = threading.Thread(target=passed_on, args=(server, self.connection), daemon=True)
+                answers = threading.Thread(target=relay, args=(server, self.connection), daemon=True)
                 answers.start()
-                passed_on(self.connection, server)
-                answers.join(PATIENCE)
+                relay(self.connection, server)
+                answers.join(SLOWDOWN_FACTOR)
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
@@ -307,36 +333,40 @@ def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as proxy:
         threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         try:
-            reach = Reach(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
-            assert get(everywhere(tmp_path, reach), 'https://images.example.org/good').format == 'raw'
+            reach = EgressPolicy(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
+            assert get_base(make_cache(tmp_path, reach), 'https://images.example.org/good').format == 'raw'
             assert set(connects) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
-            assert set(web.asked) == {'good', 'SHA256SUMS'}
-            reason = refusal(everywhere(tmp_path, reach), 'https://other.example.org/good')
+            assert set(web.requests) == {'good', 'SHA256SUMS'}
+            reason = fetch_refusal(make_cache(tmp_path, reach), 'https://other.example.org/good')
             assert 'its certificate is made out to another name' in reason
         finally:
             proxy.shutdown()
 
 
-def passed_on(one: socket.socket, other: socket.socket) -> None:
+def relay(source: socket.socket, sink: socket.socket) -> None:
     """Relay data from one socket to the other until the end."""
     with suppress(OSError):
-        while data := one.recv(65536):
-            other.sendall(data)
-        other.shutdown(socket.SHUT_WR)
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
 
 
-def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_checked_by_name_behind_a_proxy(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test's server is the proxy, which gets whole URLs."""
     requested_urls: list[str] = []
 
     def proxied(handler: Handler) -> None:
         requested_urls.append(handler.path)
-        handler.say(b'' if handler.path.endswith('SHA256SUMS') else BOOT)
+        handler.send_body(b'' if handler.path.endswith('SHA256SUMS') else BOOT_DISK)
 
     monkeypatch.setattr(Handler, 'do_GET', proxied)
-    only = Reach(image_sources(['images.example.org', '10.0.0.0/8']), web.url.rstrip('/'), (('ds1', 2379),))
+    only = EgressPolicy(
+        parse_image_sources(['images.example.org', '10.0.0.0/8']), web.url.rstrip('/'), (('ds1', 2379),)
+    )
     for url in ('http://images.example.org/x', 'http://10.1.2.3/x'):
-        assert get(everywhere(tmp_path, only), url).format == 'raw'
+        assert get_base(make_cache(tmp_path, only), url).format == 'raw'
         assert requested_urls == [url, url.replace('/x', '/SHA256SUMS')]
         requested_urls.clear()
     for host, expected in [
@@ -347,12 +377,12 @@ def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monk
         ('192.168.1.1', 'not in the `image_sources:` of this compute'),
         ('169.254.169.254', 'a link-local address'),
     ]:
-        assert expected in refusal(everywhere(tmp_path, only), f'http://{host}/x')
-    any_name = Reach(None, web.url.rstrip('/'), (('ds1', 2379),))
-    assert 'a loopback address' in refusal(everywhere(tmp_path, any_name), 'http://localhost/x')
-    assert 'etcd or placement' in refusal(everywhere(tmp_path, any_name), 'http://ds1:2379/x')
+        assert expected in fetch_refusal(make_cache(tmp_path, only), f'http://{host}/x')
+    any_name = EgressPolicy(None, web.url.rstrip('/'), (('ds1', 2379),))
+    assert 'a loopback address' in fetch_refusal(make_cache(tmp_path, any_name), 'http://localhost/x')
+    assert 'etcd or placement' in fetch_refusal(make_cache(tmp_path, any_name), 'http://ds1:2379/x')
     assert requested_urls == []
-    assert get(everywhere(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
+    assert get_base(make_cache(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
 
 
 # Hostile images: inspecting one has limits, and errors show none of its content. Bad answers of servers are in
@@ -362,16 +392,16 @@ def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monk
 needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """A checkpoint that does not cancel."""
 
 
 def assert_refused(image: Path, words: str) -> None:
     with pytest.raises(BuildFailed, match=words):
-        inspection.inspect(image, nothing)
+        inspection.inspect(image, do_nothing)
 
 
-def lookers() -> list[int]:
+def list_inspectors() -> list[int]:
     """List the children of this process that inspect an image; others may exist."""
     pids = []
     for child in psutil.Process().children():
@@ -381,13 +411,13 @@ def lookers() -> list[int]:
     return pids
 
 
-def big_endian(entries: array[int]) -> bytes:
+def to_big_endian(entries: array[int]) -> bytes:
     if sys.byteorder == 'little':
         entries.byteswap()
     return entries.tobytes()
 
 
-def qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
+def make_qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
     """Write a qcow2 of `length` bytes whose L1 table contains these L2 tables.
 
     Clusters have 2^bits bytes; the L1 table is in the second one.
@@ -398,18 +428,18 @@ def qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
     with path.open('wb') as file:
         file.write(struct.pack('>4sIQIIQIIQQIIQQQQII', *header))
         file.seek(cluster)
-        file.write(big_endian(tables))
+        file.write(to_big_endian(tables))
         file.truncate(length)
     return path
 
 
 @needs_qemu_img
 @pytest.mark.parametrize('which', ['L1', 'L2', 'refcount'])
-def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(which: str, tmp_path: Path) -> None:
+def test_unaligned_table_is_refused_as_by_qemu(which: str, tmp_path: Path) -> None:
     raw, path = tmp_path / 'raw', tmp_path / 'x.qcow2'
-    raw.write_bytes(BOOT + os.urandom(MIB))
+    raw.write_bytes(BOOT_DISK + os.urandom(MIB))
     subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(path)], check=True)
-    assert inspection.inspect(path, nothing).format == 'qcow2'
+    assert inspection.inspect(path, do_nothing).format == 'qcow2'
     os.truncate(path, path.stat().st_size + 2 * MIB)
     with path.open('r+b') as file:
         file.seek(40)
@@ -423,98 +453,98 @@ def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(whic
     assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
 
 
-def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path: Path) -> None:
+def test_overlapping_tables_are_refused_quickly(tmp_path: Path) -> None:
     """Inspecting 20,480 overlapping tables of 2 MiB in 16 MiB once took nine minutes."""
     tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
-    path = qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
+    path = make_qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
     started = time.process_time()
     assert_refused(path, 'a table that is not where a cluster begins')
-    assert time.process_time() - started < PATIENCE
+    assert time.process_time() - started < SLOWDOWN_FACTOR
 
 
-def made(path: Path, *options: str) -> Path:
+def make_empty_qcow2(path: Path, *options: str) -> Path:
     subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(path), '128G'], check=True)
     return path
 
 
 @needs_qemu_img
-def test_image_that_takes_qemu_more_memory_than_the_limit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_that_needs_too_much_qemu_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """QEMU's largest table, 32 MiB, is within the default limit."""
-    image = made(tmp_path / 'x', '-o', 'cluster_size=512')
-    assert inspection.inspect(image, nothing).virtual_size == 128 * 2**30
-    monkeypatch.setattr(inspection, 'QEMU_MEMORY', 40 * MIB)
+    image = make_empty_qcow2(tmp_path / 'x', '-o', 'cluster_size=512')
+    assert inspection.inspect(image, do_nothing).virtual_size == 128 * 2**30
+    monkeypatch.setattr(inspection, 'MAX_QEMU_DATA_BYTES', 40 * MIB)
     assert_refused(image, r'needs more than 40 MiB for it\. Fix: qemu-img convert')
 
 
 @needs_qemu_img
 def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
-    image = made(tmp_path / 'x')
+    image = make_empty_qcow2(tmp_path / 'x')
     with image.open('r+b') as file:
         file.seek(96)
         file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU supports 64
     assert_refused(image, 'QEMU cannot open the image')
 
 
-def test_host_without_qemu_img_takes_no_qcow2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = qcow2(tmp_path / 'x', 16, array('Q', [0]), MIB)
+def test_qcow2_is_refused_without_qemu_img(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = make_qcow2(tmp_path / 'x', 16, array('Q', [0]), MIB)
     monkeypatch.setenv('PATH', str(tmp_path))
     with pytest.raises(EcompError, match=r'qemu-img was not found on this host\. Fix: install qemu-utils'):
-        inspection.inspect(image, nothing)
+        inspection.inspect(image, do_nothing)
 
 
-def slow_image(directory: Path) -> Path:
+def make_slow_image(directory: Path) -> Path:
     """Make a sparse file of 4 GiB of tables, each at a cluster, which take a minute to inspect."""
     tables = array('Q', (2 * MIB * number for number in range(3, 2000)))
-    return qcow2(directory / 'slow', 21, tables, 4 * 2**30)
+    return make_qcow2(directory / 'slow', 21, tables, 4 * 2**30)
 
 
-def test_looking_at_an_image_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, 'SECONDS', 1)
-    assert_refused(slow_image(tmp_path), 'the image takes more than 1 s to be looked at: it is not taken')
-    assert lookers() == []
+def test_image_inspection_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, 'MAX_SECONDS', 1)
+    assert_refused(make_slow_image(tmp_path), 'the image takes more than 1 s to be looked at: it is not taken')
+    assert list_inspectors() == []
 
 
-def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_inspection_has_a_processor_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it may take any time; the inspecting process uses its own limit up."""
-    monkeypatch.setattr(inspection, '_too_long', lambda: BuildFailed('image', 'by its processor time'))
+    monkeypatch.setattr(inspection, '_make_timeout_error', lambda: BuildFailed('image', 'by its processor time'))
     monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(inspection, 'SECONDS', 1)
-    assert_refused(slow_image(tmp_path), 'by its processor time')
+    monkeypatch.setattr(inspection, 'MAX_SECONDS', 1)
+    assert_refused(make_slow_image(tmp_path), 'by its processor time')
 
 
-def test_looking_at_an_image_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_inspection_has_a_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four million separate tables, the most that QEMU would read."""
-    path = qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
-    monkeypatch.setattr(inspection, 'MEMORY', 160 * MIB)
+    path = make_qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
+    monkeypatch.setattr(inspection, 'MAX_ADDRESS_SPACE_BYTES', 160 * MIB)
     assert_refused(path, 'the image takes more than 160 MiB of memory to be looked at')
     monkeypatch.undo()
     assert_refused(path, 'cut-off')
 
 
 @pytest.mark.parametrize('stopped', [Cancelled, KeyboardInterrupt])
-def test_a_destroy_or_a_signal_ends_the_looking_at_once(
-    web: Web, tmp_path: Path, stopped: type[BaseException]
+def test_destroy_or_signal_ends_image_inspection(
+    web: ImageServer, tmp_path: Path, stopped: type[BaseException]
 ) -> None:
     shelf = tmp_path / 'shelf'
     shelf.mkdir()
-    slow_image(shelf).rename(shelf / 'slow')
+    make_slow_image(shelf).rename(shelf / 'slow')
     seen_at: list[float] = []
 
     def checkpoint() -> None:
-        if lookers():
+        if list_inspectors():
             seen_at.append(time.monotonic())
         if len(seen_at) > 3:
             raise stopped
 
-    cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK)
+    cache = ImageCache(
+        tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK_REACH
+    )
     hostile = shelf / 'slow'
     with pytest.raises(stopped):
-        get(cache, web.url + 'good', checkpoint)
-    assert time.monotonic() - seen_at[-1] < PATIENCE
-    assert lookers() == []
-    assert kept(tmp_path / 'images') == []
+        get_base(cache, web.url + 'good', checkpoint)
+    assert time.monotonic() - seen_at[-1] < SLOWDOWN_FACTOR
+    assert list_inspectors() == []
+    assert list_cached(tmp_path / 'images') == []
 
 
 # Error messages.
@@ -523,11 +553,11 @@ def test_a_destroy_or_a_signal_ends_the_looking_at_once(
 @pytest.mark.parametrize(
     'page', [b'TOKEN=hunter2-and-more', b'{"etcdserver":"3.4.23"}', b'QFI\xfb\0\0\0\x03' + b'hunter2-' * 200]
 )
-def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, page: bytes) -> None:
+def test_refusal_shows_no_content_of_the_image(web: ImageServer, tmp_path: Path, page: bytes) -> None:
     web.image = page
-    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK_REACH)
     with pytest.raises(BuildFailed) as caught:
-        get(cache, web.url + 'good')
+        get_base(cache, web.url + 'good')
     reason = caught.value.reason
     assert 'image' in reason
     numbers = {str(int.from_bytes(page[i : i + size], 'big')) for size in (4, 8) for i in range(min(len(page), 64))}
@@ -538,7 +568,7 @@ def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, p
 # A slow download blocks nothing, and leaves nothing in this process once it is cancelled.
 
 
-def drip_of_a_head(handler: Handler) -> None:
+def send_endless_head(handler: Handler) -> None:
     """Send an endless head, a byte at a time."""
     handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
     while not handler.server.may_go_on.wait(0.05):
@@ -547,28 +577,28 @@ def drip_of_a_head(handler: Handler) -> None:
 
 
 @pytest.mark.parametrize('path', ['head', 'dripping/good', 'drip'])
-def test_a_download_that_is_given_up_leaves_no_thread_and_no_descriptor(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+def test_cancelled_download_leaves_no_thread_or_descriptor(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The head, the list of checksums or the image itself arrives slowly."""
-    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
-    cache = everywhere(tmp_path, LOOPBACK)
+    monkeypatch.setattr(Handler, 'answer_head', send_endless_head, raising=False)
+    cache = make_cache(tmp_path, LOOPBACK_REACH)
     open_before = len(os.listdir('/proc/self/fd'))
 
     def cancelled_once_asked() -> None:
-        if last in web.asked:
+        if last in web.requests:
             raise Cancelled
 
     last = 'dripping/SHA256SUMS' if '/' in path else path
     for _ in range(5):
-        web.asked.clear()
+        web.requests.clear()
         with pytest.raises(Cancelled):
-            get(cache, web.url + path, cancelled_once_asked)
-    until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 10, 'its threads end')
-    until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
+            get_base(cache, web.url + path, cancelled_once_asked)
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 10, 'its threads end')
+    wait_until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
 
 
-def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
+def test_cancelled_tls_handshake_leaves_no_thread(tmp_path: Path) -> None:
     """The server accepts the connection, and sends nothing."""
     checks: list[float] = []
 
@@ -578,13 +608,13 @@ def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
             raise Cancelled
 
     with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
-        get(everywhere(tmp_path, LOOPBACK), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
-    until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 3, 'its thread ends')
+        get_base(make_cache(tmp_path, LOOPBACK_REACH), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 3, 'its thread ends')
 
 
-def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+def test_cancelled_connection_attempts_leave_no_thread(tmp_path: Path, dns_answers: dict[str, list[list[str]]]) -> None:
     """A name may have any number of addresses, each silent for seconds."""
-    names['images.example.org'] = [['127.0.0.1'] * 20]
+    dns_answers['images.example.org'] = [['127.0.0.1'] * 20]
     started = threading.Event()
 
     def checkpoint() -> None:
@@ -599,35 +629,39 @@ def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         with pytest.raises(Cancelled):
-            get(everywhere(tmp_path, LOOPBACK), f'http://images.example.org:{server.getsockname()[1]}/x', checkpoint)
-        until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 4, 'its thread ends')
+            get_base(
+                make_cache(tmp_path, LOOPBACK_REACH),
+                f'http://images.example.org:{server.getsockname()[1]}/x',
+                checkpoint,
+            )
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 4, 'its thread ends')
 
 
 @pytest.mark.parametrize(
-    ('path', 'said'),
+    ('path', 'message'),
     [
         ('head', 'no answer after 0.5 s'),
         ('dripping/good', 'no SHA256SUMS after 0.5 s'),
         ('drip', r'less than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
     ],
 )
-def test_a_drip_has_an_end(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
+def test_slow_answers_time_out(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
-    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
-    monkeypatch.setattr(download, 'ANSWER', 0.5)
-    monkeypatch.setattr(download, 'SPELL', 0.5)
-    assert re.search(said, refusal(everywhere(tmp_path, LOOPBACK), web.url + path))
-    assert kept(tmp_path / 'images') == []
+    monkeypatch.setattr(Handler, 'answer_head', send_endless_head, raising=False)
+    monkeypatch.setattr(download, 'MAX_ANSWER_SECONDS', 0.5)
+    monkeypatch.setattr(download, 'SLOW_PERIOD_SECONDS', 0.5)
+    assert re.search(message, fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), web.url + path))
+    assert list_cached(tmp_path / 'images') == []
     # A download that is fast enough has no deadline.
-    web.image = BOOT.ljust(MIB, b'\0')
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').virtual_size == MIB
+    web.image = BOOT_DISK.ljust(MIB, b'\0')
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good').virtual_size == MIB
 
 
-def test_what_is_cached_is_used_where_a_newer_one_drips(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cached_image_is_used_if_the_newer_one_is_slow(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, 'SPELL', 0.5)
-    first = get(everywhere(tmp_path, LOOPBACK), web.url + 'good')
+    monkeypatch.setattr(download, 'SLOW_PERIOD_SECONDS', 0.5)
+    first = get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good')
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_drip)
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good') == first
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good') == first

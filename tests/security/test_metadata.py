@@ -16,26 +16,26 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.servers import until
-from tests.security.rights import ENVIRONMENT, HERE, MAC, UUID, Server, describe
+from tests.kit.servers import wait_until
+from tests.security.rights import ENVIRONMENT, LOOPBACK, MAC, UUID, MetadataServer, write_files
 
 ENEMY = '127.0.0.66'
 VICTIM = '127.0.0.9'
 
 
-def connect(server: Server, source: str) -> socket.socket:
-    return socket.create_connection((HERE, server.port), 20, (source, 0))
+def connect(server: MetadataServer, source: str) -> socket.socket:
+    return socket.create_connection((LOOPBACK, server.port), 20, (source, 0))
 
 
-def get(server: Server, source: str, path: str = '/latest/meta-data/instance-id') -> tuple[int, bytes]:
-    return server.ask(path, source=source)
+def get(server: MetadataServer, source: str, path: str = '/latest/meta-data/instance-id') -> tuple[int, bytes]:
+    return server.request(path, source=source)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[MetadataServer]:
     """A server on loopback, where each address is a client of its own; VICTIM has a lease."""
-    describe(tmp_path, {VICTIM: (MAC, UUID)})
-    with contextlib.closing(Server(tmp_path)) as running:
+    write_files(tmp_path, {VICTIM: (MAC, UUID)})
+    with contextlib.closing(MetadataServer(tmp_path)) as running:
         yield running
 
 
@@ -49,7 +49,7 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
+def test_many_connections_of_one_client_do_not_block_others(server: MetadataServer) -> None:
     """ENEMY: 520 connections of one guest blocked all others."""
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(server, ENEMY)) for _ in range(520)]
@@ -58,13 +58,13 @@ def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
                 connection.sendall(b'GET / HT')
         for _ in range(10):
             assert get(server, VICTIM) == (200, UUID.encode())
-        until(lambda: sum(map(is_open, connections)) == 16, 20, 'the oldest are ended')
+        wait_until(lambda: sum(map(is_open, connections)) == 16, 20, 'the oldest are ended')
         assert all(map(is_open, connections[-16:]))
     lines = [line for line in server.log.read_text().splitlines() if 'more than 16' in line]
     assert 1 <= len(lines) <= 20, lines
 
 
-def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
+def test_slow_request_is_cut_off(server: MetadataServer) -> None:
     with connect(server, ENEMY) as drip:
         started = time.monotonic()
         drip.sendall(b'GET / HTTP/1.1\r\n')
@@ -78,14 +78,14 @@ def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
     assert get(server, VICTIM) == (200, UUID.encode())
 
 
-def test_who_is_asked_nothing_does_nothing(server: Server) -> None:
+def test_idle_server_uses_no_processor_time(server: MetadataServer) -> None:
     assert get(server, VICTIM) == (200, UUID.encode())
     before = psutil.Process(server.process.pid).cpu_times().user
     time.sleep(3)
     assert psutil.Process(server.process.pid).cpu_times().user - before < 0.3
 
 
-def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None:
+def test_burst_is_served_and_flood_is_throttled(server: MetadataServer) -> None:
     """A burst of thirty requests, as of cloud-init, is served; an endless client is throttled."""
     started = time.monotonic()
     assert [get(server, VICTIM)[0] for _ in range(30)] == 30 * [200]
@@ -100,7 +100,7 @@ def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None
     assert len(lines) <= 20 + 2 * seconds, lines
 
 
-def test_what_is_asked_in_advance_is_not_answered(server: Server) -> None:
+def test_pipelined_requests_are_not_answered(server: MetadataServer) -> None:
     """419 pipelined requests a second used half a core; now each connection serves one."""
     with connect(server, VICTIM) as connection:
         connection.sendall(200 * b'GET /latest/meta-data/instance-id HTTP/1.1\r\nHost: x\r\n\r\n')
@@ -112,9 +112,9 @@ def test_what_is_asked_in_advance_is_not_answered(server: Server) -> None:
     assert b'Connection: close' in answer
 
 
-def test_a_machine_that_is_no_guest_is_not_answered(tmp_path: Path) -> None:
+def test_machine_of_the_lan_is_not_answered(tmp_path: Path) -> None:
     """The host has 169.254.169.254 on all interfaces, so machines with a route reach it."""
-    script = '''
+    script = """
 set -e
 ip link set lo up
 ip link add lan type veth peer name there
@@ -128,21 +128,24 @@ for _ in $(seq 100); do grep -q LISTENING "$3/log" && break; sleep 0.1; done
 curl -s -m 10 -o "$3/local" -w '%{http_code} ' http://169.254.169.254/
 ip netns exec "$1" curl -s -m 10 -o "$3/lan" -w '%{http_code}' http://169.254.169.254/ || true
 ip netns del "$1"; exec 3>&-; wait $server
-'''
+"""
     os.mkfifo(tmp_path / 'stdin')
     name = f'emdlan{os.getpid()}'
     result = subprocess.run(
         ['unshare', '--net', '--mount', 'bash', '-c', script, 'bash', name, sys.executable, str(tmp_path)],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     subprocess.run(['ip', 'netns', 'del', name], capture_output=True)
     assert result.stdout == '200 000', (result, (tmp_path / 'log').read_text())
     assert 'client=10.9.0.2 is no guest here: not answered' in (tmp_path / 'log').read_text()
 
 
-def test_nothing_of_the_directory_it_is_started_in_is_run(tmp_path: Path) -> None:
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     """The ecompute of root ran a bottle.py of its working directory."""
-    from ecomp.agent.host.metadata import seed
+    from ecomp.agent.host.metadata import read_seed
 
     (tmp_path / 'bottle.py').write_text('open("ran", "w")\n')
     (tmp_path / 'mdserver').mkdir()
@@ -152,5 +155,5 @@ def test_nothing_of_the_directory_it_is_started_in_is_run(tmp_path: Path) -> Non
     guest = {'version': 1, 'instance': UUID, 'mac': MAC, 'hostname': 'web1', 'public_keys': [], 'user_data': 'x'}
     (guests / f'{MAC}.json').write_text(json.dumps(guest))
     with contextlib.chdir(tmp_path):
-        assert json.loads(seed(guests, tmp_path, MAC, False)['meta-data'])['instance-id'] == UUID
+        assert json.loads(read_seed(guests, tmp_path, MAC, False)['meta-data'])['instance-id'] == UUID
     assert not (tmp_path / 'ran').exists()

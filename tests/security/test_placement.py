@@ -16,35 +16,35 @@ from typing import Any
 
 import pytest
 
-from ecomp.cli.operators import as_findings, as_hosts
+from ecomp.cli.operators import make_finding_listing, make_host_listing
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
-from ecomp.model.allocation import difference
+from ecomp.model.allocation import describe_difference
 from ecomp.model.audit import audit
-from ecomp.model.choose import SPREAD, WEIGHS, choose, distribute
-from ecomp.model.explain import miss, nearest
-from ecomp.model.host import Computes, InEtcd, InPlacement, Living, hosts
+from ecomp.model.choose import SPREAD, STRATEGIES, choose, distribute
+from ecomp.model.explain import find_miss, sort_misses
+from ecomp.model.host import Computes, EtcdState, PresenceFacts, ProviderSummary, list_hosts
 from ecomp.model.planes import Planes, ProviderState
 from ecomp.model.query import Amount
-from ecomp.model.query import parse as parse_query
+from ecomp.model.query import parse_query as parse_query
 from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import Answer, AnswerLimits
-from ecomp.placement.client import Placement, parse
+from ecomp.placement.client import Placement, parse_object
 from ecomp.store.client import Entry
-from tests.kit.forms import texts
-from tests.kit.hostile import COMPUTE, INSTANCE, OTHER
-from tests.security.mutants import mutant
-from tests.security.readers import PLACES, READERS, case, cases, shown
-from tests.security.wire import Wire, said, whole, wire
+from tests.kit.forms import render_all
+from tests.kit.hostile import COMPUTE, INSTANCE, OTHER_UUID
+from tests.security.mutants import make_mutant
+from tests.security.readers import KEYS_BY_KIND, READERS, assert_printable, check_case, parametrize_cases
+from tests.security.wire import WireServer, make_json_response, make_response, start_wire_server
 
 # A server in place of placement: its answer ends, and is a valid answer or an error in one line.
 
 
-NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-SHORT = AnswerLimits(200_000, 1.0)
+PROVIDER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+SHORT_LIMITS = AnswerLimits(200_000, 1.0)
 
 
 @contextmanager
-def client(server: Wire, limits: AnswerLimits = SHORT) -> Iterator[Placement]:
+def open_client(server: WireServer, limits: AnswerLimits = SHORT_LIMITS) -> Iterator[Placement]:
     placement = Placement(server.url, (2.0, 0.6), limits)
     try:
         yield placement
@@ -52,21 +52,21 @@ def client(server: Wire, limits: AnswerLimits = SHORT) -> Iterator[Placement]:
         placement.close()
 
 
-def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: AnswerLimits = SHORT) -> float:
+def assert_refused(pieces: Callable[[], Iterable[bytes]], message: str, limits: AnswerLimits = SHORT_LIMITS) -> float:
     """Assert that a GET fails in one line, and a write with an unknown outcome.
 
     Returns:
         The seconds that the slower one took.
     """
     longest = 0.0
-    with wire(pieces) as server:
+    with start_wire_server(pieces) as server:
         for call, kind in (
             (lambda placement: placement.get('/x'), Unreachable),
             (lambda placement: placement.write('PUT', '/x', {}), UnknownOutcome),
         ):
-            with client(server, limits) as placement:
+            with open_client(server, limits) as placement:
                 started = time.monotonic()
-                with pytest.raises(kind, match=says) as caught:
+                with pytest.raises(kind, match=message) as caught:
                     call(placement)
                 longest = max(longest, time.monotonic() - started)
                 assert str(caught.value).isprintable()
@@ -78,83 +78,86 @@ HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n'
 CHUNKED = HEAD + b'transfer-encoding: chunked\r\n\r\n'
 
 
-def drip(head: bytes, each: bytes = b' ') -> Callable[[], Iterator[bytes]]:
+def make_drip(head: bytes, piece: bytes = b' ') -> Callable[[], Iterator[bytes]]:
     """Make an answer that sends its head, then a few bytes at a time forever."""
 
     def pieces() -> Iterator[bytes]:
         yield head
         while True:
             yield b''
-            yield each
+            yield piece
 
     return pieces
 
 
 DRIPS = [
-    drip(HEAD + b'content-length: 1000000\r\n\r\n{'),
-    drip(HEAD + b'\r\n{'),
-    drip(CHUNKED, b'1\r\nx\r\n'),
-    drip(HEAD + b'x-a: ', b'a'),
-    drip(b'HTTP/1.1 200 ', b'O'),
-    drip(b'HTTP/1.1 100 Continue\r\n', b'\r\nHTTP/1.1 100 Continue\r\n'),
+    make_drip(HEAD + b'content-length: 1000000\r\n\r\n{'),
+    make_drip(HEAD + b'\r\n{'),
+    make_drip(CHUNKED, b'1\r\nx\r\n'),
+    make_drip(HEAD + b'x-a: ', b'a'),
+    make_drip(b'HTTP/1.1 200 ', b'O'),
+    make_drip(b'HTTP/1.1 100 Continue\r\n', b'\r\nHTTP/1.1 100 Continue\r\n'),
 ]
 
 
 @pytest.mark.parametrize('pieces', DRIPS, ids=range(len(DRIPS)))
-def test_an_answer_that_drips_ends(pieces: Callable[[], Iterator[bytes]]) -> None:
+def test_slow_answer_times_out(pieces: Callable[[], Iterator[bytes]]) -> None:
     """An endless answer of a byte a second blocked ecompute's planner thread (ENEMY 13)."""
-    assert refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
+    assert assert_refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
 
 
 @pytest.mark.parametrize('length', [b'-1', b'-1e999', b'-' + 20 * b'f', 20 * b'f', b'x', b''])
-def test_a_piece_of_a_length_that_is_none(length: bytes) -> None:
+def test_invalid_chunk_length_is_refused(length: bytes) -> None:
     """A negative or huge chunk length caused a traceback; the fuzzer's case 10,902 found it."""
     pieces = [CHUNKED + length + b'\r\n{}\r\n0\r\n\r\n']
-    refused(lambda: pieces, 'not as placement does|no answer in')
+    assert_refused(lambda: pieces, 'not as placement does|no answer in')
 
 
-def flood(head: bytes, each: bytes) -> Callable[[], Iterator[bytes]]:
-    return lambda: itertools.chain([head], itertools.repeat(each))
+def make_flood(head: bytes, piece: bytes) -> Callable[[], Iterator[bytes]]:
+    return lambda: itertools.chain([head], itertools.repeat(piece))
 
 
 PACKED = gzip.compress(b' ' * 100_000_000)
 FLOODS = [
-    flood(HEAD + b'\r\n', b' ' * 65536),
-    flood(HEAD + b'content-length: 100000000000\r\n\r\n', b' ' * 65536),
-    flood(CHUNKED, b'10000\r\n' + b' ' * 65536 + b'\r\n'),
-    flood(b'', b'HTTP/1.1 100 Continue\r\n\r\n' * 1000),
-    lambda: [whole(PACKED, '200 OK', 'content-encoding: gzip')],
-    lambda: [whole(gzip.compress(b'{}'), '404 Not Found', 'content-encoding: gzip')],
-    lambda: [whole(b'{}', '200 OK', 'content-encoding: x')],
+    make_flood(HEAD + b'\r\n', b' ' * 65536),
+    make_flood(HEAD + b'content-length: 100000000000\r\n\r\n', b' ' * 65536),
+    make_flood(CHUNKED, b'10000\r\n' + b' ' * 65536 + b'\r\n'),
+    make_flood(b'', b'HTTP/1.1 100 Continue\r\n\r\n' * 1000),
+    lambda: [make_response(PACKED, '200 OK', 'content-encoding: gzip')],
+    lambda: [make_response(gzip.compress(b'{}'), '404 Not Found', 'content-encoding: gzip')],
+    lambda: [make_response(b'{}', '200 OK', 'content-encoding: x')],
 ]
 
 
 @pytest.mark.parametrize('pieces', FLOODS, ids=range(len(FLOODS)))
-def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) -> None:
+def test_endless_answer_is_refused(pieces: Callable[[], Iterable[bytes]]) -> None:
     """Such an answer used 3.6 GiB within 20 s, and more afterwards (ENEMY 13)."""
     tracemalloc.start()
     try:
-        refused(pieces, 'not as placement does', AnswerLimits(2_000_000, 20.0))
+        assert_refused(pieces, 'not as placement does', AnswerLimits(2_000_000, 20.0))
         assert tracemalloc.get_traced_memory()[1] < 40_000_000
     finally:
         tracemalloc.stop()
 
 
-def test_a_connection_is_kept_for_the_next_call() -> None:
+def test_connection_is_reused_with_a_new_time_limit() -> None:
     """The time limit starts again with each call."""
-    with wire(lambda: [said({'a': 1})]) as server, client(server, AnswerLimits(1000, 0.8)) as placement:
+    with (
+        start_wire_server(lambda: [make_json_response({'a': 1})]) as server,
+        open_client(server, AnswerLimits(1000, 0.8)) as placement,
+    ):
         for _ in range(5):
             assert placement.get('/x') == {'a': 1}
             time.sleep(0.3)
-    assert (server.asked, server.made) == (5, 1)
+    assert (server.request_count, server.connection_count) == (5, 1)
 
 
-def test_what_is_silent_for_too_long_is_given_up_as_before() -> None:
-    assert refused(lambda: itertools.chain([HEAD], itertools.repeat(b'', 40)), 'gave no answer in 0.6 s') < 2
+def test_silent_server_times_out() -> None:
+    assert assert_refused(lambda: itertools.chain([HEAD], itertools.repeat(b'', 40)), 'gave no answer in 0.6 s') < 2
 
 
-def test_threads_have_their_limits_each() -> None:
-    with wire(lambda: [said({'a': 1})]) as server, client(server) as placement:
+def test_threads_have_separate_limits() -> None:
+    with start_wire_server(lambda: [make_json_response({'a': 1})]) as server, open_client(server) as placement:
         answers: list[dict[str, Any]] = []
         threads = [threading.Thread(target=lambda: answers.append(placement.get('/x'))) for _ in range(4)]
         for thread in threads:
@@ -164,7 +167,7 @@ def test_threads_have_their_limits_each() -> None:
     assert answers == [{'a': 1}] * 4
 
 
-UNREADABLE = [
+INVALID_JSON = [
     b'[' * 100_000,
     b'{"a":' * 100_000,
     b'{"allocations": ' + b'[' * 900 + b']' * 900 + b'}',
@@ -176,13 +179,13 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize('body', UNREADABLE)
+@pytest.mark.parametrize('body', INVALID_JSON)
 @pytest.mark.parametrize('status', ['200 OK', '400 Bad Request', '409 Conflict', '404 Not Found'])
-def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
+def test_invalid_json_is_refused_in_one_line(body: bytes, status: str) -> None:
     """Deep JSON and integers of more than 4,300 digits caused a traceback (ENEMY 17)."""
-    with wire(lambda: [whole(body, status)]) as server, client(server) as placement:
+    with start_wire_server(lambda: [make_response(body, status)]) as server, open_client(server) as placement:
         for call in (
-            lambda: allocations.consumer(placement, NAME),
+            lambda: allocations.read_consumer(placement, PROVIDER),
             lambda: placement.write('PUT', '/x', {}),
         ):
             with pytest.raises(EcompError) as caught:
@@ -192,14 +195,17 @@ def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
 
 
 @pytest.mark.parametrize('part', ['[]', '{}', '0', '{"a":0}'])
-def test_an_answer_of_many_small_parts_is_not_parsed(part: str) -> None:
+def test_answer_with_too_many_parts_is_refused_unparsed(part: str) -> None:
     """48 MiB of empty lists took 1.3 GiB and 52 s to parse, though they arrived in time."""
     body = f'{{"allocations":[{",".join([part] * 2_100_000)}]}}'.encode()
-    with wire(lambda: [whole(body)]) as server, client(server, AnswerLimits(10**8, 20.0)) as placement:
+    with (
+        start_wire_server(lambda: [make_response(body)]) as server,
+        open_client(server, AnswerLimits(10**8, 20.0)) as placement,
+    ):
         tracemalloc.start()
         try:
             with pytest.raises(EcompError, match='not as placement does'):
-                allocations.consumer(placement, NAME)
+                allocations.read_consumer(placement, PROVIDER)
             assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
         finally:
             tracemalloc.stop()
@@ -214,12 +220,15 @@ def test_ten_thousand_candidates_are_parsed() -> None:
     summary = {'resources': resources, 'traits': [f'HW_CPU_{number}' for number in range(150)]}
     summary |= dict.fromkeys(('parent_provider_uuid', 'root_provider_uuid'))
     body = json.dumps({'allocation_requests': offers, 'provider_summaries': dict.fromkeys(computes, summary)}).encode()
-    assert len(parse(body)['provider_summaries']) == 10_000
+    assert len(parse_object(body)['provider_summaries']) == 10_000
 
 
-def test_what_placement_says_is_wrong_is_not_endless() -> None:
+def test_error_message_of_placement_is_truncated() -> None:
     body = json.dumps({'errors': [{'detail': 'x ' * 50_000, 'code': 'y'}]}).encode()
-    with wire(lambda: [whole(body, '400 Bad Request')]) as server, client(server) as placement:
+    with (
+        start_wire_server(lambda: [make_response(body, '400 Bad Request')]) as server,
+        open_client(server) as placement,
+    ):
         with pytest.raises(EcompError) as caught:
             placement.get('/x')
         assert len(str(caught.value)) <= 1000
@@ -229,58 +238,85 @@ DIGITS = 10**4299
 INFINITE = float('inf')
 NUMBERS = [DIGITS, -DIGITS, 10**400, True, '1', None, 1.5, [1], {}, '\ud800']
 TEXTS = [7, None, ['x'], {}, '\ud800', True]
-STOCK = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
 
 
-def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
+def list_wrong_answers() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
     """Yield (name, call, answer), each answer with one thing wrong in it."""
     for wrong in NUMBERS:
         for name in ('capacity', 'used'):
             share = {'capacity': 4, 'used': 1, name: wrong}
-            offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
-            yield 'candidates', lambda client: allocations.candidates(client, 'resources=VCPU:1'), offer
-            yield 'shares', lambda client: providers.shares(client, [NAME]), offer
-            free = {'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}}}
-            yield 'free', lambda client: providers.with_free(client, 'VCPU'), free
-        by_provider = {NAME: {'resources': {'VCPU': wrong}}}
-        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': by_provider}
+            offer = {'allocation_requests': [], 'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}}}}
+            yield 'candidates', lambda client: allocations.read_candidates(client, 'resources=VCPU:1'), offer
+            yield 'shares', lambda client: providers.read_rooms(client, [PROVIDER]), offer
+            free = {'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}, 'traits': []}}}
+            yield 'free', lambda client: providers.read_with_free(client, 'VCPU'), free
+        by_provider = {PROVIDER: {'resources': {'VCPU': wrong}}}
+        yield (
+            'held',
+            lambda client: allocations.read_provider_allocations(client, PROVIDER),
+            {'allocations': by_provider},
+        )
         consumer = {'allocations': by_provider, 'consumer_generation': 1}
-        yield 'consumer', lambda client: allocations.consumer(client, NAME), consumer
-        good = {NAME: {'resources': {'VCPU': 1}}}
+        yield 'consumer', lambda client: allocations.read_consumer(client, PROVIDER), consumer
+        good = {PROVIDER: {'resources': {'VCPU': 1}}}
         for generation in ({'consumer_generation': wrong}, {}):
-            yield 'generation', lambda client: allocations.consumer(client, NAME), {'allocations': good, **generation}
-        for name in STOCK:
+            yield (
+                'generation',
+                lambda client: allocations.read_consumer(client, PROVIDER),
+                {'allocations': good, **generation},
+            )
+        for name in INVENTORY:
             if (name, wrong) != ('allocation_ratio', 1.5):
-                stock = {'inventories': {'VCPU': {**STOCK, name: wrong}}}
-                yield name, lambda client: providers.inventory(client, NAME), stock
-        yield 'usages', lambda client: providers.usages(client, NAME), {'usages': {'VCPU': wrong}}
+                stock = {'inventories': {'VCPU': {**INVENTORY, name: wrong}}}
+                yield name, lambda client: providers.read_raw_inventory(client, PROVIDER), stock
+        yield 'usages', lambda client: providers.read_usages(client, PROVIDER), {'usages': {'VCPU': wrong}}
         used = {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': wrong}}}
-        yield 'project', lambda client: providers.project_usages(client, 'p'), used
+        yield 'project', lambda client: providers.read_project_usages(client, 'p'), used
         names = {'traits': [], 'resource_provider_generation': wrong}
-        yield 'traits', lambda client: providers.names_of(client, NAME, providers.TRAITS), names
-        yield 'set', lambda client: providers.set_inventory(client, NAME, {'VCPU': {'total': 1}}), {'generation': wrong}
+        yield 'traits', lambda client: providers.read_names(client, PROVIDER, providers.TRAITS), names
+        yield (
+            'set',
+            lambda client: providers.set_inventory(client, PROVIDER, {'VCPU': {'total': 1}}),
+            {'generation': wrong},
+        )
     for wrong in TEXTS:
-        provider = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}
+        provider = {'uuid': PROVIDER, 'name': PROVIDER, 'root_provider_uuid': PROVIDER}
         for name in provider:
             listed = {'resource_providers': [{**provider, name: wrong}]}
-            yield 'everyone', providers.everyone, listed
-        yield 'names', providers.names, {'resource_providers': [{**provider, 'uuid': wrong}]}
-        yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
-        yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
+            yield 'everyone', providers.list_all, listed
+        yield 'names', providers.read_provider_names, {'resource_providers': [{**provider, 'uuid': wrong}]}
+        yield 'matching', lambda client: providers.find_matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
+        yield 'name', lambda client: providers.read_provider_name(client, PROVIDER), {'name': wrong}
         summary = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
-        yield 'had', lambda client: providers.with_free(client, 'VCPU'), {'provider_summaries': {NAME: summary}}
-        owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
-        yield 'owner', lambda client: allocations.consumer(client, NAME), owned
-    for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
-        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': shape}
+        yield (
+            'had',
+            lambda client: providers.read_with_free(client, 'VCPU'),
+            {'provider_summaries': {PROVIDER: summary}},
+        )
+        owned = {'allocations': {PROVIDER: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
+        yield 'owner', lambda client: allocations.read_consumer(client, PROVIDER), owned
+    for shape in (
+        [],
+        'ab',
+        7,
+        {PROVIDER: 7},
+        {PROVIDER: 'ab'},
+        {PROVIDER: {'resources': 'ab'}},
+        {PROVIDER: {'resources': ['ab']}},
+    ):
+        yield 'held', lambda client: allocations.read_provider_allocations(client, PROVIDER), {'allocations': shape}
 
 
-def test_what_is_taken_has_its_kind_and_its_bounds() -> None:
+def test_answers_with_a_wrong_type_or_bound_are_refused() -> None:
     """The ten places of ENEMY 17: a number of 4,300 digits, 1e999, another shape."""
     current: list[object] = [None]
     accepted = []
-    with wire(lambda: [said(current[0])]) as server, client(server, AnswerLimits(10**6, 20.0)) as placement:
-        for name, call, answer in bodies():
+    with (
+        start_wire_server(lambda: [make_json_response(current[0])]) as server,
+        open_client(server, AnswerLimits(10**6, 20.0)) as placement,
+    ):
+        for name, call, answer in list_wrong_answers():
             current[0] = answer
             try:
                 call(placement)
@@ -293,52 +329,55 @@ def test_what_is_taken_has_its_kind_and_its_bounds() -> None:
 
 
 @pytest.mark.parametrize('number', ['1e999', '-1e999', '1e400'])
-def test_a_number_that_is_none(number: str) -> None:
+def test_infinite_numbers_are_refused(number: str) -> None:
     share = {'capacity': 'HERE', 'used': 1}
-    offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
-    stock = {'inventories': {'VCPU': {**STOCK, 'allocation_ratio': 'HERE'}}}
+    offer = {'allocation_requests': [], 'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}}}}
+    stock = {'inventories': {'VCPU': {**INVENTORY, 'allocation_ratio': 'HERE'}}}
     for answer, call in (
-        (offer, lambda client: allocations.candidates(client, 'resources=VCPU:1')),
-        (stock, lambda client: providers.inventory(client, NAME)),
+        (offer, lambda client: allocations.read_candidates(client, 'resources=VCPU:1')),
+        (stock, lambda client: providers.read_raw_inventory(client, PROVIDER)),
     ):
-        body = whole(json.dumps(answer).replace('"HERE"', number).encode())
+        body = make_response(json.dumps(answer).replace('"HERE"', number).encode())
         with (
-            wire(lambda body=body: [body]) as server,  # type: ignore[misc]
-            client(server) as placement,
+            start_wire_server(lambda body=body: [body]) as server,  # type: ignore[misc]
+            open_client(server) as placement,
             pytest.raises(Unreachable, match='not as placement does'),
         ):
             call(placement)
 
 
-def test_the_largest_numbers_are_reckoned_with() -> None:
+def test_largest_numbers_do_not_overflow() -> None:
     """Calculations with the largest numbers that placement can send do not overflow."""
     largest = 10**50
-    allocation = {NAME: {'resources': {'VCPU': 1}}}
+    allocation = {PROVIDER: {'resources': {'VCPU': 1}}}
     for capacity, used in ((largest, largest), (largest, 0), (1, largest), (-largest, largest), (0, largest)):
         share = {'capacity': capacity, 'used': used}
-        stock = {**STOCK, 'total': largest, 'max_unit': largest, 'allocation_ratio': 1e49}
+        stock = {**INVENTORY, 'total': largest, 'max_unit': largest, 'allocation_ratio': 1e49}
         answer = {
             'allocation_requests': [{'allocations': allocation}],
-            'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}},
+            'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}, 'traits': []}},
             'inventories': {'VCPU': stock},
             'usages': {'VCPU': used},
         }
-        with wire(lambda answer=answer: [said(answer)]) as server, client(server) as placement:  # type: ignore[misc]
-            offer = allocations.candidates(placement, 'resources=VCPU:1')
-            assert choose(offer, [NAME], SPREAD, random.Random(0)).tries
-            provider = providers.look(placement, NAME, True, traits=False, aggregates=False)
+        with (
+            start_wire_server(lambda answer=answer: [make_json_response(answer)]) as server,
+            open_client(server) as placement,
+        ):  # type: ignore[misc]
+            offer = allocations.read_candidates(placement, 'resources=VCPU:1')
+            assert choose(offer, [PROVIDER], SPREAD, random.Random(0)).candidates
+            provider = providers.read_provider(placement, PROVIDER, True, traits=False, aggregates=False)
             assert provider is not None
             assert provider.inventories['VCPU'].free >= 0
-            assert providers.shares(placement, [NAME])
-            free = providers.with_free(placement, 'VCPU')[NAME]
-            assert miss([Amount('VCPU', largest)], free).failures or capacity == largest
+            assert providers.read_rooms(placement, [PROVIDER])
+            free = providers.read_with_free(placement, 'VCPU')[PROVIDER]
+            assert find_miss([Amount('VCPU', largest)], free).failures or capacity == largest
 
 
-def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_head_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """The head of the answer is malformed."""
     caplog.set_level(logging.WARNING)
     heads = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nno colon\r\n x: y\r\ncontent-length: 2\r\n\r\n{}'
-    with wire(lambda: [heads]) as server, client(server) as placement, pytest.raises(Unreachable):
+    with start_wire_server(lambda: [heads]) as server, open_client(server) as placement, pytest.raises(Unreachable):
         placement.get('/x')
     assert [record.message for record in caplog.records if record.exc_info] == []
 
@@ -347,128 +386,151 @@ def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
 # by its number, as in test_values.py.
 
 
-class Canned(Placement):
+class CannedPlacement(Placement):
     body = b''
     status = 200
 
-    def _send(self, *given: Any) -> Answer:
+    def _send(self, *arguments: Any) -> Answer:
         answer = Answer(self.status, self.body, {})
         if self.status == 200:
             return answer
-        raise self._error(answer, given[-1])
+        raise self._make_error(answer, arguments[-1])
 
 
-GOOD_STOCK = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.5, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
-HELD = {COMPUTE: {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}}
-ROOMS = {'resources': {'VCPU': {'capacity': 4, 'used': 1}, 'DISK_GB': {'capacity': 4, 'used': 1}}}
-WHOSE = {'uuid': COMPUTE, 'name': COMPUTE, 'root_provider_uuid': COMPUTE}
+VALID_INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.5, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+ALLOCATIONS = {COMPUTE: {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}}
+SUMMARY = {'resources': {'VCPU': {'capacity': 4, 'used': 1}, 'DISK_GB': {'capacity': 4, 'used': 1}}}
+PROVIDER_ROW = {'uuid': COMPUTE, 'name': COMPUTE, 'root_provider_uuid': COMPUTE}
 QUERY = 'resources=VCPU:2,DISK_GB:9&required=T'
 
 
-def take_candidates(client: Placement) -> None:
-    offer = allocations.candidates(client, QUERY)
-    for weigh in WEIGHS:
+def check_candidates(client: Placement) -> None:
+    offer = allocations.read_candidates(client, QUERY)
+    for weigh in STRATEGIES:
         choice = choose(offer, [COMPUTE], weigh, random.Random(0))
-        distribute(choice.tries, offer.rooms, 3, weigh, random.Random(0))
+        distribute(choice.candidates, offer.rooms, 3, weigh, random.Random(0))
 
 
-def take_shares(client: Placement) -> None:
-    shares = providers.shares(client, [COMPUTE, OTHER])
-    in_placement = {uuid: InPlacement(uuid, uuid, share) for uuid, share in shares.items()}
-    shown(*texts(as_hosts(hosts(InEtcd(Computes({COMPUTE: Living('h')})), in_placement))))
+def check_shares(client: Placement) -> None:
+    shares = providers.read_rooms(client, [COMPUTE, OTHER_UUID])
+    in_placement = {uuid: ProviderSummary(uuid, uuid, share) for uuid, share in shares.items()}
+    assert_printable(
+        *render_all(make_host_listing(list_hosts(EtcdState(Computes({COMPUTE: PresenceFacts('h')})), in_placement)))
+    )
 
 
-def take_look(client: Placement) -> None:
-    provider = providers.look(client, COMPUTE, True, traits=True, aggregates=True)
+def check_look(client: Placement) -> None:
+    provider = providers.read_provider(client, COMPUTE, True, traits=True, aggregates=True)
     if provider is None:
         return
     for query in (QUERY, 'resources=VCPU:1', f'resources=VCPU:{10**4000}'):
-        for result in nearest([miss(parse_query(query), provider)]):
-            assert all(failure.why for failure in result.failures)
+        for result in sort_misses([find_miss(parse_query(query), provider)]):
+            assert all(failure.reason for failure in result.failures)
 
 
-def take_free(client: Placement) -> None:
-    providers_by_uuid = providers.with_free(client, 'VCPU')
+def check_free(client: Placement) -> None:
+    providers_by_uuid = providers.read_with_free(client, 'VCPU')
     for query in (QUERY, 'resources=VCPU:1'):
-        for result in nearest([miss(parse_query(query), provider) for provider in providers_by_uuid.values()]):
-            assert all(failure.why for failure in result.failures)
+        for result in sort_misses([find_miss(parse_query(query), provider) for provider in providers_by_uuid.values()]):
+            assert all(failure.reason for failure in result.failures)
 
 
-def take_plane(client: Placement) -> None:
-    provider = ProviderState(COMPUTE, providers.inventory(client, COMPUTE), allocations.of_provider(client, COMPUTE))
-    etcd = {key: Entry(key, json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
-    _, used = providers.project_usages(client, 'p')
-    shown(*texts(as_findings(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
+def check_audit(client: Placement) -> None:
+    provider = ProviderState(
+        COMPUTE, providers.read_raw_inventory(client, COMPUTE), allocations.read_provider_allocations(client, COMPUTE)
+    )
+    etcd = {key: Entry(key, json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in KEYS_BY_KIND.items()}
+    _, used = providers.read_project_usages(client, 'p')
+    assert_printable(*render_all(make_finding_listing(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
 
 
-def take_claim(client: Placement) -> None:
-    consumer = allocations.consumer(client, INSTANCE)
+def check_claim(client: Placement) -> None:
+    consumer = allocations.read_consumer(client, INSTANCE)
     allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
-    difference({COMPUTE: {'VCPU': 1}}, consumer.allocations)
+    describe_difference({COMPUTE: {'VCPU': 1}}, consumer.allocations)
     allocations.release_once(client, INSTANCE, consumer)
 
 
-CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
+CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
     'candidates': (
-        take_candidates, {'allocation_requests': [{'allocations': HELD}], 'provider_summaries': {COMPUTE: ROOMS}}
+        check_candidates,
+        {'allocation_requests': [{'allocations': ALLOCATIONS}], 'provider_summaries': {COMPUTE: SUMMARY}},
     ),
-    'consumer': (take_claim, {'allocations': HELD, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'}),
-    'of provider': (lambda client: allocations.of_provider(client, COMPUTE), {'allocations': HELD}),
+    'consumer': (
+        check_claim,
+        {'allocations': ALLOCATIONS, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'},
+    ),
+    'of provider': (
+        lambda client: allocations.read_provider_allocations(client, COMPUTE),
+        {'allocations': ALLOCATIONS},
+    ),
     'inventory': (
-        lambda client: providers.is_as(client, COMPUTE, {'VCPU': {'total': 4.0}}), {'inventories': {'VCPU': GOOD_STOCK}}
+        lambda client: providers.has_inventory(client, COMPUTE, {'VCPU': {'total': 4.0}}),
+        {'inventories': {'VCPU': VALID_INVENTORY}},
     ),
     'set inventory': (lambda client: providers.set_inventory(client, COMPUTE, {}), {'generation': 1}),
-    'usages': (lambda client: providers.usages(client, COMPUTE), {'usages': {'VCPU': 1}}),
+    'usages': (lambda client: providers.read_usages(client, COMPUTE), {'usages': {'VCPU': 1}}),
     'project': (
-        lambda client: providers.project_usages(client, 'p'), {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}}
+        lambda client: providers.read_project_usages(client, 'p'),
+        {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}},
     ),
     'names': (
-        *(lambda client: (providers.names(client), providers.everyone(client)), {'resource_providers': [WHOSE, WHOSE]}),
+        *(
+            lambda client: (providers.read_provider_names(client), providers.list_all(client)),
+            {'resource_providers': [PROVIDER_ROW, PROVIDER_ROW]},
+        ),
     ),
-    'name': (lambda client: (providers.name(client, COMPUTE), providers.ensure(client, COMPUTE)), WHOSE),
+    'name': (
+        lambda client: (providers.read_provider_name(client, COMPUTE), providers.ensure_provider(client, COMPUTE)),
+        PROVIDER_ROW,
+    ),
     'shares': (
-        take_shares,
-        {'provider_summaries': {COMPUTE: ROOMS}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': GOOD_STOCK}},
+        check_shares,
+        {'provider_summaries': {COMPUTE: SUMMARY}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': VALID_INVENTORY}},
     ),
     'look': (
-        take_look,
+        check_look,
         {
-            **{'inventories': {'VCPU': GOOD_STOCK, 'DISK_GB': GOOD_STOCK}, 'usages': {'VCPU': 1}},
+            **{'inventories': {'VCPU': VALID_INVENTORY, 'DISK_GB': VALID_INVENTORY}, 'usages': {'VCPU': 1}},
             **{'traits': ['T'], 'aggregates': [], 'resource_provider_generation': 1},
         },
     ),
-    'free': (take_free, {'provider_summaries': {COMPUTE: {**ROOMS, 'traits': ['T']}}}),
+    'free': (check_free, {'provider_summaries': {COMPUTE: {**SUMMARY, 'traits': ['T']}}}),
     'traits': (
         lambda client: providers.change_names(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
         {'traits': ['U'], 'resource_provider_generation': 1},
     ),
     'audit': (
-        take_plane,
-        {'inventories': {'VCPU': GOOD_STOCK}, 'allocations': HELD, 'usages': {'INSTANCE': {'consumer_count': 1}}},
+        check_audit,
+        {
+            'inventories': {'VCPU': VALID_INVENTORY},
+            'allocations': ALLOCATIONS,
+            'usages': {'INSTANCE': {'consumer_count': 1}},
+        },
     ),
 }
 
 
-@cases(35)
-@pytest.mark.parametrize('name', CALLS)
-def test_an_answer_is_placement_s_or_is_none(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_PAUSE', 0.0)
-    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_SECONDS', 0.0)
-    call, good = CALLS[name]
-    client = Canned('http://nowhere.invalid')
+@parametrize_cases(35)
+@pytest.mark.parametrize('name', CALLS_AND_ANSWERS)
+def test_mutated_answer_is_accepted_or_refused(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_CONSUMER_PAUSE_SECONDS', 0.0)
+    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_CONSUMER_SECONDS', 0.0)
+    call, good = CALLS_AND_ANSWERS[name]
+    client = CannedPlacement('http://nowhere.invalid')
     error = {'errors': [{'detail': 'x', 'code': 'placement.concurrent_update'}]}
     for index in range(number):
         rng = random.Random(f'{name}/{index}')
         client.status = rng.choice((200, 200, 200, 200, 200, 400, 404, 406, 500)) if index else 200
-        client.body = mutant(good if client.status == 200 else error, rng) if index else json.dumps(good).encode()
-        with case(name, index, client.body):
+        client.body = make_mutant(good if client.status == 200 else error, rng) if index else json.dumps(good).encode()
+        with check_case(name, index, client.body):
             call(client)
 
 
-def broken(rng: random.Random) -> bytes:
+def make_broken_answer(rng: random.Random) -> bytes:
     """Make an answer that may not even be valid HTTP."""
     status = rng.choice(('200 OK', '200', '409 Conflict', '999 x', ''))
-    answer = whole(mutant(CALLS['candidates'][1], rng)[:3000], status)
+    answer = make_response(make_mutant(CALLS_AND_ANSWERS['candidates'][1], rng)[:3000], status)
     action = rng.randrange(8)
     if action == 0:
         return bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
@@ -484,21 +546,21 @@ def broken(rng: random.Random) -> bytes:
     return answer
 
 
-@cases(130)
-def test_what_comes_over_the_wire_is_an_answer_or_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.by_http.RETRY_PAUSES', (0.0, 0.0))
+@parametrize_cases(130)
+def test_broken_http_is_accepted_or_refused_in_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.placement.by_http.RETRY_PAUSES_SECONDS', (0.0, 0.0))
     current = [b'']
 
     def pieces() -> Iterator[bytes]:
         yield current[0]
         raise ConnectionError  # ends the connection
 
-    with wire(pieces) as server:
+    with start_wire_server(pieces) as server:
         client = Placement(server.url, (2.0, 2.0), AnswerLimits(10**6, 5.0))
         for index in range(number):
-            current[0] = broken(random.Random(f'wire/{index}'))
-            with case('wire', index, current[0]):
-                allocations.candidates(client, QUERY)
-            with case('wire, written', index, current[0]):
+            current[0] = make_broken_answer(random.Random(f'wire/{index}'))
+            with check_case('wire', index, current[0]):
+                allocations.read_candidates(client, QUERY)
+            with check_case('wire, written', index, current[0]):
                 client.write('PUT', '/x', {})
         client.close()

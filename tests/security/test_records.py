@@ -16,31 +16,41 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.order import SIZE_LIMIT, Invalid, parse_request
-from ecomp.model.queue import Backlog, InvalidEntry, Place, QueueEntry, backlog_of, to_json
+from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
+from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, to_json, update_backlog
 from ecomp.store import by_h2
 from ecomp.store import connection as paging
 from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Unchanged
-from ecomp.store.sharing import index, listed
-from ecomp.store.watch import SMALL, Cache, Follower
-from tests.kit.by_hand import claim, request
+from ecomp.store.sharing import find_by_listing, read_index
+from ecomp.store.watch import SMALL_VALUE_BYTES, EntryCache, Follower
+from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import guests
+from tests.kit.hands import read_guests
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE
-from tests.kit.invariants import check
-from tests.kit.servers import Etcd, until
-from tests.kit.store_client import connected
+from tests.kit.invariants import check_invariants
+from tests.kit.servers import Etcd, wait_until
+from tests.kit.store_client import open_store
 from tests.kit.story import IMAGE as IMAGE_URL
-from tests.kit.story import SMALL as QUERY
-from tests.kit.story import SMALL as SMALL_QUERY
-from tests.kit.story import addressed, called, logged, logs, notified, one_line, place, reached, record
-from tests.kit.tuned import tuned
+from tests.kit.story import SMALL_QUERY as QUERY
+from tests.kit.story import SMALL_QUERY as SMALL_QUERY
+from tests.kit.story import (
+    assert_one_line,
+    find_log_lines,
+    parse_notice,
+    place,
+    read_record,
+    run_in_process,
+    wait_address,
+    wait_log_lines,
+    wait_state,
+)
+from tests.kit.tuned import make_tuned
 
 # A follower limits the size of each value and of all values together; each message from etcd is limited, too.
 
 
-BIG = 1_400_000
+LARGE_VALUE_BYTES = 1_400_000
 States = list[Mapping[str, Entry]]
 
 
@@ -49,13 +59,13 @@ def prefix(etcd: Etcd) -> Iterator[str]:
     """A prefix of the test; its keys are removed afterwards."""
     prefix = f'/followed/{uuid.uuid4()}/'
     yield prefix
-    for key in etcd.keys(prefix):
+    for key in etcd.list_keys(prefix):
         etcd.delete(key)
     etcd.compact()
 
 
 @pytest.fixture
-def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
+def start_follower(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
     """Starts a follower, and returns its states, a list that grows."""
     followers = []
 
@@ -63,7 +73,7 @@ def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
         states: States = []
         followers.append(Follower(EtcdConfig((etcd.endpoint,)), [(prefix, states.append)], **limits))  # type: ignore[arg-type]
         followers[-1].start()
-        until(lambda: states, 20, 'it follows')
+        wait_until(lambda: states, 20, 'it follows')
         return states
 
     yield start
@@ -71,70 +81,72 @@ def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
         follower.stop()
 
 
-def held(state: Mapping[str, Entry]) -> int:
+def count_bytes(state: Mapping[str, Entry]) -> int:
     return sum(len(stored.value) for stored in state.values())
 
 
-def test_a_value_that_is_too_large_is_not_kept(
-    etcd: Etcd, prefix: str, follow: Callable[..., States], caplog: pytest.LogCaptureFixture
+def test_follower_drops_values_that_are_too_large(
+    etcd: Etcd, prefix: str, start_follower: Callable[..., States], caplog: pytest.LogCaptureFixture
 ) -> None:
     """150 values of 1.4 MB raised every compute from 81 to 909 MiB (ENEMY 13)."""
     caplog.set_level(logging.INFO)
     before, after = f'{prefix}before', f'{prefix}later'
-    etcd.put(before, 'x' * BIG)
-    states = follow(largest=1000)
-    assert (states[-1][before].value, states[-1][before].dropped) == (b'', BIG)
+    etcd.put(before, 'x' * LARGE_VALUE_BYTES)
+    states = start_follower(max_value_bytes=1000)
+    assert (states[-1][before].value, states[-1][before].dropped) == (b'', LARGE_VALUE_BYTES)
     for _ in range(5):
         revision = etcd.put(after, 'y' * 1001)
-    until(lambda: after in states[-1] and states[-1][after].revision == revision, 20, 'each event is heard')
+    wait_until(lambda: after in states[-1] and states[-1][after].revision == revision, 20, 'each event is heard')
     assert (states[-1][after].value, states[-1][after].dropped) == (b'', 1001)
     lines = [line for line in caplog.messages if 'not kept' in line]
     assert len(lines) == 2, 'one line for a key, not one for each event'
     assert f'{after} has 1001 bytes, and 1000 is the limit' in lines[1]
     # A later, smaller value is kept again.
     etcd.put(after, 'z' * 1000)
-    until(lambda: states[-1][after].value == b'z' * 1000, 20, 'it is kept')
+    wait_until(lambda: states[-1][after].value == b'z' * 1000, 20, 'it is kept')
     assert states[-1][after].dropped == 0
 
 
-def test_all_together_has_a_limit(etcd: Etcd, prefix: str, follow: Callable[..., States]) -> None:
+def test_follower_limits_the_total_size(etcd: Etcd, prefix: str, start_follower: Callable[..., States]) -> None:
     names = [f'{prefix}{number:03d}' for number in range(60)]
     for name in names[:30]:
         etcd.put(name, 'x' * 50_000)
-    states = follow(most=1_000_000, resync=0.5)
+    states = start_follower(max_total_bytes=1_000_000, resync_seconds=0.5)
     large_kept = {key for key, stored in states[-1].items() if stored.value}
-    assert held(states[-1]) <= 1_000_000
+    assert count_bytes(states[-1]) <= 1_000_000
     assert len(large_kept) == 19
     for name in names[30:]:
         etcd.put(name, 'y' * 50_000)
     # Small requests are kept even so. Values that were kept stay after each new listing.
-    etcd.put(f'{prefix}-first', 't' * SMALL)
-    until(lambda: len(states[-1]) == 61 and states[-1][f'{prefix}-first'].value, 20, 'all keys are there')
+    etcd.put(f'{prefix}-first', 't' * SMALL_VALUE_BYTES)
+    wait_until(lambda: len(states[-1]) == 61 and states[-1][f'{prefix}-first'].value, 20, 'all keys are there')
     count = len(states)
-    until(lambda: len(states) > count + 2, 20, 'it was listed again')
+    wait_until(lambda: len(states) > count + 2, 20, 'it was listed again')
     assert {key for key, stored in states[-1].items() if len(stored.value) == 50_000} == large_kept
     for name in sorted(large_kept)[:10]:
         etcd.delete(name)
-    until(lambda: sum(len(stored.value) == 50_000 for stored in states[-1].values()) >= 18, 20, 'there is room again')
-    assert held(states[-1]) <= 1_000_000 + SMALL
+    wait_until(
+        lambda: sum(len(stored.value) == 50_000 for stored in states[-1].values()) >= 18, 20, 'there is room again'
+    )
+    assert count_bytes(states[-1]) <= 1_000_000 + SMALL_VALUE_BYTES
 
 
-def entry(key: str, size: int, revision: int = 1) -> Entry:
+def make_entry(key: str, size: int, revision: int = 1) -> Entry:
     return Entry(key, b'x' * size, revision)
 
 
-def test_what_is_kept_is_counted() -> None:
-    cache = Cache(100_000, 200_000)
+def test_cache_counts_the_bytes_it_keeps() -> None:
+    cache = EntryCache(100_000, 200_000)
     for number in range(1000):
-        cache.keep(entry(f'{number:04d}', 7000))
+        cache.store(make_entry(f'{number:04d}', 7000))
     assert sum(len(stored.value) for stored in cache.entries.values()) == 28 * 7000
     assert len(cache.entries) == 1000
     for number in range(1000):
-        cache.keep(entry(f's{number:04d}', SMALL))
+        cache.store(make_entry(f's{number:04d}', SMALL_VALUE_BYTES))
     assert cache._size <= 400_000
     for number in range(1000):
-        cache.keep(entry(f'{number:04d}', 1, 2))
-    cache.end([f'{number:04d}' for number in range(500)])
+        cache.store(make_entry(f'{number:04d}', 1, 2))
+    cache.end_list([f'{number:04d}' for number in range(500)])
     assert cache._size == sum(len(stored.key) + len(stored.value) for stored in cache.entries.values()) == 2500
     for number in range(500):
         cache.forget(f'{number:04d}')
@@ -143,54 +155,52 @@ def test_what_is_kept_is_counted() -> None:
 
 
 @pytest.mark.parametrize('part', [b'"1f"', b'"1f":""', b'CUSTOM_1F:1'], ids=['keys', 'stages', 'classes'])
-def test_many_short_parts_count_for_what_is_made_of_them(part: bytes) -> None:
+def test_cache_counts_parsed_size_of_many_short_parts(part: bytes) -> None:
     """211 requests with 46,000 three-letter keys raised every compute from 100 to 760 MiB."""
-    value = b','.join([part] * 46_000)[:SIZE_LIMIT]
-    cache = Cache(SIZE_LIMIT, keeping.MOST)
+    value = b','.join([part] * 46_000)[:MAX_REQUEST_BYTES]
+    cache = EntryCache(MAX_REQUEST_BYTES, keeping.MAX_TOTAL_BYTES)
     for number in range(200):
-        cache.keep(Entry(f'{number:04d}', value, 1))
+        cache.store(Entry(f'{number:04d}', value, 1))
     parts = sum(stored.value.count(b',') for stored in cache.entries.values())
     assert 800_000 < parts < 1_100_000
     for number in range(200):
-        cache.keep(Entry(f'{number:04d}', b'1,2', 2))
+        cache.store(Entry(f'{number:04d}', b'1,2', 2))
         cache.forget(f'{number:04d}')
     assert cache._size == 0
 
 
-def test_keys_and_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(keeping, 'KEYS', 300)
-    cache = Cache(10, 100_000)
-    results = [cache.keep(entry(f'{number:04d}', 100)) for number in range(400)]
+def test_cache_limits_keys_and_log_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(keeping, 'MAX_KEYS', 300)
+    cache = EntryCache(10, 100_000)
+    results = [cache.store(make_entry(f'{number:04d}', 100)) for number in range(400)]
     assert sum(stored is not None for stored in results) == 300
-    assert cache.keep(entry('k' * 20_000, 1)) is None
-    assert cache.keep(entry('0001', 5, 2)) == entry('0001', 5, 2)
+    assert cache.store(make_entry('k' * 20_000, 1)) is None
+    assert cache.store(make_entry('0001', 5, 2)) == make_entry('0001', 5, 2)
     assert len(caplog.messages) == 101
     assert 'more values' in caplog.messages[-1]
 
 
-def test_another_etcd_s_value_is_not_taken_for_ours() -> None:
+def test_cache_replaces_a_different_value_at_the_same_revision() -> None:
     """A wiped or restored etcd may have another value of the same key at the same revision."""
-    cache = Cache(1000, 1000)
-    cache.keep(Entry('a', b'1', 7))
-    assert cache.keep(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
+    cache = EntryCache(1000, 1000)
+    cache.store(Entry('a', b'1', 7))
+    assert cache.store(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
 
 
-def test_a_list_of_large_values_comes_in_small_pages(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshot_reads_large_values_in_small_pages(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The small values come first, so that a large page is requested for the large ones."""
     for number in range(120):
         etcd.put(f'{prefix}a{number:03d}', 'x')
     for number in range(50):
-        etcd.put(f'{prefix}b{number:03d}', 'y' * BIG)
-    with connected(etcd.endpoint, 60) as store:  # the time of a call is not under test
+        etcd.put(f'{prefix}b{number:03d}', 'y' * LARGE_VALUE_BYTES)
+    with open_store(etcd.endpoint, 60) as store:  # the time of a call is not under test
         sizes: list[int] = []
         real = store._read
 
         def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
             try:
                 reply = real(ask, linearizable, about)  # type: ignore[arg-type]
-            except paging.TooLong:
+            except paging.AnswerTooLong:
                 sizes.append(-1)
                 raise
             sizes.append(sum(len(kv.value) for kv in reply.kvs))  # type: ignore[attr-defined]
@@ -198,26 +208,24 @@ def test_a_list_of_large_values_comes_in_small_pages(
 
         monkeypatch.setattr(store, '_read', read)
         entries = store.snapshot(prefix).entries
-        assert [len(stored.value) for stored in entries.values()] == [1] * 120 + [BIG] * 50
+        assert [len(stored.value) for stored in entries.values()] == [1] * 120 + [LARGE_VALUE_BYTES] * 50
         assert max(sizes) < 64 * 1024**2
         assert -1 in sizes, 'a page of many was too long, and was asked for again in parts'
         assert len(store.snapshot(prefix, keys_only=True).entries) == 170
 
 
-def limit_answers(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+def limit_answers(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
     """Reject answers of etcd that are longer than this many bytes."""
-    monkeypatch.setattr(by_h2, 'LONGEST', longest)
+    monkeypatch.setattr(by_h2, 'MAX_ANSWER_BYTES', max_bytes)
 
 
-def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_splits_large_values_at_one_revision(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading many groups or records of a megabyte each failed: the answer was too long."""
     limit_answers(monkeypatch, 200_000)
     names = [f'{prefix}{number:02d}' for number in range(20)]
     for name in names:
         etcd.put(name, 'y' * 50_000)
-    with connected(etcd.endpoint) as store:
+    with open_store(etcd.endpoint) as store:
         real = store._read
         answered: list[object] = []
 
@@ -231,13 +239,13 @@ def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
         assert len(answered) > 1
 
 
-def test_a_message_that_is_too_long_is_an_error_in_words(
+def test_message_that_is_too_long_raises_a_readable_error(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_answers(monkeypatch, 200_000)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
-    with connected(etcd.endpoint) as store:
+    with open_store(etcd.endpoint) as store:
         with pytest.raises(EcompError, match='larger than max') as caught:
             store.snapshot(prefix)
         assert '\n' not in str(caught.value)
@@ -246,49 +254,51 @@ def test_a_message_that_is_too_long_is_an_error_in_words(
         assert store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, 'x')])
 
 
-def test_a_request_that_was_dropped_says_why() -> None:
+def test_dropped_request_reports_the_reason() -> None:
     key = keys.request(COMPUTE, INSTANCE)
-    parsed = parse_request(COMPUTE, key, b'', SIZE_LIMIT + 7)
-    assert isinstance(parsed, Invalid)
-    assert parsed.reason == f'the request has {SIZE_LIMIT + 7} bytes; the limit is {SIZE_LIMIT}'
+    parsed = parse_request(COMPUTE, key, b'', MAX_REQUEST_BYTES + 7)
+    assert isinstance(parsed, InvalidRequest)
+    assert parsed.reason == f'the request has {MAX_REQUEST_BYTES + 7} bytes; the limit is {MAX_REQUEST_BYTES}'
     parsed = parse_request(COMPUTE, key, b'', 1000)
-    assert isinstance(parsed, Invalid)
+    assert isinstance(parsed, InvalidRequest)
     assert 'with what else is asked of this compute that is too much' in parsed.reason
     parsed = parse_request(COMPUTE, keys.request(COMPUTE, 'x'), b'', 10**6)
-    assert isinstance(parsed, Invalid)
+    assert isinstance(parsed, InvalidRequest)
     assert 'is not a uuid' in parsed.reason
 
 
-def test_what_waits_is_read_once_there_is_room_for_it() -> None:
+def test_dropped_queued_request_is_read_once_there_is_room() -> None:
     flavor = parse_flavor('f', 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1')
     waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
     complete = Entry(waiting.key, to_json(waiting).encode(), 5)
-    first = backlog_of({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
-    assert first.parsed == {waiting.key: InvalidEntry(5)}
-    second = backlog_of({waiting.key: complete}, first)
-    assert second.parsed == second.places == {waiting.key: Place(5, waiting)}
+    first = update_backlog({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
+    assert first.parsed_entries == {waiting.key: InvalidEntry(5)}
+    second = update_backlog({waiting.key: complete}, first)
+    assert second.parsed_entries == second.entries == {waiting.key: WaitingEntry(5, waiting)}
 
 
-def test_a_compute_under_a_flood(cluster: Control) -> None:
+def test_compute_works_despite_large_and_junk_requests(cluster: Control) -> None:
     """Valid requests are built, large ones refused for their size, junk keys logged once."""
     compute = cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
-    _, instance = notified(cluster.eschedule(QUERY))
-    addressed(cluster, instance)
+    _, instance = parse_notice(cluster.eschedule(QUERY))
+    wait_address(cluster, instance)
     large, junk = [str(uuid.uuid4()) for _ in range(3)], [f'junk{number}' for number in range(8)]
     for name in (*large, *junk):
-        cluster.etcd.put(f'/hosts/{compute.uuid}/{name}', 'x' * BIG)
+        cluster.etcd.put(f'/hosts/{compute.uuid}/{name}', 'x' * LARGE_VALUE_BYTES)
     for name in large:
-        failed = reached(cluster, name, 'error')
-        assert failed['error']['reason'] == f'the request has {BIG} bytes; the limit is {SIZE_LIMIT}'
+        failed = wait_state(cluster, name, 'error')
+        assert (
+            failed['error']['reason'] == f'the request has {LARGE_VALUE_BYTES} bytes; the limit is {MAX_REQUEST_BYTES}'
+        )
     for _ in range(3):
-        cluster.etcd.put(f'/hosts/{compute.uuid}/junk0', 'y' * BIG)
-    _, other = notified(cluster.eschedule(QUERY))
-    addressed(cluster, other)
-    assert set(guests(compute)) == {instance, other}
+        cluster.etcd.put(f'/hosts/{compute.uuid}/junk0', 'y' * LARGE_VALUE_BYTES)
+    _, other = parse_notice(cluster.eschedule(QUERY))
+    wait_address(cluster, other)
+    assert set(read_guests(compute)) == {instance, other}
     for name in junk:
-        logs(compute, f'{name} has {BIG} bytes')
-        assert len(logged(compute, f"'{name}' is not a uuid")) + len(logged(compute, f'/{name}: ')) <= 2
-        assert len(logged(compute, f'/{name} has {BIG} bytes')) == 1
+        wait_log_lines(compute, f'{name} has {LARGE_VALUE_BYTES} bytes')
+        assert len(find_log_lines(compute, f"'{name}' is not a uuid")) + len(find_log_lines(compute, f'/{name}: ')) <= 2
+        assert len(find_log_lines(compute, f'/{name} has {LARGE_VALUE_BYTES} bytes')) == 1
     for name in junk:
         cluster.etcd.delete(f'/hosts/{compute.uuid}/{name}')
     cluster.etcd.compact()
@@ -298,25 +308,27 @@ def test_a_compute_under_a_flood(cluster: Control) -> None:
 
 
 STATES = ('active', 'stopped', 'building', 'destroying', 'error', 'gone')
-OTHER = '66666666-0000-4000-8000-000000000000'
-ASKED = 'VCPU:8,DISK_GB:10,MEMORY_MB:1024'
+OTHER_COMPUTE = '66666666-0000-4000-8000-000000000000'
+LARGE_INVENTORY = 'VCPU:8,DISK_GB:10,MEMORY_MB:1024'
 
 
 def forge(cluster: Control, instance: str, state: str, key: str) -> None:
     """Write a record of another compute, and another address, as any writer to etcd could."""
-    value = {**(record(cluster, instance) or {}), 'compute': OTHER, 'state': state}
+    value = {**(read_record(cluster, instance) or {}), 'compute': OTHER_COMPUTE, 'state': state}
     cluster.etcd.put(key, json.dumps(value))
     cluster.etcd.put(f'/booted/{instance}', '10.66.66.66')
 
 
 @pytest.mark.parametrize('down', [False, True])
-@pytest.mark.parametrize('place_of', ['/instances/{}', f'/instances/{OTHER}/{{}}'], ids=['older', 'below another'])
-def test_what_others_say_of_a_guest_is_not_believed(cluster: Control, down: bool, place_of: str) -> None:
+@pytest.mark.parametrize(
+    'place_of', ['/instances/{}', f'/instances/{OTHER_COMPUTE}/{{}}'], ids=['older', 'below another']
+)
+def test_forged_record_of_a_guest_is_not_trusted(cluster: Control, down: bool, place_of: str) -> None:
     """The victim's own compute dropped its request and allocation within a minute (ENEMY 2)."""
-    compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
+    compute = make_tuned(cluster, LARGE_INVENTORY, numbers={'PLAN_INTERVAL_SECONDS': 1})
     instances = [place(cluster, SMALL_QUERY, '--name', f'n{number}')[1] for number, _ in enumerate(STATES)]
-    before = {uid: (addressed(cluster, uid), cluster.placement.allocations(uid)) for uid in instances}
-    running, records = guests(compute), {uid: cluster.etcd.record(uid) for uid in instances}
+    before = {uid: (wait_address(cluster, uid), cluster.placement.read_allocations(uid)) for uid in instances}
+    running, records = read_guests(compute), {uid: cluster.etcd.read_record(uid) for uid in instances}
     if down:
         compute.stop()
     for instance, state in zip(instances, STATES, strict=True):
@@ -324,66 +336,68 @@ def test_what_others_say_of_a_guest_is_not_believed(cluster: Control, down: bool
     if down:
         compute.start()
     # Once this instance has an address, a periodic check has run.
-    later_address = addressed(cluster, place(cluster, SMALL_QUERY)[1])
+    later_address = wait_address(cluster, place(cluster, SMALL_QUERY)[1])
     for instance, (address, allocation) in before.items():
         assert cluster.eschedule(instance).stdout == f'{address}\n' != f'{later_address}\n'
         assert f'compute      {compute.uuid}' in cluster.eschedule('show', instance).stdout
-        assert cluster.placement.allocations(instance) == allocation
+        assert cluster.placement.read_allocations(instance) == allocation
         assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
         assert cluster.etcd.get(f'/instances/{compute.uuid}/{instance}') == records[instance]
-    assert guests(compute).items() >= running.items()
+    assert read_guests(compute).items() >= running.items()
     report = cluster.eschedule('audit')
     assert report.code == 8
     assert report.stdout.count('record-doubled') == 4
     assert report.stdout.count('booted-differs') == 6
     for number, instance in enumerate(instances):
         assert cluster.eschedule('destroy', '--wait', f'n{number}').code == 0
-        until(lambda instance=instance: instance not in guests(compute), 20, 'it is gone')  # type: ignore[misc]
+        wait_until(lambda instance=instance: instance not in read_guests(compute), 20, 'it is gone')  # type: ignore[misc]
         cluster.etcd.delete(place_of.format(instance))
-        reached(cluster, instance, 'gone')
-    check(cluster, compute)
+        wait_state(cluster, instance, 'gone')
+    check_invariants(cluster, compute)
 
 
-def test_what_is_deeper_below_a_compute_is_of_no_instance(etcd: Etcd) -> None:
+def test_keys_with_more_levels_belong_to_no_instance(etcd: Etcd) -> None:
     """Seventy 1 MB keys that end in an instance made it impossible to show or destroy it."""
     instance, compute = str(uuid4()), str(uuid4())
     good = [keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)]
-    forged = [f'/{family}/{OTHER}/{part}/{instance}' for family in ('hosts', 'instances') for part in ('', '1', '1/2')]
+    forged = [
+        f'/{family}/{OTHER_COMPUTE}/{part}/{instance}' for family in ('hosts', 'instances') for part in ('', '1', '1/2')
+    ]
     for key in (*good, *forged, f'/hosts/{instance}'):
         etcd.put(key, 'x')
-    with connected(etcd.endpoint) as store:
-        instance_index = index(store)
+    with open_store(etcd.endpoint) as store:
+        instance_index = read_index(store)
         assert {*instance_index.requests[instance], *instance_index.records[instance]} == set(good)
-        assert listed(store, instance).requests.keys() == {compute}
+        assert find_by_listing(store, instance).requests.keys() == {compute}
     for key in (*good, *forged, f'/hosts/{instance}'):
         etcd.delete(key)
 
 
-def test_one_in_its_own_place_is_not_read(cluster: Control) -> None:
+def test_forged_record_under_its_own_key_is_not_trusted(cluster: Control) -> None:
     """A writer of the compute's own key may break the record, but nothing acts on it."""
-    compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
+    compute = make_tuned(cluster, LARGE_INVENTORY, numbers={'PLAN_INTERVAL_SECONDS': 1})
     instance = place(cluster, SMALL_QUERY)[1]
-    address, allocation = addressed(cluster, instance), cluster.placement.allocations(instance)
-    key = cluster.etcd.record_key(instance)
+    address, allocation = wait_address(cluster, instance), cluster.placement.read_allocations(instance)
+    key = cluster.etcd.find_record_key(instance)
     forge(cluster, instance, 'gone', key)
-    logs(compute, key, f'a record of compute {OTHER}')
-    one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
-    assert cluster.placement.allocations(instance) == allocation
-    assert guests(compute)[instance]['running']
+    wait_log_lines(compute, key, f'a record of compute {OTHER_COMPUTE}')
+    assert_one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
+    assert cluster.placement.read_allocations(instance) == allocation
+    assert read_guests(compute)[instance]['running']
     # Deleting the key, as the error suggests, repairs it.
     cluster.etcd.delete(key)
     compute.restart()
-    reached(cluster, instance, 'active')
+    wait_state(cluster, instance, 'active')
     # An existing guest is adopted first; its addresses are queried afterwards.
-    until(lambda: addressed(cluster, instance) == address, 20, 'its own address is back')
+    wait_until(lambda: wait_address(cluster, instance) == address, 20, 'its own address is back')
     forge(cluster, instance, 'gone', key)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_rubbish_in_the_older_place_holds_nothing_up(cluster: Control) -> None:
+def test_malformed_records_at_old_keys_do_not_block(cluster: Control) -> None:
     """Such keys could prevent an instance from being built or destroyed."""
-    compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
+    compute = make_tuned(cluster, LARGE_INVENTORY, numbers={'PLAN_INTERVAL_SECONDS': 1})
     compute.pause()
     instances = []
     for value in ('', 'null', '{"version": 2}', '[' * 50_000):
@@ -392,20 +406,20 @@ def test_rubbish_in_the_older_place_holds_nothing_up(cluster: Control) -> None:
     compute.resume()
     for instance in instances:
         key = f'/instances/{compute.uuid}/{instance}'
-        until(lambda key=key: b'"active"' in (cluster.etcd.get(key) or b''), 20, 'it is active')  # type: ignore[misc]
+        wait_until(lambda key=key: b'"active"' in (cluster.etcd.get(key) or b''), 20, 'it is active')  # type: ignore[misc]
         assert cluster.eschedule('destroy', '--wait', instance).code == 0
         cluster.etcd.delete(f'/instances/{instance}')
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_what_ecomp_1_0_has_written_is_read_and_moves(cluster: Control) -> None:
+def test_records_of_ecomp_1_0_are_read_and_moved(cluster: Control) -> None:
     """For one version each compute moves its old records below its own key at the start."""
-    compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
+    compute = make_tuned(cluster, LARGE_INVENTORY, numbers={'PLAN_INTERVAL_SECONDS': 1})
     instances = [place(cluster, SMALL_QUERY, '--name', name)[1] for name in ('stays', 'stops', 'ends')]
-    before = {instance: addressed(cluster, instance) for instance in instances}
+    before = {instance: wait_address(cluster, instance) for instance in instances}
     compute.stop()
     for instance in instances:
-        cluster.etcd.put(f'/instances/{instance}', cluster.etcd.record(instance) or b'')
+        cluster.etcd.put(f'/instances/{instance}', cluster.etcd.read_record(instance) or b'')
         cluster.etcd.delete(f'/instances/{compute.uuid}/{instance}')
     assert [cluster.eschedule(name).stdout.strip() for name in ('stays', 'stops', 'ends')] == list(before.values())
     compute.start()
@@ -413,23 +427,23 @@ def test_what_ecomp_1_0_has_written_is_read_and_moves(cluster: Control) -> None:
     assert cluster.eschedule('stop', '--wait', 'stops').code == 0
     assert cluster.eschedule('destroy', '--wait', 'ends').code == 0
     moved = {f'/instances/{compute.uuid}/{instance}' for instance in instances}
-    until(lambda: set(cluster.etcd.keys('/instances/')) == moved, 20, 'all are below their compute')
-    assert guests(compute).keys() == {stays, stops}
+    wait_until(lambda: set(cluster.etcd.list_keys('/instances/')) == moved, 20, 'all are below their compute')
+    assert read_guests(compute).keys() == {stays, stops}
     assert cluster.eschedule('list').stdout.count('active') == 1
     assert cluster.eschedule('audit').code == 0
     for name in ('stays', 'stops'):
         assert cluster.eschedule('destroy', '--wait', name).code == 0
-    assert all(key.startswith(f'/instances/{compute.uuid}/') for key in cluster.etcd.keys('/instances/'))
-    check(cluster, compute)
+    assert all(key.startswith(f'/instances/{compute.uuid}/') for key in cluster.etcd.list_keys('/instances/'))
+    check_invariants(cluster, compute)
 
 
 # An instance with a malformed record is shown as such, does not affect others, and can be destroyed.
 
 
-DEEP = '[' * 100_000
-INFINITE = '{"version": 1, "why": {"weigh": "spread", "weight": Infinity, "of": 3}}'
-DAMAGED = ['', 'null', DEEP, INFINITE, '{"version": "new"}']
-GROUP = ['--group', 'web', '--policy', 'anti-affinity', '--soft']
+DEEP_JSON = '[' * 100_000
+INFINITE_WEIGHT = '{"version": 1, "why": {"weigh": "spread", "weight": Infinity, "of": 3}}'
+MALFORMED_RECORDS = ['', 'null', DEEP_JSON, INFINITE_WEIGHT, '{"version": "new"}']
+GROUP_OPTIONS = ['--group', 'web', '--policy', 'anti-affinity', '--soft']
 
 
 @pytest.fixture
@@ -437,121 +451,124 @@ def compute(cluster: Control) -> Ecompute:
     return cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:8192')
 
 
-def put(cluster: Control, compute: Ecompute, instance: str, value: str) -> None:
+def put_record(cluster: Control, compute: Ecompute, instance: str, value: str) -> None:
     cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', value)
 
 
-def test_a_weight_that_is_no_number_ends_in_error(cluster: Control, compute: Ecompute) -> None:
+def test_infinite_weight_ends_in_error(cluster: Control, compute: Ecompute) -> None:
     """Such an instance once ran forever: it could not be shown or destroyed (ENEMY 6)."""
     instance = str(uuid.uuid4())
-    claim(cluster, instance, compute.uuid)
+    put_claim(cluster, instance, compute.uuid)
     why = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
-    value = json.dumps({**request(compute.uuid, instance), 'why': why}).replace('"HERE"', '1e999')
+    value = json.dumps({**make_request(compute.uuid, instance), 'why': why}).replace('"HERE"', '1e999')
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', value)
-    failed = reached(cluster, instance, 'error')
+    failed = wait_state(cluster, instance, 'error')
     assert '1e999 is too large a number' in failed['error']['reason']
     for words in (['show'], ['why'], ['show', '-f', 'json'], ['timeline']):
-        assert called(cluster, *words, instance).code == 0
-    assert called(cluster, 'list').code == 0
-    assert called(cluster, 'destroy', '--wait', instance).code == 0
-    assert guests(compute) == {}
-    check(cluster, compute)
+        assert run_in_process(cluster, *words, instance).code == 0
+    assert run_in_process(cluster, 'list').code == 0
+    assert run_in_process(cluster, 'destroy', '--wait', instance).code == 0
+    assert read_guests(compute) == {}
+    check_invariants(cluster, compute)
 
 
-def test_a_destroy_goes_by_the_request(cluster: Control, compute: Ecompute) -> None:
+def test_destroy_works_with_a_malformed_record(cluster: Control, compute: Ecompute) -> None:
     """The request's key names the compute and the instance; the record does not matter."""
     damaged = {}
-    for number, value in enumerate(DAMAGED):
-        _, instance = place(cluster, SMALL_QUERY, '--name', f'n{number}', *GROUP)
-        addressed(cluster, instance)
+    for number, value in enumerate(MALFORMED_RECORDS):
+        _, instance = place(cluster, SMALL_QUERY, '--name', f'n{number}', *GROUP_OPTIONS)
+        wait_address(cluster, instance)
         damaged[instance] = value
     _, good = place(cluster)
-    addressed(cluster, good)
+    wait_address(cluster, good)
     compute.stop()
     for instance, value in damaged.items():
-        put(cluster, compute, instance, value)
+        put_record(cluster, compute, instance, value)
     compute.start()
     for instance in damaged:
-        logs(compute, f'/instances/{compute.uuid}/{instance}', 'trying again')
-        one_line(called(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
+        wait_log_lines(compute, f'/instances/{compute.uuid}/{instance}', 'trying again')
+        assert_one_line(run_in_process(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
     # One line of error for each malformed record, and the valid one.
-    both = called(cluster, 'show', *damaged, good)
+    both = run_in_process(cluster, 'show', *damaged, good)
     assert (both.code, len(both.stderr.splitlines())) == (1, len(damaged))
     assert good in both.stdout
-    listed = called(cluster, 'list')
+    listed = run_in_process(cluster, 'list')
     assert (listed.code, len(listed.stderr.splitlines()), len(listed.stdout.splitlines())) == (1, len(damaged), 2)
-    assert set(guests(compute)) == {*damaged, good}
+    assert set(read_guests(compute)) == {*damaged, good}
     for number, instance in enumerate(damaged):
         # By its uuid, or by its name, which etcd stores separately.
-        result = called(cluster, 'destroy', '--wait', *(('--timeout', '60', instance) if number else (f'n{number}',)))
+        result = run_in_process(
+            cluster, 'destroy', '--wait', *(('--timeout', '60', instance) if number else (f'n{number}',))
+        )
         assert result.code == 0, result
         word = instance if number else f'n{number}'
         assert result.stderr.splitlines() == [
-            f'eschedule: {word}: destroy accepted, {socket.gethostname()} carries it out', f'eschedule: {word}: gone'
+            f'eschedule: {word}: destroy accepted, {socket.gethostname()} carries it out',
+            f'eschedule: {word}: gone',
         ]
-        assert (record(cluster, instance) or {})['state'] == 'gone'
-        assert called(cluster, 'destroy', instance).code == 4
-    assert set(guests(compute)) == {good}
-    assert cluster.etcd.keys('/names/') == cluster.etcd.keys('/groups/') == []
-    check(cluster, compute)
+        assert (read_record(cluster, instance) or {})['state'] == 'gone'
+        assert run_in_process(cluster, 'destroy', instance).code == 4
+    assert set(read_guests(compute)) == {good}
+    assert cluster.etcd.list_keys('/names/') == cluster.etcd.list_keys('/groups/') == []
+    check_invariants(cluster, compute)
 
 
-def test_it_is_asked_for_once(cluster: Control, compute: Ecompute) -> None:
+def test_repeated_destroy_does_not_rewrite_the_tombstone(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
-    addressed(cluster, instance)
+    wait_address(cluster, instance)
     compute.stop()
-    put(cluster, compute, instance, 'null')
-    assert 'destroy accepted' in called(cluster, 'destroy', instance).stderr
+    put_record(cluster, compute, instance, 'null')
+    assert 'destroy accepted' in run_in_process(cluster, 'destroy', instance).stderr
     before = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
-    assert 'is being destroyed' in called(cluster, 'destroy', instance).stderr
+    assert 'is being destroyed' in run_in_process(cluster, 'destroy', instance).stderr
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == before
     compute.start()
-    until(lambda: cluster.etcd.record(instance) != b'null', 20, 'it is carried out')
-    reached(cluster, instance, 'gone')
-    assert len(logged(compute, f'/instances/{compute.uuid}/{instance}')) == 1
-    check(cluster, compute)
+    wait_until(lambda: cluster.etcd.read_record(instance) != b'null', 20, 'it is carried out')
+    wait_state(cluster, instance, 'gone')
+    assert len(find_log_lines(compute, f'/instances/{compute.uuid}/{instance}')) == 1
+    check_invariants(cluster, compute)
 
 
-def test_without_a_request_there_is_nothing_to_go_by(cluster: Control, compute: Ecompute) -> None:
+def test_destroy_needs_a_request_if_the_record_is_malformed(cluster: Control, compute: Ecompute) -> None:
     instance = str(uuid.uuid4())
-    put(cluster, compute, instance, 'null')
+    put_record(cluster, compute, instance, 'null')
     for words in (['destroy', instance], ['destroy', '--wait', instance], ['show', instance], [instance]):
-        one_line(called(cluster, *words), 1, f'etcdctl del /instances/{compute.uuid}/{instance}')
-    cluster.etcd.delete(cluster.etcd.record_key(instance))
-    check(cluster, compute)
+        assert_one_line(run_in_process(cluster, *words), 1, f'etcdctl del /instances/{compute.uuid}/{instance}')
+    cluster.etcd.delete(cluster.etcd.find_record_key(instance))
+    check_invariants(cluster, compute)
 
 
 @pytest.mark.parametrize('whose', ['ours', 'theirs'])
-def test_what_a_newer_ecomp_wrote_is_not_overwritten(cluster: Control, compute: Ecompute, whose: str) -> None:
+def test_record_of_a_newer_ecomp_is_not_overwritten(cluster: Control, compute: Ecompute, whose: str) -> None:
     instance, other = str(uuid.uuid4()), str(uuid.uuid4())
     newer = json.dumps({'version': 2, 'compute': compute.uuid if whose == 'ours' else other, 'instance': instance})
-    put(cluster, compute, instance, newer)
+    put_record(cluster, compute, instance, newer)
     tombstone = {'allocations': {}, 'instance': instance, 'image': None, 'user_id': 'u', 'project_id': 'p'}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(tombstone))
-    logs(compute, f'/instances/{compute.uuid}/{instance}', 'version 2', 'trying again')
+    wait_log_lines(compute, f'/instances/{compute.uuid}/{instance}', 'version 2', 'trying again')
     _, good = place(cluster)
-    addressed(cluster, good)
-    assert cluster.etcd.record(instance) == newer.encode()
+    wait_address(cluster, good)
+    assert cluster.etcd.read_record(instance) == newer.encode()
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
     for key in (f'/hosts/{compute.uuid}/{instance}', f'/instances/{compute.uuid}/{instance}'):
         cluster.etcd.delete(key)
-    check(cluster, compute)
+    check_invariants(cluster, compute)
 
 
-def test_a_destroy_of_what_is_written_three_times_as_long_is_understood(cluster: Control, compute: Ecompute) -> None:
+def test_tombstone_of_a_request_with_long_query_is_small(cluster: Control, compute: Ecompute) -> None:
     """With its UTF-8 query escaped the tombstone would be too large, and refused."""
     instance = str(uuid.uuid4())
-    claim(cluster, instance, compute.uuid)
-    value: dict[str, Any] = {**request(compute.uuid, instance), 'image': IMAGE_URL, 'query': 'é' * 150_000}
+    put_claim(cluster, instance, compute.uuid)
+    value: dict[str, Any] = {**make_request(compute.uuid, instance), 'image': IMAGE_URL, 'query': 'é' * 150_000}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value, ensure_ascii=False))
-    addressed(cluster, instance)
+    wait_address(cluster, instance)
     compute.stop()
-    assert called(cluster, 'destroy', instance).code == 0
+    assert run_in_process(cluster, 'destroy', instance).code == 0
     key = f'/hosts/{compute.uuid}/{instance}'
     tombstone = cluster.etcd.get(key) or b''
-    assert len(tombstone) < SIZE_LIMIT
-    assert not isinstance(parse_request(compute.uuid, key, tombstone), Invalid)
+    assert len(tombstone) < MAX_REQUEST_BYTES
+    assert not isinstance(parse_request(compute.uuid, key, tombstone), InvalidRequest)
     compute.start()
-    until(lambda: guests(compute) == {}, 20, 'it is gone')
-    reached(cluster, instance, 'gone')
-    check(cluster, compute)
+    wait_until(lambda: read_guests(compute) == {}, 20, 'it is gone')
+    wait_state(cluster, instance, 'gone')
+    check_invariants(cluster, compute)

@@ -18,16 +18,16 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from tests.kit.behind_roles import USERS, BehindRoles, behind_roles
+from tests.kit.behind_roles import USERS, EtcdWithRoles, start_etcd_with_roles
 from tests.kit.secured import certify
-from tests.kit.servers import b64, until
+from tests.kit.servers import b64, wait_until
 
 INSTANCE = '33333333-0000-4000-8000-000000000000'
 OWN = 'OWN'
 OTHER = 'OTHER'
 
 # (may the compute OWN write it, may a scheduler write it). An operator may write all, and all users may read them.
-WRITES = {
+WRITERS_BY_KEY = {
     f'/hosts/OWN/{INSTANCE}': (True, True),
     f'/hosts/OTHER/{INSTANCE}': (False, True),
     '/hosts/OWN': (False, True),
@@ -58,34 +58,34 @@ WRITES = {
     '/cluster': (False, False),
     '/anything': (False, False),
 }
-MAY = [
+PERMISSION_CASES = [
     (user, key, may)
-    for key, (compute, scheduler) in WRITES.items()
+    for key, (compute, scheduler) in WRITERS_BY_KEY.items()
     for user, may in (('compute-hv1', compute), ('scheduler-shell', scheduler), ('operator-ann', True))
 ]
 
 
 @pytest.fixture(scope='module')
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path_factory.mktemp('roles')) as started:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdWithRoles]:
+    with start_etcd_with_roles(tmp_path_factory.mktemp('roles')) as started:
         started.enable()
         yield started
 
 
-def named(cloud: BehindRoles, key: str) -> str:
+def insert_uuids(cloud: EtcdWithRoles, key: str) -> str:
     return key.replace(OWN, cloud.computes['compute-hv1']).replace(OTHER, cloud.computes['compute-hv2'])
 
 
-def there(cloud: BehindRoles, key: str) -> tuple[bytes, int] | None:
+def read_key(cloud: EtcdWithRoles, key: str) -> tuple[bytes, int] | None:
     entry = cloud.stores['operator-ann'].get(key)
     return (entry.value, entry.revision) if entry else None
 
 
-@pytest.fixture(params=MAY, ids=lambda each: f'{each[0]} {each[1]}')
-def row(request: pytest.FixtureRequest, cloud: BehindRoles) -> Iterator[tuple[Store, str, bool]]:
+@pytest.fixture(params=PERMISSION_CASES, ids=lambda each: f'{each[0]} {each[1]}')
+def permission_case(request: pytest.FixtureRequest, cloud: EtcdWithRoles) -> Iterator[tuple[Store, str, bool]]:
     """A user's store, an existing key, and whether the user may write it."""
     user, key, may = request.param
-    key = named(cloud, key)
+    key = insert_uuids(cloud, key)
     operator = cloud.stores['operator-ann']
     before = operator.get(key)
     operator.commit([], [Put(key, 'before')])
@@ -93,7 +93,7 @@ def row(request: pytest.FixtureRequest, cloud: BehindRoles) -> Iterator[tuple[St
     operator.commit([], [Delete(key) if before is None else Put(key, before.value.decode())])
 
 
-def deeds(store: Store, key: str, revision: int) -> dict[str, Callable[[], object]]:
+def make_writes(store: Store, key: str, revision: int) -> dict[str, Callable[[], object]]:
     """Return all known ways to change a key; the last one deletes it."""
     return {
         'put': lambda: store.commit([], [Put(key, 'put')]),
@@ -106,14 +106,14 @@ def deeds(store: Store, key: str, revision: int) -> dict[str, Callable[[], objec
     }
 
 
-def test_who_may_write_what(cloud: BehindRoles, row: tuple[Store, str, bool]) -> None:
-    store, key, may = row
-    before = there(cloud, key)
+def test_each_key_is_writable_by_its_roles_only(cloud: EtcdWithRoles, permission_case: tuple[Store, str, bool]) -> None:
+    store, key, may = permission_case
+    before = read_key(cloud, key)
     assert before is not None
-    for way in deeds(store, key, 0):
-        current = there(cloud, key)
+    for way in make_writes(store, key, 0):
+        current = read_key(cloud, key)
         assert current is not None
-        write = deeds(store, key, current[1])[way]
+        write = make_writes(store, key, current[1])[way]
         if may:
             write()
             continue
@@ -121,14 +121,14 @@ def test_who_may_write_what(cloud: BehindRoles, row: tuple[Store, str, bool]) ->
             write()
         assert '\n' not in str(caught.value)
         assert key in str(caught.value)
-        assert there(cloud, key) == before, way
-    assert (there(cloud, key) is None) == may
+        assert read_key(cloud, key) == before, way
+    assert (read_key(cloud, key) is None) == may
 
 
 @pytest.mark.parametrize('user', USERS)
-def test_who_has_a_role_reads_all(cloud: BehindRoles, user: str) -> None:
+def test_every_role_reads_all_keys(cloud: EtcdWithRoles, user: str) -> None:
     operator = cloud.stores['operator-ann']
-    keys = [named(cloud, key) for key in WRITES if key != '/cluster']
+    keys = [insert_uuids(cloud, key) for key in WRITERS_BY_KEY if key != '/cluster']
     operator.commit([], [Put(key, 'x') for key in keys])
     store = cloud.stores[user]
     assert {*keys, '/cluster'} <= store.snapshot('/').entries.keys()
@@ -136,7 +136,7 @@ def test_who_has_a_role_reads_all(cloud: BehindRoles, user: str) -> None:
     operator.commit([], [Delete(key) for key in keys])
 
 
-def test_ranges_and_transactions_of_a_compute_that_was_taken_over(cloud: BehindRoles) -> None:
+def test_compute_cannot_write_ranges_outside_its_role(cloud: EtcdWithRoles) -> None:
     """With etcdctl, which can do more than our client."""
     own, other = (cloud.computes[f'compute-hv{number}'] for number in (1, 2))
     operator = cloud.stores['operator-ann']
@@ -172,7 +172,7 @@ def test_ranges_and_transactions_of_a_compute_that_was_taken_over(cloud: BehindR
     operator.commit([], [Delete(theirs)])
 
 
-def test_the_presence_of_another_compute(cloud: BehindRoles) -> None:
+def test_compute_cannot_revoke_the_presence_of_another(cloud: EtcdWithRoles) -> None:
     """Everyone can read the lease's id, but revoking it requires write access to its keys."""
     first, second = (cloud.stores[f'compute-hv{number}'] for number in (1, 2))
     key = f'/computes/{cloud.computes["compute-hv2"]}'
@@ -193,14 +193,14 @@ def test_the_presence_of_another_compute(cloud: BehindRoles) -> None:
     assert second.get(taker_key) is None
 
 
-def test_a_lease_ends_by_itself_and_its_keys_with_it(cloud: BehindRoles) -> None:
+def test_presence_expires_with_its_lease(cloud: EtcdWithRoles) -> None:
     store = cloud.stores['compute-hv1']
     key = f'/computes/{cloud.computes["compute-hv1"]}'
     store.commit([], [Put(key, 'alive', store.grant(1))])
-    until(lambda: store.get(key) is None, 10, 'its lease has ended')
+    wait_until(lambda: store.get(key) is None, 10, 'its lease has ended')
 
 
-def test_the_json_gateway_knows_nobody(cloud: BehindRoles) -> None:
+def test_json_gateway_has_no_access(cloud: EtcdWithRoles) -> None:
     """The gateway uses etcd's own certificate, not the client's."""
     for user in ('operator-ann', 'compute-hv1'):
         user_certs = cloud.certs / user
@@ -214,9 +214,9 @@ def test_the_json_gateway_knows_nobody(cloud: BehindRoles) -> None:
     assert cloud.stores['operator-ann'].get('/names/gateway') is None
 
 
-def test_a_certificate_that_etcd_does_not_know_does_nothing(cloud: BehindRoles) -> None:
+def test_certificate_of_an_unknown_user_has_no_access(cloud: EtcdWithRoles) -> None:
     certify(cloud.certs, cloud.etcd.port, ('stranger',))
-    store = cloud.store('compute-stranger')
+    store = cloud.open_store('compute-stranger')
     for read in (lambda: store.get('/names/x'), lambda: store.snapshot('/'), lambda: store.count('/hosts/')):
         with pytest.raises(Denied, match='read /'):
             read()

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from ecomp.cli.history import Explanation, drawn, explanation_to_dict, in_sentences, timeline_to_dict
-from ecomp.cli.inspect import as_detail, as_list
+from ecomp.cli.history import Explanation, draw_timelines, explanation_to_dict, format_explanation, timelines_to_dict
+from ecomp.cli.inspect import make_record_details, make_record_listing
 from ecomp.cli.options import TABLE
-from ecomp.cli.tables import Look, document, rendered, rendered_details
-from ecomp.cli.terminal import Live
-from ecomp.model.choose import Why
+from ecomp.cli.tables import OutputStyle, format_document, render_details, render_listing
+from ecomp.cli.terminal import LiveLine
+from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
 from ecomp.model.json_object import dump
 from ecomp.model.record import ACTIVE, ERROR, Failure, Interface, Record
-from ecomp.schedule import terminal
-from tests.kit.forms import LOOKS
+from ecomp.schedule import make_terminal
+from tests.kit.forms import ALL_LOOKS
 
 pytestmark = pytest.mark.fast
 
@@ -41,30 +41,33 @@ RECORD = Record(
     fault=EVIL,
     power=f'x:{EVIL}',
     group=Membership(EVIL),
-    why=Why(EVIL, 0.5, 3),
+    why=PlacementReason(EVIL, 0.5, 3),
 )
-TOLD = Explanation(
+EXPLANATION = Explanation(
     RECORD, Computes({}, {COMPUTE: EVIL}), RECORD.why, Group('g', 'affinity', True, {INSTANCE: COMPUTE, COMPUTE: EVIL})
 )
 COLOURS = re.compile('\x1b\\[3[123]m|\x1b\\[0m')
-BROKEN = replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL))
+FAILED_RECORD = replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL))
 
 
-def forms(look: Look) -> list[str]:
+def render_all(look: OutputStyle) -> list[str]:
     """Render everything about the record; only the renderer itself adds colours and tabs."""
-    outputs = [rendered_details([value], look, several=False) for value in (as_detail(RECORD), as_detail(BROKEN))]
-    outputs += [rendered(as_list([RECORD, BROKEN]), look)]
+    outputs = [
+        render_details([value], look, is_array=False)
+        for value in (make_record_details(RECORD), make_record_details(FAILED_RECORD))
+    ]
+    outputs += [render_listing(make_record_listing([RECORD, FAILED_RECORD]), look)]
     if look.form == TABLE:
-        return [*outputs, in_sentences(TOLD), drawn([RECORD], look)]
-    values = (explanation_to_dict(TOLD), timeline_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
-    return [*outputs, *(document(value, look.form) for value in values)]
+        return [*outputs, format_explanation(EXPLANATION), draw_timelines([RECORD], look)]
+    values = (explanation_to_dict(EXPLANATION), timelines_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
+    return [*outputs, *(format_document(value, look.form) for value in values)]
 
 
-@pytest.mark.parametrize('look', [*LOOKS, Look(width=80, colour=True)], ids=str)
-def test_what_is_drawn_is_printable(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize('look', [*ALL_LOOKS, OutputStyle(width=80, colour=True)], ids=str)
+def test_drawn_output_is_printable(look: OutputStyle, capsys: pytest.CaptureFixture[str]) -> None:
     """`eschedule why` was the only output that passed control characters on (ENEMY 16)."""
-    for text in forms(look):
-        terminal().draw(text)
+    for text in render_all(look):
+        make_terminal().draw(text)
         lines = [COLOURS.sub('', line).replace('\t', ' ') for line in capsys.readouterr().out.split('\n')]
         assert lines
         assert [line for line in lines if not line.isprintable() or line.startswith('NOTIFIED')] == []
@@ -75,23 +78,23 @@ def test_what_is_drawn_is_printable(look: Look, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize('text', [EVIL, EVIL * 100, 'a\n' + EVIL])
-def test_whatever_is_put_or_said_is_printable(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_put_and_say_print_only_printable_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """This protects output formats that are added later, too."""
-    terminal().put(text)
-    terminal().say(text)
+    make_terminal().put(text)
+    make_terminal().say(text)
     for output in capsys.readouterr():
         assert output.replace('\n', '').isprintable()
         assert 'NOTIFIED TARGET, x' in output
 
 
-def test_nothing_is_cut_off_what_is_put(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal().put(dump({'query': 'x' * 300_000}, indent=2))
+def test_put_does_not_truncate(capsys: pytest.CaptureFixture[str]) -> None:
+    make_terminal().put(dump({'query': 'x' * 300_000}, indent=2))
     assert json.loads(capsys.readouterr().out) == {'query': 'x' * 300_000}
 
 
-def test_what_is_waited_for_is_printable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_progress_is_printable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
-    with Live() as show_progress:
+    with LiveLine() as show_progress:
         show_progress(EVIL)
     (shown, end) = capsys.readouterr().err.removeprefix('\r\x1b[K').split('\r\x1b[K')
     assert shown.isprintable()

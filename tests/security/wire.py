@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 
-from tests.kit.listening import Listening
+from tests.kit.listening import ThreadedServer
 
-Answer = Callable[[], Iterable[bytes]]
+MakePieces = Callable[[], Iterable[bytes]]
 
 
-def whole(body: bytes, status: str = '200 OK', *heads: str) -> bytes:
-    lines = [f'HTTP/1.1 {status}', 'content-type: application/json', f'content-length: {len(body)}', *heads]
+def make_response(body: bytes, status: str = '200 OK', *headers: str) -> bytes:
+    lines = [f'HTTP/1.1 {status}', 'content-type: application/json', f'content-length: {len(body)}', *headers]
     return '\r\n'.join(lines).encode() + b'\r\n\r\n' + body
 
 
-def said(value: object) -> bytes:
-    return whole(json.dumps(value).encode())
+def make_json_response(value: object) -> bytes:
+    return make_response(json.dumps(value).encode())
 
 
-class Wire(Listening):
+class WireServer(ThreadedServer):
     """Answers each request with the pieces of `answer`; an empty piece is a short pause."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: MakePieces) -> None:
         self.answer = answer
-        self.asked = 0
+        self.request_count = 0
         self._open = True
         super().__init__()
         self.url = f'http://{self.address}'
@@ -38,7 +38,7 @@ class Wire(Listening):
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
         while self._open and self._read(connection):
-            self.asked += 1
+            self.request_count += 1
             for piece in self.answer():
                 if not self._open:
                     return
@@ -62,5 +62,5 @@ class Wire(Listening):
         return True
 
 
-def wire(answer: Answer) -> closing[Wire]:
-    return closing(Wire(answer))
+def start_wire_server(answer: MakePieces) -> closing[WireServer]:
+    return closing(WireServer(answer))

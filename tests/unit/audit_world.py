@@ -13,7 +13,7 @@ from ecomp.model.audit import audit
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.guest import Guest, mac_address
+from ecomp.model.guest import Guest, make_mac_address
 from ecomp.model.order import Request, name_to_json, to_json
 from ecomp.model.planes import Digest, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
@@ -22,9 +22,9 @@ from ecomp.model.record import Failure, Interface, Record
 from ecomp.store.client import Entry
 
 # Computes: two are up, AWAY_COMPUTE is not.
-ONE, TWO, AWAY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
+ONE, TWO, AWAY_COMPUTE = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
 # Instances: ACTIVE and OFF on ONE, ELSEWHERE on AWAY_COMPUTE, GONE and FAILED are finished, UNKNOWN is in no plane.
-ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
+ACTIVE, OFF, GONE, FAILED, ELSEWHERE, UNKNOWN = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
 SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
 IMAGE = 'http://images.example/i.qcow2'
@@ -32,12 +32,12 @@ LEASE = 7
 
 
 @dataclass
-class Making:
+class WorldBuilder:
     """Contents of etcd, placement and digests, which a test changes and then audits."""
 
     etcd: dict[str, Entry] = field(default_factory=dict)
     inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    allocations: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
     mute: dict[str, str] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Making:
     def put(self, key: str, value: str, lease: int = 0) -> None:
         self.etcd[key] = Entry(key, value.encode(), len(self.etcd) + 1, lease)
 
-    def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
+    def put_request(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
         allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
         self.put(keys.request(compute, instance), to_json(Request(instance, allocations, image=image, name=name)))
 
-    def write(
+    def put_record(
         self,
         instance: str,
         state: str,
@@ -59,100 +59,100 @@ class Making:
         address: str | None = None,
         name: str | None = None,
     ) -> None:
-        interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
+        interface = Interface('default', make_mac_address(instance, 0), address, 'lease' if address else None, address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
         instance_record = Record(
             instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
         )
         self.put(keys.record(compute, instance), record.to_json(instance_record), lease)
 
-    def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
+    def put_queued(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
         waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
         self.put(waiting.key, waiting_to_json(waiting))
         self.put(keys.flavor('small'), '{}')
 
-    def call(self, name: str, instance: str, lease: int = 0) -> None:
+    def put_name(self, name: str, instance: str, lease: int = 0) -> None:
         self.put(keys.name(name), name_to_json(instance), lease)
 
-    def join(self, name: str, policy: str, members: dict[str, str]) -> None:
+    def put_group(self, name: str, policy: str, members: dict[str, str]) -> None:
         self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
 
-    def belong(self, instance: str, name: str) -> None:
+    def put_grouped_request(self, instance: str, name: str) -> None:
         request = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
         self.put(keys.request(ONE, instance), to_json(request))
 
-    def alive(self, compute: str, lease: int = LEASE) -> None:
+    def put_presence(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)
 
-    def provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
+    def add_provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
         self.names[compute] = name or compute
         self.inventories[compute] = {
             resource_class: {'total': total, 'allocation_ratio': 1.0} for resource_class, total in totals.items()
         }
-        self.held.setdefault(compute, {})
+        self.allocations.setdefault(compute, {})
 
-    def guest(self, on: str, instance: str, running: bool = True, **other: Any) -> None:
-        guest = replace(Guest(instance, on, True, running, True), **other)
-        before = self.digests[on]
-        self.digests[on] = replace(before, guests={**before.guests, instance: guest})
+    def add_guest(self, host: str, instance: str, running: bool = True, **other: Any) -> None:
+        guest = replace(Guest(instance, host, True, running, True), **other)
+        before = self.digests[host]
+        self.digests[host] = replace(before, guests={**before.guests, instance: guest})
 
-    def no_guest(self, compute: str, instance: str) -> None:
+    def remove_guest(self, compute: str, instance: str) -> None:
         before = self.digests[compute]
         self.digests[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
 
-    def seed(self, compute: str, instance: str) -> None:
+    def add_metadata(self, compute: str, instance: str) -> None:
         before = self.digests[compute]
-        metadata = {**before.metadata, mac_address(instance, 0): instance}
+        metadata = {**before.metadata, make_mac_address(instance, 0): instance}
         self.digests[compute] = replace(before, metadata=metadata)
 
-    def iso(self, compute: str, instance: str) -> None:
+    def add_iso(self, compute: str, instance: str) -> None:
         before = self.digests[compute]
         self.digests[compute] = replace(before, seeds={**before.seeds, instance: ''})
 
-    def reserve(self, compute: str, instance: str, address: str) -> None:
+    def add_reservation(self, compute: str, instance: str, address: str) -> None:
         before = self.digests[compute]
-        reservations = {**before.reservations, mac_address(instance, 0): f'{instance} {address}'}
+        reservations = {**before.reservations, make_mac_address(instance, 0): f'{instance} {address}'}
         self.digests[compute] = replace(before, reservations=reservations)
 
-    def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
+    def add_instance(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
         """Add an instance with everything it has in all planes, consistently."""
-        self.ask(compute, instance, name=name)
-        self.write(instance, state, compute, address='10.0.0.1', name=name)
+        self.put_request(compute, instance, name=name)
+        self.put_record(instance, state, compute, address='10.0.0.1', name=name)
         if name:
-            self.call(name, instance)
-        self.put(keys.booted(instance), '10.0.0.1')
-        self.held[compute][instance] = dict(SIZE)
+            self.put_name(name, instance)
+        self.put(keys.address(instance), '10.0.0.1')
+        self.allocations[compute][instance] = dict(SIZE)
         if compute in self.digests:
-            self.guest(compute, instance, running=state == record.ACTIVE)
-            self.seed(compute, instance)
-            self.iso(compute, instance)
-            self.reserve(compute, instance, '10.0.0.1')
+            self.add_guest(compute, instance, running=state == record.ACTIVE)
+            self.add_metadata(compute, instance)
+            self.add_iso(compute, instance)
+            self.add_reservation(compute, instance, '10.0.0.1')
 
-    def planes(self) -> Planes:
+    def build_planes(self) -> Planes:
         providers = {
-            compute: ProviderState(name, self.inventories[compute], self.held[compute])
+            compute: ProviderState(name, self.inventories[compute], self.allocations[compute])
             for compute, name in self.names.items()
         }
         return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
 
-    def codes(self) -> list[str]:
-        return [finding.code for finding in audit(self.planes())]
+    def audit_codes(self) -> list[str]:
+        return [finding.code for finding in audit(self.build_planes())]
 
 
 @pytest.fixture
-def world() -> Making:
+def world() -> WorldBuilder:
     """A cluster without a finding."""
-    builder = Making()
-    for compute in (ONE, TWO, AWAY):
-        builder.provider(compute, TOTALS)
-        if compute != AWAY:
-            builder.alive(compute)
+    builder = WorldBuilder()
+    for compute in (ONE, TWO, AWAY_COMPUTE):
+        builder.add_provider(compute, TOTALS)
+        if compute != AWAY_COMPUTE:
+            builder.put_presence(compute)
             builder.digests[compute] = Digest()
-    builder.lives(ONE, ACTIVE, name='web1')
-    builder.lives(ONE, OFF, record.STOPPED)
-    builder.lives(AWAY, ELSEWHERE)
-    builder.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
-    builder.write(GONE, record.GONE, lease=LEASE)
-    builder.write(FAILED, record.ERROR, lease=LEASE, name='failed')
-    builder.call('failed', FAILED, LEASE)
+    builder.add_instance(ONE, ACTIVE, name='web1')
+    builder.add_instance(ONE, OFF, record.STOPPED)
+    builder.add_instance(AWAY_COMPUTE, ELSEWHERE)
+    builder.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = TOTALS['VCPU']
+    builder.put_record(GONE, record.GONE, lease=LEASE)
+    builder.put_record(FAILED, record.ERROR, lease=LEASE, name='failed')
+    builder.put_name('failed', FAILED, LEASE)
     return builder

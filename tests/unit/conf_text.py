@@ -13,7 +13,7 @@ UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 
 
 @pytest.fixture
-def compute(tmp_path: Path) -> Callable[[str | bytes], ComputeConfig]:
+def compute_config(tmp_path: Path) -> Callable[[str | bytes], ComputeConfig]:
     """A function that loads a text as compute.yaml."""
 
     def load(content: str | bytes) -> ComputeConfig:

@@ -20,15 +20,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     labs.mkdir()
     monkeypatch.setattr(state, 'ROOT', labs)
     monkeypatch.setattr(state.load, '__defaults__', (labs,))
-    monkeypatch.setattr(state.all_labs, '__defaults__', (labs,))
+    monkeypatch.setattr(state.list_labs, '__defaults__', (labs,))
     return labs
 
 
 @pytest.fixture
-def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which root is not needed and no lab has a namespace."""
     monkeypatch.setattr(machine, 'require_root', lambda _: None)
-    monkeypatch.setattr(machine, 'of_lab', lambda _: [])
+    monkeypatch.setattr(machine, 'list_namespaces', lambda _: [])
 
 
 def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: Process) -> Lab:

@@ -8,18 +8,18 @@ No module imports a front door.
 from __future__ import annotations
 
 # ecomp.log is included because a worker is a separate process, and each process sets up its logging.
-AGENT = {
+AGENT_IMPORTS = {
     *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls', 'ecomp.version'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
 }
-SCHEDULER = {
+SCHEDULER_IMPORTS = {
     *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
 }
 
 # {layer: modules of ours that it may import beside itself}. The longest matching prefix of a module is its layer.
-ARROWS: dict[str, set[str]] = {
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp': set(),
     'ecomp.errors': set(),
     'ecomp.arguments': {'ecomp.errors'},
@@ -42,22 +42,22 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     'ecomp.agent.turns': {'ecomp.errors', 'ecomp.model'},
-    'ecomp.agent.images': {*AGENT, 'ecomp.files'},
-    'ecomp.agent.host': {*AGENT, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images'},
+    'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files'},
+    'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
     'ecomp.agent.queue': {
-        *(*AGENT, 'ecomp.agent.instance', 'ecomp.agent.turns'),
+        *(*AGENT_IMPORTS, 'ecomp.agent.instance', 'ecomp.agent.turns'),
     },
     'ecomp.agent': {
-        *(*AGENT, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.turns', 'ecomp.agent.host'),
+        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.turns', 'ecomp.agent.host'),
         *('ecomp.agent.instance', 'ecomp.agent.queue'),
     },
-    'ecomp.scheduler.looking': SCHEDULER,
-    'ecomp.scheduler.changing': {*SCHEDULER, 'ecomp.scheduler.looking'},
-    'ecomp.scheduler.operating': {*SCHEDULER, 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'},
-    'ecomp.scheduler.placing': {*SCHEDULER, 'ecomp.scheduler.looking', 'ecomp.scheduler.operating'},
+    'ecomp.scheduler.looking': SCHEDULER_IMPORTS,
+    'ecomp.scheduler.changing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking'},
+    'ecomp.scheduler.operating': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'},
+    'ecomp.scheduler.placing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking', 'ecomp.scheduler.operating'},
     'ecomp.scheduler': set(),
     'ecomp.lab': {
         *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),
@@ -84,7 +84,7 @@ FRONT_DOORS = {
 }
 
 # {module: where it may be imported}, for third-party libraries and the parts of Python that act on the machine.
-PLACES: dict[str, set[str]] = {
+LIBRARY_PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.compute', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.roles'},
     'grpc': {'ecomp.store.roles'},
@@ -115,7 +115,7 @@ PLACES: dict[str, set[str]] = {
 }
 
 # Pure modules: time, uuids and randomness are arguments, and they do no I/O.
-PURE = {
+PURE_MODULES = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.near', 'ecomp.cli.tables', 'ecomp.cli.completion'),
@@ -128,19 +128,19 @@ IMPURE_IMPORTS = {
 }
 IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
 # Modules that may read the wall clock in seconds, with the reason. Timers use time.monotonic.
-WALL_CLOCK = {
+WALL_CLOCK_MODULES = {
     'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
     'ecomp.agent.images.cache': 'when a base volume was last read is a time of modification, and outlives a boot',
 }
 
 # Modules that may exit the process although they are not a front door, with the reason.
-LEAVES = {'ecomp.agent.images.inspection': 'a child whose parent is gone has nobody to raise to'}
+EXIT_MODULES = {'ecomp.agent.images.inspection': 'a child whose parent is gone has nobody to raise to'}
 # Modules that may replace the process by exec, with the reason.
-BECOMES = {
+EXEC_MODULES = {
     'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it',
     'ecomp.agent.images.inspection': 'qemu-img inherits its limits, its parent and what ends it',
 }
 
-EXITS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}
-SHELLS = {'os.system', 'os.popen', 'os.spawnl', 'os.spawnv', 'os.execv', 'os.execvp', 'os.fork'}
+EXIT_CALLS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}
+SHELL_CALLS = {'os.system', 'os.popen', 'os.spawnl', 'os.spawnv', 'os.execv', 'os.execvp', 'os.fork'}
 HIDDEN_IMPORTS = {'__import__', 'import_module', 'importlib.import_module', 'exec', 'eval'}

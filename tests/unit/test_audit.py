@@ -11,51 +11,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, record
-from ecomp.model.audit import CODES, Finding, audit, confirmed
+from ecomp.model.audit import CODES, Finding, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
-from ecomp.model.host import to_json as computes_to_json
+from ecomp.model.host import hostname_to_json as computes_to_json
 from ecomp.model.order import Request, to_json
-from ecomp.model.planes import Digest, Planes, World, involved
-from ecomp.model.quota import Quota, times
+from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
+from ecomp.model.quota import Quota, multiply_amounts
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.store.client import Entry
 from tests.unit.audit_world import (
     ACTIVE,
-    AWAY,
+    AWAY_COMPUTE,
     ELSEWHERE,
     FAILED,
     GONE,
     IMAGE,
     LEASE,
-    NOBODY,
     OFF,
     ONE,
     SIZE,
     TOTALS,
     TWO,
-    Making,
+    UNKNOWN,
+    WorldBuilder,
 )
 
 
-def test_a_world_in_which_all_agree(world: Making) -> None:
-    assert audit(world.planes()) == []
+def test_consistent_cluster_has_no_finding(world: WorldBuilder) -> None:
+    assert audit(world.build_planes()) == []
     assert audit(Planes({}, {}, {})) == []
 
 
 # One defect each: the finding's code, its subject, and the change that causes it.
 
 
-def _two_of_a_name(world: Making) -> None:
-    world.lives(TWO, NOBODY, name='web1')
+def add_namesake(world: WorldBuilder) -> None:
+    world.add_instance(TWO, UNKNOWN, name='web1')
 
 
-def _digest(**changed: dict[str, str]) -> Callable[[Making], None]:
+def make_digest_change(**changed: dict[str, str]) -> Callable[[WorldBuilder], None]:
     return lambda world: world.digests.update({ONE: replace(world.digests[ONE], **changed)})
 
 
-def _fault(fault: str) -> Callable[[Making], None]:
-    def plant(world: Making) -> None:
+def make_fault_change(fault: str) -> Callable[[WorldBuilder], None]:
+    def plant(world: WorldBuilder) -> None:
         key = keys.record(ONE, ACTIVE)
         entry = world.etcd[key]
         changed = replace(record.from_json(entry.value), fault=fault)
@@ -64,232 +64,254 @@ def _fault(fault: str) -> Callable[[Making], None]:
     return plant
 
 
-def _mute(world: Making) -> None:
+def make_compute_mute(world: WorldBuilder) -> None:
     world.mute[TWO] = 'it does not answer'
     del world.digests[TWO]
 
 
-def _unreserved(world: Making) -> None:
+def remove_reservation(world: WorldBuilder) -> None:
     reservations = {mac: text for mac, text in world.digests[ONE].reservations.items() if ACTIVE not in text}
     world.digests[ONE] = replace(world.digests[ONE], reservations=reservations)
 
 
-PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
+DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('provider-missing', TWO, lambda w: w.names.pop(TWO)),
-    ('inventory-missing', TWO, lambda w: w.provider(TWO, {})),
-    ('capacity-exceeded', ONE, lambda w: w.provider(ONE, {**TOTALS, 'VCPU': 1})),
-    ('compute-silent', AWAY, lambda w: w.inventories[AWAY]['VCPU'].update(reserved=0)),
-    ('allocation-orphaned', NOBODY, lambda w: w.held[TWO].update({NOBODY: SIZE})),
-    ('allocation-orphaned', GONE, lambda w: w.held[TWO].update({GONE: SIZE})),
-    ('allocation-missing', ACTIVE, lambda w: w.held[ONE].pop(ACTIVE)),
-    ('allocation-missing', ELSEWHERE, lambda w: w.held[AWAY].pop(ELSEWHERE)),
-    ('allocation-differs', ACTIVE, lambda w: w.held[ONE].update({ACTIVE: {**SIZE, 'MEMORY_MB': 32}})),
-    ('allocation-doubled', ACTIVE, lambda w: w.held[TWO].update({ACTIVE: SIZE})),
-    ('request-doubled', ACTIVE, lambda w: w.ask(TWO, ACTIVE)),
-    ('request-doubled', NOBODY, lambda w: (w.ask(TWO, NOBODY), w.ask(AWAY, NOBODY))),
-    ('request-misplaced', ACTIVE, lambda w: (
-        w.etcd.pop(keys.request(ONE, ACTIVE)), w.ask(TWO, ACTIVE, name='web1'),
-    )),
-    ('request-misplaced', GONE, lambda w: w.ask(TWO, GONE)),
+    ('inventory-missing', TWO, lambda w: w.add_provider(TWO, {})),
+    ('capacity-exceeded', ONE, lambda w: w.add_provider(ONE, {**TOTALS, 'VCPU': 1})),
+    ('compute-silent', AWAY_COMPUTE, lambda w: w.inventories[AWAY_COMPUTE]['VCPU'].update(reserved=0)),
+    ('allocation-orphaned', UNKNOWN, lambda w: w.allocations[TWO].update({UNKNOWN: SIZE})),
+    ('allocation-orphaned', GONE, lambda w: w.allocations[TWO].update({GONE: SIZE})),
+    ('allocation-missing', ACTIVE, lambda w: w.allocations[ONE].pop(ACTIVE)),
+    ('allocation-missing', ELSEWHERE, lambda w: w.allocations[AWAY_COMPUTE].pop(ELSEWHERE)),
+    ('allocation-differs', ACTIVE, lambda w: w.allocations[ONE].update({ACTIVE: {**SIZE, 'MEMORY_MB': 32}})),
+    ('allocation-doubled', ACTIVE, lambda w: w.allocations[TWO].update({ACTIVE: SIZE})),
+    ('request-doubled', ACTIVE, lambda w: w.put_request(TWO, ACTIVE)),
+    ('request-doubled', UNKNOWN, lambda w: (w.put_request(TWO, UNKNOWN), w.put_request(AWAY_COMPUTE, UNKNOWN))),
+    (
+        'request-misplaced',
+        ACTIVE,
+        lambda w: (
+            w.etcd.pop(keys.request(ONE, ACTIVE)),
+            w.put_request(TWO, ACTIVE, name='web1'),
+        ),
+    ),
+    ('request-misplaced', GONE, lambda w: w.put_request(TWO, GONE)),
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
-    ('request-ended', GONE, lambda w: w.ask(ONE, GONE)),
-    ('request-ended', FAILED, lambda w: w.ask(ONE, FAILED)),
-    ('request-unreadable', NOBODY, lambda w: w.put(keys.request(ONE, NOBODY), 'no request')),
+    ('request-ended', GONE, lambda w: w.put_request(ONE, GONE)),
+    ('request-ended', FAILED, lambda w: w.put_request(ONE, FAILED)),
+    ('request-unreadable', UNKNOWN, lambda w: w.put(keys.request(ONE, UNKNOWN), 'no request')),
     ('request-unreadable', 'a/b', lambda w: w.put(f'{keys.HOSTS}{ONE}/a/b', '{}')),
     ('request-unreadable', '', lambda w: w.put(f'{keys.HOSTS}nothing', '{}')),
-    ('queued-unreadable', NOBODY, lambda w: w.put(keys.queue('small', NOBODY), 'no request')),
+    ('queued-unreadable', UNKNOWN, lambda w: w.put(keys.queue('small', UNKNOWN), 'no request')),
     ('queued-unreadable', 'b', lambda w: w.put(f'{keys.QUEUES}small/a/b', '{}')),
-    ('queued-flavorless', NOBODY, lambda w: w.wait(NOBODY, flavor='none')),
-    ('queued-doubled', ACTIVE, lambda w: w.wait(ACTIVE, name='web1')),
-    ('queued-doubled', GONE, lambda w: w.wait(GONE)),
-    ('queued-doubled', NOBODY, lambda w: (w.wait(NOBODY), w.ask(TWO, NOBODY))),
-    ('taker-unleased', NOBODY, lambda w: (
-        w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'),
-    )),
-    ('record-doubled', ACTIVE, lambda w: w.write(ACTIVE, record.STOPPED, TWO)),
-    ('record-doubled', GONE, lambda w: w.write(GONE, record.ACTIVE, TWO)),
+    ('queued-flavorless', UNKNOWN, lambda w: w.put_queued(UNKNOWN, flavor='none')),
+    ('queued-doubled', ACTIVE, lambda w: w.put_queued(ACTIVE, name='web1')),
+    ('queued-doubled', GONE, lambda w: w.put_queued(GONE)),
+    ('queued-doubled', UNKNOWN, lambda w: (w.put_queued(UNKNOWN), w.put_request(TWO, UNKNOWN))),
+    (
+        'taker-unleased',
+        UNKNOWN,
+        lambda w: (
+            w.put_queued(UNKNOWN),
+            w.put(keys.taker(keys.queue('small', UNKNOWN)), '{}'),
+        ),
+    ),
+    ('record-doubled', ACTIVE, lambda w: w.put_record(ACTIVE, record.STOPPED, TWO)),
+    ('record-doubled', GONE, lambda w: w.put_record(GONE, record.ACTIVE, TWO)),
     ('record-missing', ACTIVE, lambda w: w.etcd.pop(keys.record(ONE, ACTIVE))),
     ('record-unreadable', ACTIVE, lambda w: w.put(keys.record(ONE, ACTIVE), '{"version": 99}')),
     ('record-unreadable', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
-    ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
-    ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR, name='failed')),
-    ('record-leased', ACTIVE, lambda w: w.write(
-        ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'
-    )),
-    ('booted-orphaned', NOBODY, lambda w: w.put(keys.booted(NOBODY), '10.0.0.1')),
-    ('booted-orphaned', GONE, lambda w: w.put(keys.booted(GONE), '10.0.0.1')),
-    ('booted-differs', ACTIVE, lambda w: w.put(keys.booted(ACTIVE), '10.0.0.2')),
-    ('booted-differs', ACTIVE, lambda w: w.etcd.pop(keys.booted(ACTIVE))),
-    ('name-orphaned', 'web2', lambda w: w.call('web2', NOBODY)),
-    ('name-orphaned', 'web2', lambda w: w.call('web2', ACTIVE)),
-    ('name-orphaned', 'web2', lambda w: w.call('web2', OFF)),
-    ('name-orphaned', 'web2', lambda w: w.call('web2', GONE)),
-    ('name-orphaned', 'failed', lambda w: w.call('failed', FAILED)),
-    ('hostname-orphaned', NOBODY, lambda w: w.put(keys.hostname(NOBODY), computes_to_json('hv9'))),
+    ('record-unleased', GONE, lambda w: w.put_record(GONE, record.GONE)),
+    ('record-unleased', FAILED, lambda w: w.put_record(FAILED, record.ERROR, name='failed')),
+    (
+        'record-leased',
+        ACTIVE,
+        lambda w: w.put_record(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'),
+    ),
+    ('booted-orphaned', UNKNOWN, lambda w: w.put(keys.address(UNKNOWN), '10.0.0.1')),
+    ('booted-orphaned', GONE, lambda w: w.put(keys.address(GONE), '10.0.0.1')),
+    ('booted-differs', ACTIVE, lambda w: w.put(keys.address(ACTIVE), '10.0.0.2')),
+    ('booted-differs', ACTIVE, lambda w: w.etcd.pop(keys.address(ACTIVE))),
+    ('name-orphaned', 'web2', lambda w: w.put_name('web2', UNKNOWN)),
+    ('name-orphaned', 'web2', lambda w: w.put_name('web2', ACTIVE)),
+    ('name-orphaned', 'web2', lambda w: w.put_name('web2', OFF)),
+    ('name-orphaned', 'web2', lambda w: w.put_name('web2', GONE)),
+    ('name-orphaned', 'failed', lambda w: w.put_name('failed', FAILED)),
+    ('hostname-orphaned', UNKNOWN, lambda w: w.put(keys.hostname(UNKNOWN), computes_to_json('hv9'))),
     ('name-orphaned', 'x/y', lambda w: w.put(keys.name('x/y'), 'no JSON')),
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
-    ('name-missing', ACTIVE, lambda w: w.call('web1', ACTIVE, LEASE)),
-    ('name-missing', ACTIVE, _two_of_a_name),
-    ('name-reserved', NOBODY, lambda w: w.lives(TWO, NOBODY, name='rename')),
+    ('name-missing', ACTIVE, lambda w: w.put_name('web1', ACTIVE, LEASE)),
+    ('name-missing', ACTIVE, add_namesake),
+    ('name-reserved', UNKNOWN, lambda w: w.add_instance(TWO, UNKNOWN, name='rename')),
     ('group-unreadable', 'web', lambda w: w.put(keys.group('web'), '{}')),
-    ('group-broken', 'web', lambda w: w.join('web', ANTI_AFFINITY, {ACTIVE: ONE, OFF: ONE})),
-    ('group-broken', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY})),
-    ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, NOBODY: ONE})),
-    ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {GONE: ONE})),
-    ('group-missing', ACTIVE, lambda w: w.belong(ACTIVE, 'web')),
-    ('group-missing', ACTIVE, lambda w: (
-        w.belong(ACTIVE, 'web'), w.join('web', ANTI_AFFINITY, {ACTIVE: TWO}),
-    )),
+    ('group-broken', 'web', lambda w: w.put_group('web', ANTI_AFFINITY, {ACTIVE: ONE, OFF: ONE})),
+    ('group-broken', 'web', lambda w: w.put_group('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY_COMPUTE})),
+    ('group-orphaned', 'web', lambda w: w.put_group('web', AFFINITY, {ACTIVE: ONE, UNKNOWN: ONE})),
+    ('group-orphaned', 'web', lambda w: w.put_group('web', AFFINITY, {GONE: ONE})),
+    ('group-missing', ACTIVE, lambda w: w.put_grouped_request(ACTIVE, 'web')),
+    (
+        'group-missing',
+        ACTIVE,
+        lambda w: (
+            w.put_grouped_request(ACTIVE, 'web'),
+            w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO}),
+        ),
+    ),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
-    ('usage-differs', 'web', lambda w: (
-        w.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9}))),
-        w.usages.update(web={'VCPU': 1, 'instances': 1}),
-    )),
-    ('attempt-unleased', NOBODY, lambda w: w.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}))),
-    ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
-    ('compute-mute', TWO, _mute),
-    ('domain-missing', ACTIVE, lambda w: w.no_guest(ONE, ACTIVE)),
-    ('domain-missing', OFF, lambda w: w.guest(ONE, OFF, False, compute=None, defined=False)),
-    ('domain-off', ACTIVE, lambda w: w.guest(ONE, ACTIVE, running=False)),
-    ('domain-running', OFF, lambda w: w.guest(ONE, OFF)),
-    ('domain-running', GONE, lambda w: w.guest(ONE, GONE)),
-    ('domain-running', FAILED, lambda w: w.guest(TWO, FAILED)),
-    ('domain-undefined', ACTIVE, lambda w: w.guest(ONE, ACTIVE, defined=False)),
-    ('domain-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY)),
-    ('domain-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, running=False)),
-    ('domain-orphaned', FAILED, lambda w: w.guest(TWO, FAILED, running=False)),
-    ('domain-orphaned', ELSEWHERE, lambda w: w.guest(TWO, ELSEWHERE)),
-    ('domain-misplaced', ACTIVE, lambda w: w.guest(ONE, ACTIVE, compute=AWAY)),
-    ('domain-misplaced', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=TWO)),
-    ('domain-doubled', ACTIVE, lambda w: w.guest(TWO, ACTIVE)),
-    ('domain-doubled', NOBODY, lambda w: (w.guest(ONE, NOBODY), w.guest(TWO, NOBODY))),
-    ('disk-missing', ACTIVE, lambda w: w.guest(ONE, ACTIVE, disk=False)),
-    ('base-missing', ACTIVE, _digest(without_base={ACTIVE: '/images/base-x.qcow2'})),
-    ('disk-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=None, defined=False, running=False)),
-    ('disk-orphaned', GONE, lambda w: w.guest(ONE, GONE, compute=None, defined=False, running=False)),
-    ('seed-orphaned', NOBODY, lambda w: w.seed(ONE, NOBODY)),
-    ('seed-orphaned', ACTIVE, lambda w: w.seed(TWO, ACTIVE)),
-    ('iso-orphaned', NOBODY, lambda w: w.iso(ONE, NOBODY)),
-    ('iso-orphaned', GONE, lambda w: w.iso(TWO, GONE)),
-    ('iso-orphaned', ACTIVE, lambda w: w.iso(TWO, ACTIVE)),
-    ('reservation-orphaned', NOBODY, lambda w: w.reserve(ONE, NOBODY, '10.0.0.9')),
-    ('reservation-orphaned', GONE, lambda w: w.reserve(ONE, GONE, '10.0.0.9')),
-    ('reservation-orphaned', ACTIVE, lambda w: w.reserve(TWO, ACTIVE, '10.0.0.1')),
-    ('reservation-missing', ACTIVE, _unreserved),
-    ('reservation-differs', OFF, lambda w: w.reserve(ONE, OFF, '10.0.0.9')),
-    ('domain-differs', ACTIVE, _fault(f'{UNPLUGGED} (vnet0): network default is off')),
-    ('domain-differs', ACTIVE, _fault(PAUSED)),
-    ('domain-differs', ACTIVE, _fault(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
-    ('metadata-refused', ACTIVE, _fault(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
-    ('dhcp-open', ONE, _digest(open_dhcp={'default': ''})),
-    ('base-differs', ONE, _digest(bad_bases={'ab12': ''})),
-    ('part-orphaned', ONE, _digest(parts={'images/x.part': '1'})),
+    (
+        'usage-differs',
+        'web',
+        lambda w: (
+            w.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9}))),
+            w.usages.update(web={'VCPU': 1, 'instances': 1}),
+        ),
+    ),
+    ('attempt-unleased', UNKNOWN, lambda w: w.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}))),
+    ('presence-unleased', TWO, lambda w: w.put_presence(TWO, lease=0)),
+    ('compute-mute', TWO, make_compute_mute),
+    ('domain-missing', ACTIVE, lambda w: w.remove_guest(ONE, ACTIVE)),
+    ('domain-missing', OFF, lambda w: w.add_guest(ONE, OFF, False, compute=None, defined=False)),
+    ('domain-off', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, running=False)),
+    ('domain-running', OFF, lambda w: w.add_guest(ONE, OFF)),
+    ('domain-running', GONE, lambda w: w.add_guest(ONE, GONE)),
+    ('domain-running', FAILED, lambda w: w.add_guest(TWO, FAILED)),
+    ('domain-undefined', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, defined=False)),
+    ('domain-orphaned', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN)),
+    ('domain-orphaned', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN, running=False)),
+    ('domain-orphaned', FAILED, lambda w: w.add_guest(TWO, FAILED, running=False)),
+    ('domain-orphaned', ELSEWHERE, lambda w: w.add_guest(TWO, ELSEWHERE)),
+    ('domain-misplaced', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, compute=AWAY_COMPUTE)),
+    ('domain-misplaced', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN, compute=TWO)),
+    ('domain-doubled', ACTIVE, lambda w: w.add_guest(TWO, ACTIVE)),
+    ('domain-doubled', UNKNOWN, lambda w: (w.add_guest(ONE, UNKNOWN), w.add_guest(TWO, UNKNOWN))),
+    ('disk-missing', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, disk=False)),
+    ('base-missing', ACTIVE, make_digest_change(without_base={ACTIVE: '/images/base-x.qcow2'})),
+    ('disk-orphaned', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN, compute=None, defined=False, running=False)),
+    ('disk-orphaned', GONE, lambda w: w.add_guest(ONE, GONE, compute=None, defined=False, running=False)),
+    ('seed-orphaned', UNKNOWN, lambda w: w.add_metadata(ONE, UNKNOWN)),
+    ('seed-orphaned', ACTIVE, lambda w: w.add_metadata(TWO, ACTIVE)),
+    ('iso-orphaned', UNKNOWN, lambda w: w.add_iso(ONE, UNKNOWN)),
+    ('iso-orphaned', GONE, lambda w: w.add_iso(TWO, GONE)),
+    ('iso-orphaned', ACTIVE, lambda w: w.add_iso(TWO, ACTIVE)),
+    ('reservation-orphaned', UNKNOWN, lambda w: w.add_reservation(ONE, UNKNOWN, '10.0.0.9')),
+    ('reservation-orphaned', GONE, lambda w: w.add_reservation(ONE, GONE, '10.0.0.9')),
+    ('reservation-orphaned', ACTIVE, lambda w: w.add_reservation(TWO, ACTIVE, '10.0.0.1')),
+    ('reservation-missing', ACTIVE, remove_reservation),
+    ('reservation-differs', OFF, lambda w: w.add_reservation(ONE, OFF, '10.0.0.9')),
+    ('domain-differs', ACTIVE, make_fault_change(f'{UNPLUGGED} (vnet0): network default is off')),
+    ('domain-differs', ACTIVE, make_fault_change(PAUSED)),
+    ('domain-differs', ACTIVE, make_fault_change(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
+    ('metadata-refused', ACTIVE, make_fault_change(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
+    ('dhcp-open', ONE, make_digest_change(open_dhcp={'default': ''})),
+    ('base-differs', ONE, make_digest_change(bad_bases={'ab12': ''})),
+    ('part-orphaned', ONE, make_digest_change(parts={'images/x.part': '1'})),
 ]
 
 
-@pytest.mark.parametrize(('code', 'subject', 'plant'), PLANTED)
-def test_each_defect_yields_its_code_and_no_other(
-    world: Making, code: str, subject: str, plant: Callable[[Making], object]
+@pytest.mark.parametrize(('code', 'subject', 'plant'), DEFECTS)
+def test_each_defect_yields_its_code_alone(
+    world: WorldBuilder, code: str, subject: str, plant: Callable[[WorldBuilder], object]
 ) -> None:
     plant(world)
-    findings = audit(world.planes())
+    findings = audit(world.build_planes())
     assert [(finding.code, finding.subject) for finding in findings] == [(code, subject)]
     assert '\n' not in findings[0].sentence
     assert findings[0].fix or findings[0].how, 'either --fix mends it or a person does'
     # An etcdctl command can be typed as it is printed, and names existing keys.
     assert '<key>' not in findings[0].how
-    assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.booted(findings[0].subject)}
+    assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.address(findings[0].subject)}
 
 
-def test_what_a_person_deletes_is_named_with_its_key(world: Making) -> None:
+def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
     """Both keys of a pair are named when only one of them is wrong."""
-    def said(instance: str) -> list[str]:
-        return [finding.how for finding in audit(world.planes()) if finding.subject == instance]
 
-    world.ask(TWO, ACTIVE)
+    def list_fixes(instance: str) -> list[str]:
+        return [finding.how for finding in audit(world.build_planes()) if finding.subject == instance]
+
+    world.put_request(TWO, ACTIVE)
     candidates = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
-    assert said(ACTIVE) == [f'delete the wrong one: etcdctl del {candidates}']
-    world.write(OFF, record.ACTIVE, TWO)
-    assert said(OFF) == [f'delete the wrong one: etcdctl del {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}']
-    world.ask(TWO, GONE)
+    assert list_fixes(ACTIVE) == [f'delete the wrong one: etcdctl del {candidates}']
+    world.put_record(OFF, record.ACTIVE, TWO)
+    assert list_fixes(OFF) == [f'delete the wrong one: etcdctl del {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}']
+    world.put_request(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
-    assert said(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
+    assert list_fixes(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
     # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
     world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
-    assert said(GONE) == [
+    assert list_fixes(GONE) == [
         f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
     ]
     world.put(keys.quota('a b'), '{}')
-    assert said('a b') == ["if no newer ecomp wrote it, delete the key: etcdctl del '/quotas/a b'"]
+    assert list_fixes('a b') == ["if no newer ecomp wrote it, delete the key: etcdctl del '/quotas/a b'"]
 
 
-def test_every_code_is_planted_and_only_those_there_are() -> None:
-    assert {code for code, _, _ in PLANTED} == set(CODES)
+def test_defects_cover_exactly_all_codes() -> None:
+    assert {code for code, _, _ in DEFECTS} == set(CODES)
 
 
-def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
-    _two_of_a_name(world)
-    (finding,) = audit(world.planes())
+def test_name_of_another_instance_is_not_fixed_automatically(world: WorldBuilder) -> None:
+    add_namesake(world)
+    (finding,) = audit(world.build_planes())
     assert (finding.fix, bool(finding.how)) == ('', True)
-    assert f'/names/web1 is of instance {NOBODY}' in finding.sentence
+    assert f'/names/web1 is of instance {UNKNOWN}' in finding.sentence
 
 
 # A finding must be seen by two consecutive checks
 
 
-def test_a_finding_needs_two_looks_and_unchanged_keys() -> None:
-    first, other = Finding('booted-orphaned', NOBODY, 'x'), Finding('booted-orphaned', NOBODY, 'y')
-    unchanged = {NOBODY: {keys.booted(NOBODY): 5}}
-    assert confirmed([first], [first], [unchanged, unchanged, unchanged]) == [first]
-    assert confirmed([first], [], [unchanged, unchanged]) == []
-    assert confirmed([], [first], [unchanged, unchanged]) == []
-    assert confirmed([first], [other], [unchanged, unchanged]) == []
-    assert confirmed([first], [first], [unchanged, {NOBODY: {keys.booted(NOBODY): 6}}, unchanged]) == []
-    assert confirmed([first], [first], [unchanged, {}]) == []
-    assert confirmed([first], [first], [{}, {}]) == [first]
+def test_finding_is_confirmed_by_two_checks_with_unchanged_keys() -> None:
+    first, other = Finding('booted-orphaned', UNKNOWN, 'x'), Finding('booted-orphaned', UNKNOWN, 'y')
+    unchanged = {UNKNOWN: {keys.address(UNKNOWN): 5}}
+    assert confirm_findings([first], [first], [unchanged, unchanged, unchanged]) == [first]
+    assert confirm_findings([first], [], [unchanged, unchanged]) == []
+    assert confirm_findings([], [first], [unchanged, unchanged]) == []
+    assert confirm_findings([first], [other], [unchanged, unchanged]) == []
+    assert confirm_findings([first], [first], [unchanged, {UNKNOWN: {keys.address(UNKNOWN): 6}}, unchanged]) == []
+    assert confirm_findings([first], [first], [unchanged, {}]) == []
+    assert confirm_findings([first], [first], [{}, {}]) == [first]
 
 
-def test_what_is_involved_in_an_instance(world: Making) -> None:
-    world.put(keys.attempt(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
-    revisions = involved(world.etcd)
+def test_involved_lists_the_keys_of_each_subject(world: WorldBuilder) -> None:
+    world.put(keys.attempt(UNKNOWN), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
+    revisions = index_revisions(world.etcd)
     assert set(revisions[ACTIVE]) == {
-        keys.request(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.booted(ACTIVE), keys.attempt(NOBODY)
+        keys.request(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.address(ACTIVE), keys.attempt(UNKNOWN)
     }  # fmt: skip
     assert set(revisions[ONE]) == {keys.compute(ONE)}
-    assert revisions[NOBODY] == {keys.attempt(NOBODY): world.etcd[keys.attempt(NOBODY)].revision}
+    assert revisions[UNKNOWN] == {keys.attempt(UNKNOWN): world.etcd[keys.attempt(UNKNOWN)].revision}
 
 
-def test_what_a_compute_says_of_its_room_changes_nothing_about_it(world: Making) -> None:
+def test_new_hints_do_not_change_the_keys_involved(world: WorldBuilder) -> None:
     """A busy compute updates its hints every ten seconds and can still get a confirmed finding."""
-    before = involved(world.etcd)
+    before = index_revisions(world.etcd)
     presence = world.etcd[keys.compute(ONE)]
     world.put(keys.compute(ONE), json.dumps({'room': {'VCPU': [4, 50]}}), presence.lease)
     assert world.etcd[keys.compute(ONE)].revision != presence.revision
-    assert involved(world.etcd) == before
+    assert index_revisions(world.etcd) == before
     world.put(keys.compute(ONE), json.dumps({}), presence.lease + 1)  # its process died and a new one started
-    assert involved(world.etcd) != before
+    assert index_revisions(world.etcd) != before
 
 
 # Arbitrary input
 
 
 @given(st.data())
-def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) -> None:
-    world = Making()
+def test_several_defects_yield_one_finding_each(data: st.DataObject) -> None:
+    world = WorldBuilder()
     for compute in (ONE, TWO):
-        world.provider(compute, dict.fromkeys(TOTALS, 10**6))
-        world.alive(compute)
+        world.add_provider(compute, dict.fromkeys(TOTALS, 10**6))
+        world.put_presence(compute)
         world.digests[compute] = Digest()
     # Independent defects: each has an instance of its own.
     plants: dict[str, Callable[[str], object]] = {
-        'allocation-orphaned': lambda i: world.held[TWO].update({i: SIZE}),
-        'booted-orphaned': lambda i: world.put(keys.booted(i), 'x'),
-        'disk-orphaned': lambda i: world.guest(ONE, i, compute=None, defined=False, running=False),
-        'domain-orphaned': lambda i: world.guest(TWO, i),
-        'seed-orphaned': lambda i: world.seed(ONE, i),
-        'iso-orphaned': lambda i: world.iso(ONE, i),
-        'record-unleased': lambda i: world.write(i, record.GONE),
+        'allocation-orphaned': lambda i: world.allocations[TWO].update({i: SIZE}),
+        'booted-orphaned': lambda i: world.put(keys.address(i), 'x'),
+        'disk-orphaned': lambda i: world.add_guest(ONE, i, compute=None, defined=False, running=False),
+        'domain-orphaned': lambda i: world.add_guest(TWO, i),
+        'seed-orphaned': lambda i: world.add_metadata(ONE, i),
+        'iso-orphaned': lambda i: world.add_iso(ONE, i),
+        'record-unleased': lambda i: world.put_record(i, record.GONE),
         'request-unreadable': lambda i: world.put(keys.request(ONE, i), ''),
     }
     expected = set()
@@ -297,7 +319,7 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         instance = str(data.draw(st.uuids(version=4)))
         plants[code](instance)
         expected.add((code, instance))
-    assert {(finding.code, finding.subject) for finding in audit(world.planes())} == expected
+    assert {(finding.code, finding.subject) for finding in audit(world.build_planes())} == expected
 
 
 @given(st.dictionaries(
@@ -312,10 +334,10 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         Entry, st.just('/'), st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.integers(0, 1)
     ),
 ))  # fmt: skip
-def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Entry]) -> None:
+def test_audit_accepts_arbitrary_etcd_contents(etcd: dict[str, Entry]) -> None:
     for finding in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
         assert finding.code in CODES
-    involved(etcd)
+    index_revisions(etcd)
 
 
 # No finding: work in progress, what a state explains, and what does not belong to ecomp.
@@ -324,196 +346,196 @@ def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Entry]) -> None:
 @pytest.mark.parametrize('state', [record.SCHEDULED, record.BUILDING, record.DESTROYING])
 @pytest.mark.parametrize('holds', [True, False])
 @pytest.mark.parametrize('guest', ['none', 'disk', 'defined', 'running'])
-def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: str) -> None:
-    world.ask(TWO, NOBODY, tombstone=state == record.DESTROYING)
-    world.write(NOBODY, state, TWO)
+def test_unfinished_state_explains_its_leftovers(world: WorldBuilder, state: str, holds: bool, guest: str) -> None:
+    world.put_request(TWO, UNKNOWN, tombstone=state == record.DESTROYING)
+    world.put_record(UNKNOWN, state, TWO)
     if holds:
-        world.held[TWO][NOBODY] = SIZE
+        world.allocations[TWO][UNKNOWN] = SIZE
     if guest == 'disk':
-        world.guest(TWO, NOBODY, compute=None, defined=False, running=False)
+        world.add_guest(TWO, UNKNOWN, compute=None, defined=False, running=False)
     elif guest != 'none':
-        world.guest(TWO, NOBODY, running=guest == 'running')
-    world.seed(TWO, NOBODY)
-    world.iso(TWO, NOBODY)
-    world.reserve(TWO, NOBODY, '10.0.0.9')
-    assert audit(world.planes()) == []
+        world.add_guest(TWO, UNKNOWN, running=guest == 'running')
+    world.add_metadata(TWO, UNKNOWN)
+    world.add_iso(TWO, UNKNOWN)
+    world.add_reservation(TWO, UNKNOWN, '10.0.0.9')
+    assert audit(world.build_planes()) == []
 
 
-def test_groups_and_quotas_that_agree(world: Making) -> None:
-    world.belong(ACTIVE, 'web')
-    world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY})
+def test_consistent_groups_and_quotas_have_no_finding(world: WorldBuilder) -> None:
+    world.put_grouped_request(ACTIVE, 'web')
+    world.put_group('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY_COMPUTE})
     world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
-    assert audit(world.planes()) == []
+    assert audit(world.build_planes()) == []
     # An attempt in flight has claimed and not delivered yet.
-    world.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
-    world.usages['p'] = {**times(SIZE, 2), 'instances': 2}
-    assert audit(world.planes()) == []
+    world.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}), LEASE)
+    world.usages['p'] = {**multiply_amounts(SIZE, 2), 'instances': 2}
+    assert audit(world.build_planes()) == []
 
 
-def test_one_that_no_compute_has_seen_yet(world: Making) -> None:
-    world.ask(TWO, NOBODY, name='web2')
-    world.call('web2', NOBODY)
-    assert audit(world.planes()) == []
-    world.held[TWO][NOBODY] = SIZE
-    assert audit(world.planes()) == []
+def test_request_without_record_yet_has_no_finding(world: WorldBuilder) -> None:
+    world.put_request(TWO, UNKNOWN, name='web2')
+    world.put_name('web2', UNKNOWN)
+    assert audit(world.build_planes()) == []
+    world.allocations[TWO][UNKNOWN] = SIZE
+    assert audit(world.build_planes()) == []
 
 
-@pytest.mark.parametrize('record_there', [True, False])
-def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: bool) -> None:
-    world.ask(ONE, ACTIVE, tombstone=True)
-    if not record_there:
-        del world.etcd[keys.record(ONE, ACTIVE)], world.etcd[keys.booted(ACTIVE)]
-    assert audit(world.planes()) == []
+@pytest.mark.parametrize('has_record', [True, False])
+def test_unseen_tombstone_has_no_finding(world: WorldBuilder, has_record: bool) -> None:
+    world.put_request(ONE, ACTIVE, tombstone=True)
+    if not has_record:
+        del world.etcd[keys.record(ONE, ACTIVE)], world.etcd[keys.address(ACTIVE)]
+    assert audit(world.build_planes()) == []
 
 
-def test_the_name_of_what_cannot_be_understood(world: Making) -> None:
-    world.call('web2', NOBODY)
-    for key in (keys.record(TWO, NOBODY), keys.request(TWO, NOBODY)):
+def test_name_of_malformed_value_is_not_orphaned(world: WorldBuilder) -> None:
+    world.put_name('web2', UNKNOWN)
+    for key in (keys.record(TWO, UNKNOWN), keys.request(TWO, UNKNOWN)):
         world.put(key, '{"version": 99, "name": "web2"}')
-        assert world.codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
+        assert world.audit_codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
         del world.etcd[key]
 
 
-def test_a_name_an_older_ecompute_does_not_write_down(world: Making) -> None:
-    world.write(ACTIVE, record.ACTIVE, address='10.0.0.1')
-    assert world.codes() == []
+def test_name_of_older_record_without_name_is_kept(world: WorldBuilder) -> None:
+    world.put_record(ACTIVE, record.ACTIVE, address='10.0.0.1')
+    assert world.audit_codes() == []
     del world.etcd[keys.name('web1')]
-    assert world.codes() == ['name-missing']
+    assert world.audit_codes() == ['name-missing']
 
 
-def test_a_failed_one_gives_its_name_up_without_a_word(world: Making) -> None:
-    world.lives(TWO, NOBODY, name='failed')
-    assert world.codes() == []
+def test_name_of_failed_instance_may_be_reused(world: WorldBuilder) -> None:
+    world.add_instance(TWO, UNKNOWN, name='failed')
+    assert world.audit_codes() == []
 
 
-@pytest.mark.parametrize('said', [None, f'{GONE}:asked', f'{GONE}:off'])
+@pytest.mark.parametrize('recorded_power', [None, f'{GONE}:asked', f'{GONE}:off'])
 @pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
 @pytest.mark.parametrize('running', [True, False])
-def test_a_power_that_is_being_switched(
-    world: Making, said: str | None, state: str, running: bool
+def test_unfinished_power_action_has_no_finding(
+    world: WorldBuilder, recorded_power: str | None, state: str, running: bool
 ) -> None:
     key = keys.request(ONE, ACTIVE)
     request = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
     world.put(key, json.dumps(request))
-    world.write(ACTIVE, state, address='10.0.0.1')
+    world.put_record(ACTIVE, state, address='10.0.0.1')
     instance_record = json.loads(world.etcd[keys.record(ONE, ACTIVE)].value)
-    world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': said}))
-    world.guest(ONE, ACTIVE, running=running)
-    assert audit(world.planes()) == []
+    world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': recorded_power}))
+    world.add_guest(ONE, ACTIVE, running=running)
+    assert audit(world.build_planes()) == []
     # After the switch is complete, the record must match the guest.
     world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': GONE}))
     differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
-    assert world.codes() == differs.get((state, running), [])
+    assert world.audit_codes() == differs.get((state, running), [])
 
 
-def test_an_eschedule_that_is_at_it(world: Making) -> None:
+def test_claim_of_attempt_in_flight_has_no_finding(world: WorldBuilder) -> None:
     for key, value in (
-        (keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]})),
-        (keys.attempt(GONE), json.dumps({'instances': [GONE, NOBODY]})),
-        (keys.taker(keys.queue('small', NOBODY)), '{}'),
+        (keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]})),
+        (keys.attempt(GONE), json.dumps({'instances': [GONE, UNKNOWN]})),
+        (keys.taker(keys.queue('small', UNKNOWN)), '{}'),
     ):
         world.put(key, value, LEASE)
-        world.held[TWO][NOBODY] = SIZE
-        assert audit(world.planes()) == [], key
+        world.allocations[TWO][UNKNOWN] = SIZE
+        assert audit(world.build_planes()) == [], key
         del world.etcd[key]
-        assert world.codes() == ['allocation-orphaned'], key
+        assert world.audit_codes() == ['allocation-orphaned'], key
 
 
-def test_what_waits_is_no_finding(world: Making) -> None:
-    world.wait(NOBODY, name='web2')
-    world.call('web2', NOBODY)
+def test_queued_request_has_no_finding(world: WorldBuilder) -> None:
+    world.put_queued(UNKNOWN, name='web2')
+    world.put_name('web2', UNKNOWN)
     # The claim of its taker, whether the taker key still exists or not.
-    world.held[TWO][NOBODY] = SIZE
-    assert audit(world.planes()) == []
-    world.put(keys.taker(keys.queue('small', NOBODY)), '{}', LEASE)
-    assert audit(world.planes()) == []
+    world.allocations[TWO][UNKNOWN] = SIZE
+    assert audit(world.build_planes()) == []
+    world.put(keys.taker(keys.queue('small', UNKNOWN)), '{}', LEASE)
+    assert audit(world.build_planes()) == []
     # A request destroyed while queued has a record without a compute.
-    world.write(FAILED, record.GONE, compute='', lease=LEASE)
+    world.put_record(FAILED, record.GONE, compute='', lease=LEASE)
     del world.etcd[keys.name('failed')]
-    assert audit(world.planes()) == []
-    assert World(world.planes()).away() == {AWAY: 'closed'}
+    assert audit(world.build_planes()) == []
+    assert AuditIndex(world.build_planes()).list_absent_computes() == {AWAY_COMPUTE: 'closed'}
 
 
-def test_who_was_not_compared_is_closed_or_silent_and_who_was_forgotten_is_not_named(world: Making) -> None:
-    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
-    world.write(FAILED, record.ERROR, compute=NOBODY, lease=LEASE, name='failed')
-    assert World(world.planes()).away() == {AWAY: 'closed'}
-    world.inventories[AWAY]['VCPU']['reserved'] = 0
-    assert World(world.planes()).away() == {AWAY: 'silent'}
-    world.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
-    world.write(NOBODY, record.STOPPED, compute=NOBODY)
-    assert World(world.planes()).away() == {AWAY: 'closed', NOBODY: 'silent'}
+def test_away_lists_closed_and_silent_but_no_forgotten_computes(world: WorldBuilder) -> None:
+    world.put_record(GONE, record.GONE, compute=UNKNOWN, lease=LEASE)
+    world.put_record(FAILED, record.ERROR, compute=UNKNOWN, lease=LEASE, name='failed')
+    assert AuditIndex(world.build_planes()).list_absent_computes() == {AWAY_COMPUTE: 'closed'}
+    world.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = 0
+    assert AuditIndex(world.build_planes()).list_absent_computes() == {AWAY_COMPUTE: 'silent'}
+    world.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = TOTALS['VCPU']
+    world.put_record(UNKNOWN, record.STOPPED, compute=UNKNOWN)
+    assert AuditIndex(world.build_planes()).list_absent_computes() == {AWAY_COMPUTE: 'closed', UNKNOWN: 'silent'}
 
 
-def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
-    for compute in (ONE, AWAY):
+def test_hostname_is_orphaned_only_without_provider_and_requests(world: WorldBuilder) -> None:
+    for compute in (ONE, AWAY_COMPUTE):
         world.put(keys.hostname(compute), '{"version": 1, "hostname": "hv1"}')
-    assert audit(world.planes()) == []
-    world.put(keys.hostname(NOBODY), 'rubbish')
-    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
-    assert world.codes() == ['hostname-orphaned']
-    world.ask(NOBODY, ACTIVE)
-    assert 'hostname-orphaned' not in world.codes()
+    assert audit(world.build_planes()) == []
+    world.put(keys.hostname(UNKNOWN), 'rubbish')
+    world.put_record(GONE, record.GONE, compute=UNKNOWN, lease=LEASE)
+    assert world.audit_codes() == ['hostname-orphaned']
+    world.put_request(UNKNOWN, ACTIVE)
+    assert 'hostname-orphaned' not in world.audit_codes()
 
 
-def test_a_silent_compute_that_holds_nothing_is_no_finding(world: Making) -> None:
-    world.inventories[AWAY]['VCPU']['reserved'] = 0
-    world.held[AWAY].clear()
-    assert 'compute-silent' not in world.codes()
+def test_silent_compute_without_allocations_has_no_finding(world: WorldBuilder) -> None:
+    world.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = 0
+    world.allocations[AWAY_COMPUTE].clear()
+    assert 'compute-silent' not in world.audit_codes()
 
 
-def test_a_compute_that_is_away_is_not_compared(world: Making) -> None:
-    world.held[AWAY][NOBODY] = SIZE
-    assert audit(world.planes()) == []
-    world.alive(AWAY)
-    world.digests[AWAY] = Digest()
-    assert world.codes() == ['domain-missing', 'allocation-orphaned']
+def test_compute_away_is_compared_after_it_returns(world: WorldBuilder) -> None:
+    world.allocations[AWAY_COMPUTE][UNKNOWN] = SIZE
+    assert audit(world.build_planes()) == []
+    world.put_presence(AWAY_COMPUTE)
+    world.digests[AWAY_COMPUTE] = Digest()
+    assert world.audit_codes() == ['domain-missing', 'allocation-orphaned']
 
 
-def test_a_guest_stands_behind_its_claim(world: Making) -> None:
-    world.held[TWO][NOBODY] = SIZE
-    world.guest(TWO, NOBODY)
-    assert world.codes() == ['domain-orphaned']
+def test_claim_with_guest_is_not_orphaned(world: WorldBuilder) -> None:
+    world.allocations[TWO][UNKNOWN] = SIZE
+    world.add_guest(TWO, UNKNOWN)
+    assert world.audit_codes() == ['domain-orphaned']
 
 
-def test_what_holds_nothing_of_a_compute_is_somebody_elses(world: Making) -> None:
+def test_consumer_of_shared_provider_alone_is_ignored(world: WorldBuilder) -> None:
     storage = 'dddddddd-0000-4000-8000-000000000000'
-    world.provider(storage, {'DISK_GB': 1}, 'a storage pool')
-    world.held[storage][NOBODY] = {'DISK_GB': 5}
-    assert audit(world.planes()) == []
+    world.add_provider(storage, {'DISK_GB': 1}, 'a storage pool')
+    world.allocations[storage][UNKNOWN] = {'DISK_GB': 5}
+    assert audit(world.build_planes()) == []
 
 
-def test_a_shared_provider_may_give_the_disk(world: Making) -> None:
+def test_disk_from_shared_provider_has_no_finding(world: WorldBuilder) -> None:
     storage = 'dddddddd-0000-4000-8000-000000000000'
-    world.provider(storage, {'DISK_GB': 100}, 'a storage pool')
+    world.add_provider(storage, {'DISK_GB': 100}, 'a storage pool')
     allocations = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
     world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, allocations, image=IMAGE)))
-    world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = allocations[ONE], allocations[storage]
-    assert audit(world.planes()) == []
+    world.allocations[ONE][ACTIVE], world.allocations[storage][ACTIVE] = allocations[ONE], allocations[storage]
+    assert audit(world.build_planes()) == []
 
 
-def test_a_reserved_inventory_is_no_lack(world: Making) -> None:
+def test_reserved_inventory_has_no_finding(world: WorldBuilder) -> None:
     for inventory in world.inventories[ONE].values():
         inventory['reserved'] = inventory['total']
-    assert audit(world.planes()) == []
+    assert audit(world.build_planes()) == []
 
 
-def test_two_computes_on_one_libvirt_see_each_others_domains(world: Making) -> None:
-    world.guest(TWO, ACTIVE, compute=ONE)
-    assert audit(world.planes()) == []
+def test_two_computes_on_one_libvirt_have_no_finding(world: WorldBuilder) -> None:
+    world.add_guest(TWO, ACTIVE, compute=ONE)
+    assert audit(world.build_planes()) == []
 
 
-def test_a_disk_beside_a_living_instances_is_not_removed_by_rule(world: Making) -> None:
-    world.guest(TWO, ACTIVE, compute=None, defined=False, running=False)
-    (finding,) = audit(world.planes())
+def test_disk_of_instance_running_elsewhere_is_not_fixed_automatically(world: WorldBuilder) -> None:
+    world.add_guest(TWO, ACTIVE, compute=None, defined=False, running=False)
+    (finding,) = audit(world.build_planes())
     assert (finding.code, finding.fix) == ('disk-orphaned', '')
     assert finding.how
 
 
 @pytest.mark.parametrize('defined', [True, False])
-def test_a_seed_goes_with_its_disk(world: Making, defined: bool) -> None:
-    world.guest(ONE, NOBODY, compute=ONE if defined else None, defined=defined, running=False)
-    world.iso(ONE, NOBODY)
-    assert world.codes() == ['domain-orphaned' if defined else 'disk-orphaned']
+def test_seed_beside_its_disk_has_no_own_finding(world: WorldBuilder, defined: bool) -> None:
+    world.add_guest(ONE, UNKNOWN, compute=ONE if defined else None, defined=defined, running=False)
+    world.add_iso(ONE, UNKNOWN)
+    assert world.audit_codes() == ['domain-orphaned' if defined else 'disk-orphaned']

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.servers import TOP, until
+from tests.kit.servers import TOP, wait_until
 
 BENCH = TOP / 'bench'
 STAND_IN = """
@@ -27,21 +27,21 @@ try:
 finally:
     open('cleaned', 'w').close()
 """
-HANGS = STAND_IN.format(body='time.sleep(3600)')
+HANGING_SCRIPT = STAND_IN.format(body='time.sleep(3600)')
 
 
-class Patient(subprocess.Popen[str]):
+class TimesOutWhenReady(subprocess.Popen[str]):
     """A process that times out as soon as it is ready, however slow the machine is."""
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> Any:
         if not Path('ready').exists():
-            until(lambda: Path('ready').exists(), 10, 'the script is ready')
+            wait_until(lambda: Path('ready').exists(), 10, 'the script is ready')
             raise subprocess.TimeoutExpired('script', timeout or 0)
         return super().communicate(input, timeout)
 
 
 @pytest.fixture
-def every(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The benchmark runner, with the test's directory for its scripts and labs."""
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv('PYTHONPATH', f'{BENCH}{os.pathsep}{TOP}')
@@ -55,8 +55,8 @@ def every(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.usefixtures('every')
-def test_a_figure_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures('runner')
+def test_read_parses_a_printed_figure(capsys: pytest.CaptureFixture[str]) -> None:
     result = importlib.import_module('result')
     count_cases: tuple[Mapping[str, float], ...] = ({'calls': 6}, MappingProxyType({}))
     for counts in count_cases:
@@ -65,49 +65,49 @@ def test_a_figure_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> 
         assert result.read(capsys.readouterr().out) == figure
 
 
-def test_a_script_that_hangs_cleans_up_and_is_named(
-    every: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_hanging_script_cleans_up_and_is_reported(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path('hangs.py').write_text(HANGS)
-    monkeypatch.setattr(every.subprocess, 'Popen', Patient)
-    ran = every.run(every.Script('hangs', 7, 7), quick=True)
+    Path('hangs.py').write_text(HANGING_SCRIPT)
+    monkeypatch.setattr(runner.subprocess, 'Popen', TimesOutWhenReady)
+    ran = runner.run(runner.Script('hangs', 7, 7), quick=True)
     assert Path('cleaned').exists()
-    assert every.report({'hangs': ran}, 0) == 1
+    assert runner.report({'hangs': ran}, 0) == 1
     assert capsys.readouterr().out.splitlines()[-1] == '0 figures, 0 missed their target, failed: hangs, 0 min'
     assert ran.said.splitlines()[0] == 'not done after 7 s'
 
 
 @pytest.mark.parametrize(
-    ('body', 'said', 'is_clean'),
+    ('body', 'reason', 'is_clean'),
     [
         ('raise SystemExit(3)', 'exit 3', True),
         ('os.kill(os.getpid(), signal.SIGTERM); time.sleep(3600)', 'ended by SIGINT', True),
         ('os.kill(os.getpid(), signal.SIGKILL)', 'ended by SIGKILL', False),
     ],
 )
-def test_a_script_that_fails_is_named_and_its_lab_is_removed(
-    every: ModuleType, capsys: pytest.CaptureFixture[str], body: str, said: str, is_clean: bool
+def test_failing_script_is_reported_and_its_lab_removed(
+    runner: ModuleType, capsys: pytest.CaptureFixture[str], body: str, reason: str, is_clean: bool
 ) -> None:
     Path('fails.py').write_text(STAND_IN.format(body=body))
     Path('its-lab').mkdir()
-    ran = every.run(every.Script('fails', 60, 60, lab='its-lab'), quick=False)
-    assert (ran.said.splitlines()[0], Path('cleaned').exists()) == (said, is_clean)
+    ran = runner.run(runner.Script('fails', 60, 60, lab='its-lab'), quick=False)
+    assert (ran.said.splitlines()[0], Path('cleaned').exists()) == (reason, is_clean)
     assert Path('elab').read_text() == 'down --name its-lab\n'
-    every.report({'good': every.Ran(), 'fails': ran}, 0)
+    runner.report({'good': runner.Ran(), 'fails': ran}, 0)
     assert capsys.readouterr().out.splitlines()[-1].endswith(', failed: fails, 0 min')
 
 
-@pytest.mark.usefixtures('every')
+@pytest.mark.usefixtures('runner')
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_ended_ends_its_script_and_reports(number: int) -> None:
+def test_signal_ends_the_script_and_the_run_reports(number: int) -> None:
     for name in ('first', 'second'):
-        Path(f'{name}.py').write_text(HANGS)
+        Path(f'{name}.py').write_text(HANGING_SCRIPT)
     driver = (
         'import every, pathlib, sys; every.HERE = pathlib.Path.cwd(); '
         "every.SCRIPTS = (every.Script('first', 600, 600), every.Script('second', 600, 600)); sys.exit(every.main())"
     )
     with subprocess.Popen([sys.executable, '-c', driver], stdout=subprocess.PIPE, text=True) as process:
-        until(lambda: Path('ready').exists(), 20, 'the first script is at work')
+        wait_until(lambda: Path('ready').exists(), 20, 'the first script is at work')
         process.send_signal(number)
         out, _ = process.communicate()
     assert process.returncode == 1
@@ -117,8 +117,8 @@ def test_a_run_that_is_ended_ends_its_script_and_reports(number: int) -> None:
     assert out.splitlines()[-1].startswith('0 figures, 0 missed their target, failed: first, ')
 
 
-@pytest.mark.usefixtures('every')
-def test_a_lab_that_is_half_made_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures('runner')
+def test_lab_is_removed_if_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = importlib.import_module('lab')
     fail = 'import sys; open("elab", "a").write(sys.argv[1] + "\\n"); sys.exit(sys.argv[1] == "up")'
     monkeypatch.setattr(lab, 'ELAB', (sys.executable, '-c', fail))
@@ -128,8 +128,8 @@ def test_a_lab_that_is_half_made_is_removed(monkeypatch: pytest.MonkeyPatch) -> 
     assert Path('elab').read_text() == 'up\ndown\n'
 
 
-def test_the_runner_knows_the_lab_of_each_script(every: ModuleType) -> None:
-    for script in every.SCRIPTS:
+def test_each_script_entry_names_its_lab(runner: ModuleType) -> None:
+    for script in runner.SCRIPTS:
         source = (BENCH / f'{script.name}.py').read_text()
         assert ("Lab('" in source) == bool(script.lab), script.name
         assert not script.lab or f"Lab('{script.lab}')" in source, script.name

@@ -13,9 +13,9 @@ from ecomp.agent.instance.build import (
     Build,
     Cancelled,
     Destroy,
-    Forget,
     Job,
-    News,
+    JobEvent,
+    RemoveLeftovers,
     Resume,
     Shutdown,
     SwitchOff,
@@ -30,9 +30,9 @@ COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 BASE = BaseImage('/base.qcow2', 'qcow2', 0)
 JOB = Build(GuestSpec(INSTANCE, COMPUTE, 1, 256, 1, BaseImage('', '', 0), 'qemu'), 'http://h/i')
-TOLD = replace(JOB, spec=replace(JOB.spec, seed={'meta-data': b'{}', 'user-data': b''}))
+SEEDED_JOB = replace(JOB, spec=replace(JOB.spec, seed={'meta-data': b'{}', 'user-data': b''}))
 STEPS = ('image', 'create_disk', 'create_seed', 'start')
-ALL = [Progress('image', 1, 2), 'image', 'disk', 'started']
+ALL_EVENTS = [Progress('image', 1, 2), 'image', 'disk', 'started']
 
 
 class Recording(FakeHypervisor):
@@ -42,77 +42,77 @@ class Recording(FakeHypervisor):
         super().__init__()
         self.fails_at = fails_at
         self.bases: list[BaseImage | None] = [BASE]
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.spec: GuestSpec | None = None
 
     @contextmanager
-    def held(
+    def hold(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
         """Stand in for the image cache."""
-        self._did('image')
-        assert (url, since) == (JOB.image, JOB.since)
+        self._record_step('image')
+        assert (url, since) == (JOB.image, JOB.requested_at)
         checkpoint()
         tell(1, 2)
         yield iter(self.bases)
-        self.asked.append('let go')
+        self.calls.append('let go')
 
     def create_disk(self, spec: GuestSpec) -> None:
         super().create_disk(spec)
-        self._did('create_disk')
+        self._record_step('create_disk')
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        assert self.guests()[instance].disk, 'by its overlay an instance is known to be here'
+        assert self.list_guests()[instance].disk, 'by its overlay an instance is known to be here'
         super().create_seed(instance, files)
-        self._did('create_seed')
+        self._record_step('create_seed')
 
     def start(self, spec: GuestSpec) -> None:
         self.spec = spec
         super().start(spec)
-        self._did('start')
+        self._record_step('start')
 
     def destroy(self, instance: str, compute: str) -> None:
         super().destroy(instance, compute)
-        self.asked.append('destroy')
+        self.calls.append('destroy')
 
     def delete_disk(self, instance: str) -> None:
-        assert not self.guests().get(instance, Guest(instance, None, False, False, False)).running
+        assert not self.list_guests().get(instance, Guest(instance, None, False, False, False)).running
         super().delete_disk(instance)
-        self.asked.append('delete_disk')
+        self.calls.append('delete_disk')
 
-    def _did(self, step: str) -> None:
-        self.asked.append(step)
+    def _record_step(self, step: str) -> None:
+        self.calls.append(step)
         if step == self.fails_at:
             raise BuildFailed(step, 'it was told to')
 
 
-def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, job: Build = JOB) -> list[News]:
-    events: list[News] = []
+def run_build(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, job: Build = JOB) -> list[JobEvent]:
+    events: list[JobEvent] = []
     carry_out(job, hypervisor, hypervisor, events.append, checkpoint)
     return events
 
 
-def test_it_is_made_in_order() -> None:
+def test_build_runs_its_steps_in_order() -> None:
     hypervisor = Recording()
-    assert made(hypervisor) == ALL
+    assert run_build(hypervisor) == ALL_EVENTS
     # The base volume must not be evicted before the overlay exists.
-    assert hypervisor.asked == ['image', 'create_disk', 'let go', 'start']
-    assert hypervisor.guests()[INSTANCE].running
+    assert hypervisor.calls == ['image', 'create_disk', 'let go', 'start']
+    assert hypervisor.list_guests()[INSTANCE].running
     assert hypervisor.spec is not None
     assert hypervisor.spec.base == BASE
 
 
-def test_a_disk_on_what_is_not_the_image_any_more_is_made_anew_on_what_is() -> None:
+def test_disk_on_outdated_image_is_recreated_on_the_new_one() -> None:
     hypervisor = Recording()
     hypervisor.bases = [replace(BASE, path='/older.qcow2'), None, BASE]
-    assert made(hypervisor) == ALL
+    assert run_build(hypervisor) == ALL_EVENTS
     # The new base volume may need the space of the old one, so no overlay may use the old one then.
-    assert hypervisor.asked == ['image', 'create_disk', 'delete_disk', 'create_disk', 'let go', 'start']
+    assert hypervisor.calls == ['image', 'create_disk', 'delete_disk', 'create_disk', 'let go', 'start']
     assert hypervisor.spec is not None
     assert hypervisor.spec.base == BASE
 
 
-class Large(Recording):
+class TooLargeImage(Recording):
     """A hypervisor that cannot create disks on /large.qcow2."""
 
     def create_disk(self, spec: GuestSpec) -> None:
@@ -129,117 +129,118 @@ class Large(Recording):
         (['/large.qcow2'], True),
     ],
 )
-def test_it_fails_for_what_the_image_is_and_not_for_what_it_was(bases: list[str | None], fails: bool) -> None:
-    hypervisor, events = Large(), list[News]()
+def test_build_fails_only_if_the_current_image_is_too_large(bases: list[str | None], fails: bool) -> None:
+    hypervisor, events = TooLargeImage(), list[JobEvent]()
     hypervisor.bases = [path and replace(BASE, path=path) for path in bases]
     if fails:
         with pytest.raises(BuildFailed, match='larger'):
             carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
-        assert hypervisor.guests() == {}
+        assert hypervisor.list_guests() == {}
     else:
         carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
-    assert events == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
+    assert events == (ALL_EVENTS[:2] if fails else ALL_EVENTS), 'the image is there, whatever comes of the disk'
 
 
-def test_what_it_is_told_is_on_a_disk_before_it_starts() -> None:
+def test_seed_is_created_before_the_guest_starts() -> None:
     hypervisor = Recording()
-    assert made(hypervisor, job=TOLD) == ALL
-    assert hypervisor.asked == ['image', 'create_disk', 'let go', 'create_seed', 'start']
-    assert hypervisor.seeds() == {INSTANCE}
+    assert run_build(hypervisor, job=SEEDED_JOB) == ALL_EVENTS
+    assert hypervisor.calls == ['image', 'create_disk', 'let go', 'create_seed', 'start']
+    assert hypervisor.list_seeds() == {INSTANCE}
     assert hypervisor.spec is not None
-    assert hypervisor.spec.seed == TOLD.spec.seed
-    assert "b'{}'" not in repr(TOLD), 'user-data may be secret'
+    assert hypervisor.spec.seed == SEEDED_JOB.spec.seed
+    assert "b'{}'" not in repr(SEEDED_JOB), 'user-data may be secret'
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
-    assert hypervisor.seeds() == set()
+    assert hypervisor.list_seeds() == set()
 
 
 @pytest.mark.parametrize('step', STEPS)
-def test_a_step_that_fails_leaves_nothing(step: str) -> None:
+def test_failing_step_leaves_nothing_behind(step: str) -> None:
     hypervisor = Recording(fails_at=step)
     with pytest.raises(BuildFailed, match='it was told to'):
-        made(hypervisor, job=TOLD)
-    assert hypervisor.guests() == {}
-    assert hypervisor.seeds() == set()
+        run_build(hypervisor, job=SEEDED_JOB)
+    assert hypervisor.list_guests() == {}
+    assert hypervisor.list_seeds() == set()
 
 
-@pytest.mark.parametrize('look', range(6))
-def test_a_build_that_is_cancelled_at_any_look_leaves_nothing(look: int) -> None:
+@pytest.mark.parametrize('cancelled_checkpoint', range(6))
+def test_build_cancelled_at_any_checkpoint_leaves_nothing_behind(cancelled_checkpoint: int) -> None:
     hypervisor = Recording()
     looks = iter(range(100))
 
     def checkpoint() -> None:
-        if next(looks) == look:
+        if next(looks) == cancelled_checkpoint:
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        made(hypervisor, checkpoint, TOLD)
-    assert hypervisor.guests() == {}
-    assert hypervisor.seeds() == set()
+        run_build(hypervisor, checkpoint, SEEDED_JOB)
+    assert hypervisor.list_guests() == {}
+    assert hypervisor.list_seeds() == set()
 
 
-def test_it_is_looked_for_a_destroy_between_all_steps() -> None:
+def test_checkpoint_is_called_between_all_steps() -> None:
     hypervisor, call_counts = Recording(), []
-    made(hypervisor, lambda: call_counts.append(len(hypervisor.asked)), TOLD)
+    run_build(hypervisor, lambda: call_counts.append(len(hypervisor.calls)), SEEDED_JOB)
     assert sorted(set(call_counts)) == [0, 1, 3, 4, 5]
 
 
-def test_a_guest_that_runs_is_taken_as_it_is() -> None:
+def test_build_leaves_a_running_guest_unchanged() -> None:
     hypervisor = Recording()
-    made(hypervisor)
-    hypervisor.asked.clear()
-    assert made(hypervisor) == ['started']
-    assert hypervisor.asked == []
+    run_build(hypervisor)
+    hypervisor.calls.clear()
+    assert run_build(hypervisor) == ['started']
+    assert hypervisor.calls == []
 
 
-def test_half_of_one_is_made_anew() -> None:
+def test_incomplete_guest_is_rebuilt() -> None:
     hypervisor = Recording()
     hypervisor.create_disk(JOB.spec)
-    assert made(hypervisor) == ALL
+    assert run_build(hypervisor) == ALL_EVENTS
 
 
-def test_the_domain_goes_before_its_disk() -> None:
+def test_destroy_removes_the_domain_before_its_disk() -> None:
     hypervisor = Recording()
-    made(hypervisor)
-    hypervisor.asked.clear()
+    run_build(hypervisor)
+    hypervisor.calls.clear()
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
-    assert hypervisor.asked == ['destroy', 'delete_disk']
-    assert hypervisor.guests() == {}
+    assert hypervisor.calls == ['destroy', 'delete_disk']
+    assert hypervisor.list_guests() == {}
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)  # a second destroy succeeds, too
 
 
-@pytest.mark.parametrize('there', [False, True])
-def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: bool) -> None:
+@pytest.mark.parametrize('guest_exists', [False, True])
+def test_forget_removes_leftovers_unless_the_guest_exists(guest_exists: bool) -> None:
     hypervisor = Recording()
-    if there:
-        made(hypervisor, job=TOLD)
+    if guest_exists:
+        run_build(hypervisor, job=SEEDED_JOB)
     else:
         FakeHypervisor.create_seed(hypervisor, INSTANCE, {})
-    hypervisor.asked.clear()
-    carry_out(Forget(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
-    assert hypervisor.asked == ([] if there else ['delete_disk'])
-    assert hypervisor.seeds() == ({INSTANCE} if there else set())
-    assert bool(hypervisor.guests()) == there
+    hypervisor.calls.clear()
+    carry_out(RemoveLeftovers(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
+    assert hypervisor.calls == ([] if guest_exists else ['delete_disk'])
+    assert hypervisor.list_seeds() == ({INSTANCE} if guest_exists else set())
+    assert bool(hypervisor.list_guests()) == guest_exists
 
 
-def test_its_power_is_switched_and_nothing_of_it_goes() -> None:
+def test_power_jobs_switch_the_guest_and_remove_nothing() -> None:
     hypervisor = Recording()
-    made(hypervisor)
-    hypervisor.asked.clear()
+    run_build(hypervisor)
+    hypervisor.calls.clear()
     for job, running in ((Shutdown, False), (Resume, True), (SwitchOff, False), (SwitchOff, False), (Resume, True)):
         carry_out(job(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
-        assert hypervisor.guests()[INSTANCE] == Guest(INSTANCE, COMPUTE, True, running, True)
-    assert hypervisor.asked == []
+        assert hypervisor.list_guests()[INSTANCE] == Guest(INSTANCE, COMPUTE, True, running, True)
+    assert hypervisor.calls == []
 
 
 @pytest.mark.parametrize('error', [BuildFailed('disk', 'no room'), Cancelled(), EcompError('x')])
-def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
+def test_errors_survive_pickling(error: BuildFailed) -> None:
     unpickled = pickle.loads(pickle.dumps(error))
     assert type(unpickled) is type(error)
     assert (str(unpickled), vars(unpickled)) == (str(error), vars(error))
 
 
 @pytest.mark.parametrize(
-    'job', [JOB, TOLD, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff, Forget))]
+    'job',
+    [JOB, SEEDED_JOB, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff, RemoveLeftovers))],
 )
-def test_jobs_go_whole_into_a_worker(job: Job) -> None:
+def test_jobs_survive_pickling(job: Job) -> None:
     assert pickle.loads(pickle.dumps(job)) == job

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.command import SHORTEST, SLOW_SECONDS, SLOW_SECONDS_IN_A_SCRIPT, Context, Invocation
-from ecomp.cli.commands import COMMANDS, help_of, parse
+from ecomp.cli.command import MIN_ETCD_TIMEOUT_SECONDS, SCRIPT_SLOW_SECONDS, SLOW_SECONDS, Context, Invocation
+from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.create import read_user_data
-from ecomp.cli.options import FLAGS, OPTIONS, Option, Options, read
+from ecomp.cli.options import FLAGS, OPTIONS, Option, Options, parse_command_line
 from ecomp.cli.terminal import Terminal
-from ecomp.compute import MOST, parser
+from ecomp.compute import MAX_FAKE_COMPUTES, make_parser
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
-from ecomp.model.guest import UNPACKED_LIMIT
-from tests.kit.servers import environment
+from ecomp.model.guest import MAX_UNPACKED_BYTES
+from tests.kit.servers import make_environment
 
 # eschedule's command line: command, arguments, options. Refused ones are also in scenario/test_bad_input.py.
 
@@ -82,57 +82,57 @@ IMAGE = 'http://images.invalid/a.img'
         (['host', '--help'], Invocation('help', ('host',), Options())),
     ],
 )
-def test_each_form(argv: list[str], command: Invocation) -> None:
+def test_parse_accepts_each_form(argv: list[str], command: Invocation) -> None:
     assert parse(argv) == command
 
 
-def test_every_command_is_explained() -> None:
-    help_text = help_of('')
+def test_every_command_has_help() -> None:
+    help_text = format_help('')
     for name, command in COMMANDS.items():
         assert f'{command.usage} ' in help_text
         assert command.summary in help_text
-        assert f'usage: eschedule {command.usage} ' in help_of(name)
+        assert f'usage: eschedule {command.usage} ' in format_help(name)
         # The query command has no name: an instance alone selects it.
         words = tuple(name.split()) if name != 'query' else ()
         assert parse([*name.split(), '--help']) == Invocation('help', words, Options())
 
 
 @pytest.mark.parametrize('name', COMMANDS)
-def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> None:
-    flags = [flag for option in COMMANDS[name].takes() for flag in option.flags]
-    help_text = help_of(name).partition('options:')[2].partition('exit codes')[0]
+def test_help_of_a_command_lists_only_its_own_options(name: str) -> None:
+    flags = [flag for option in COMMANDS[name].list_options() for flag in option.flags]
+    help_text = format_help(name).partition('options:')[2].partition('exit codes')[0]
     listed = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', help_text, re.MULTILINE)
     assert listed == [text for text in flags if len(text) > 2]
     fields = {*COMMANDS[name].options, 'config'}
     assert set(flags) == {flag for field in fields for option in OPTIONS[field] for flag in option.flags}
 
 
-def test_every_option_is_some_command_s() -> None:
+def test_every_option_belongs_to_a_command() -> None:
     used = {field for command in COMMANDS.values() for field in command.options}
     assert used | {'config'} == set(OPTIONS)
 
 
 @pytest.mark.parametrize('name', ['list', *(name for name, each in COMMANDS.items() if '<host>' in each.usage)])
-def test_who_takes_a_host_s_name_may_end_in_conflict(name: str) -> None:
+def test_command_that_takes_a_host_has_exit_code_conflict(name: str) -> None:
     """Two computes may have the same host name."""
-    assert 5 in COMMANDS[name].exits
+    assert 5 in COMMANDS[name].exit_codes
 
 
-def test_the_help_of_events_offers_what_events_prints() -> None:
-    assert 'json or yaml' not in help_of('events')
-    assert 'csv' not in help_of('events')
+def test_help_of_events_offers_only_its_formats() -> None:
+    assert 'json or yaml' not in format_help('events')
+    assert 'csv' not in format_help('events')
 
 
 @pytest.mark.parametrize('name', COMMANDS)
-def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
+def test_every_command_has_a_valid_example(name: str) -> None:
     program, *words = shlex.split(COMMANDS[name].example)
     assert program == 'eschedule'
     assert parse(words).name == name
-    assert f'example: {COMMANDS[name].example}\n' in help_of(name)
+    assert f'example: {COMMANDS[name].example}\n' in format_help(name)
 
 
 @pytest.mark.parametrize(
-    ('argv', 'said'),
+    ('argv', 'message'),
     [
         (['create', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['create', '--flavor', 'x', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
@@ -155,16 +155,16 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
         (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
     ],
 )
-def test_what_is_refused_names_what_was_probably_meant(argv: list[str], said: str) -> None:
+def test_refusal_suggests_a_correction(argv: list[str], message: str) -> None:
     """The other refusals are in tests/golden/commands/eschedule-refused.txt."""
     with pytest.raises(UsageError) as refused:
         parse(argv)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert '\n' not in str(refused.value)
 
 
-def test_help_of_several_commands_by_their_first_word() -> None:
-    help_text = help_of('host')
+def test_help_of_a_first_word_lists_its_commands() -> None:
+    help_text = format_help('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in help_text.splitlines() if line.startswith('  ')] == [
         *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
     ]
@@ -173,24 +173,24 @@ def test_help_of_several_commands_by_their_first_word() -> None:
 # The option parser of eschedule: every allowed form of a line, and refused ones.
 
 
-ANY = [
+ANY_WORDS = [
     *FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b'
 ]  # fmt: skip
-FIELDS = sorted(OPTIONS)
+OPTION_FIELDS = sorted(OPTIONS)
 
 
-def is_word(text: str) -> bool:
+def is_argument(text: str) -> bool:
     return not text.startswith('-') or text == '-' or text[1:].isdecimal()
 
 
-def shortest(flag: str) -> int:
+def find_shortest_prefix(flag: str) -> int:
     """Return the length of the shortest unambiguous prefix of a long flag."""
     others = [other for other in FLAGS if other != flag]
     lengths = range(3, len(flag))
     return next((n for n in lengths if not any(other.startswith(flag[:n]) for other in others)), len(flag))
 
 
-def values(option: Option) -> st.SearchStrategy[Any]:
+def draw_values(option: Option) -> st.SearchStrategy[Any]:
     if option.choices:
         return st.sampled_from(option.choices)
     if option.parse is str:
@@ -205,58 +205,58 @@ def option_forms(draw: st.DrawFn, option: Option, value: Any) -> list[str]:
     """Draw one of the forms in which an option may be written."""
     flag = draw(st.sampled_from(option.flags))
     if flag.startswith('--'):
-        flag = flag[: draw(st.integers(shortest(flag), len(flag)))]
+        flag = flag[: draw(st.integers(find_shortest_prefix(flag), len(flag)))]
     text = str(value)
     if not option.metavar or (option.metavar.startswith('[') and not text):
         return [flag]
     forms = [[f'{flag}={text}']]
     if not flag.startswith('--') and text and text[0] != '=':
         forms.append([f'{flag}{text}'])
-    if is_word(text) and not option.metavar.startswith('['):
+    if is_argument(text) and not option.metavar.startswith('['):
         forms.append([flag, text])
     return draw(st.sampled_from(forms))
 
 
 @st.composite
-def written_lines(draw: st.DrawFn) -> tuple[list[str], list[str], Options]:
+def command_lines(draw: st.DrawFn) -> tuple[list[str], list[str], Options]:
     """Draw a command line with its arguments and its options."""
     parts, given_options = list[list[str]](), dict[str, Any]()
-    for field in draw(st.lists(st.sampled_from(FIELDS), unique=True, max_size=5)):
+    for field in draw(st.lists(st.sampled_from(OPTION_FIELDS), unique=True, max_size=5)):
         option = draw(st.sampled_from(OPTIONS[field]))
         if option.repeats:
-            option_values = draw(st.lists(values(option), min_size=1, max_size=3))
+            option_values = draw(st.lists(draw_values(option), min_size=1, max_size=3))
             parts += [draw(option_forms(option, value)) for value in option_values]
             given_options[field] = option_values
             continue
-        value = draw(values(option)) if option.metavar else option.const
+        value = draw(draw_values(option)) if option.metavar else option.const
         parts += [draw(option_forms(option, value))]
         given_options[field] = value
     # After log, -f means --follow.
-    texts = st.text(max_size=5).filter(lambda text: is_word(text) and text != 'log')
+    texts = st.text(max_size=5).filter(lambda text: is_argument(text) and text != 'log')
     words = draw(st.lists(texts | st.just('list'), max_size=4))
     for text in reversed(words):
         parts.insert(draw(st.integers(0, len(parts))), [text])
     argv = [text for part in parts for text in part]
-    words = [part[0] for part in parts if len(part) == 1 and is_word(part[0])]
-    rest = draw(st.lists(st.sampled_from(ANY), max_size=3))
+    words = [part[0] for part in parts if len(part) == 1 and is_argument(part[0])]
+    rest = draw(st.lists(st.sampled_from(ANY_WORDS), max_size=3))
     return [*argv, *(['--', *rest] if rest else [])], [*words, *rest], Options(**given_options)
 
 
-@given(written_lines())
-def test_line_is_read_back_from_every_form_it_may_be_written_in(line: tuple[list[str], list[str], Options]) -> None:
+@given(command_lines())
+def test_read_accepts_every_form_of_a_line(line: tuple[list[str], list[str], Options]) -> None:
     argv, words, options = line
-    assert read(argv) == (words, options)
+    assert parse_command_line(argv) == (words, options)
 
 
 @given(st.lists(
     st.one_of(
-        st.sampled_from(ANY),
-        st.builds('{}={}'.format, st.sampled_from(ANY), st.sampled_from(ANY)),
+        st.sampled_from(ANY_WORDS),
+        st.builds('{}={}'.format, st.sampled_from(ANY_WORDS), st.sampled_from(ANY_WORDS)),
         st.text(max_size=5),
     ),
     max_size=6,
 ))  # fmt: skip
-def test_any_line_is_read_or_refused_in_one_line(argv: list[str]) -> None:
+def test_any_line_is_read_or_refused_with_one_line(argv: list[str]) -> None:
     message = ''
     try:
         parse(argv)
@@ -270,8 +270,8 @@ def test_any_line_is_read_or_refused_in_one_line(argv: list[str]) -> None:
     [('log web1 -f', True, None), ('log -f web1', True, None), ('log web1 -fjson', False, 'json'),
      ('list -f json', False, 'json'), ('-f json log', False, 'json')],
 )  # fmt: skip
-def test_f_behind_log_follows(line: str, follows: bool, form: str | None) -> None:
-    _, options = read(line.split())
+def test_f_after_log_means_follow(line: str, follows: bool, form: str | None) -> None:
+    _, options = parse_command_line(line.split())
     assert (options.follow, options.format) == (follows, form)
 
 
@@ -299,9 +299,9 @@ def test_f_behind_log_follows(line: str, follows: bool, form: str | None) -> Non
         ('--wait --wait=ready', '--wait is given twice'),
     ],
 )  # fmt: skip
-def test_wrong_option_is_refused_with_what_to_do(line: str, refusal: str) -> None:
+def test_wrong_option_is_refused_with_a_fix(line: str, refusal: str) -> None:
     with pytest.raises(UsageError) as refused:
-        read(line.split())
+        parse_command_line(line.split())
     assert str(refused.value) == refusal
 
 
@@ -309,34 +309,34 @@ def test_wrong_option_is_refused_with_what_to_do(line: str, refusal: str) -> Non
 
 
 @pytest.mark.parametrize('line', ['list -n 0', 'list --timeout 0', 'hosts --count 0', 'doctor --count 0'])
-def test_option_of_zero_is_refused_like_any_other(line: str) -> None:
+def test_option_with_value_zero_is_refused_like_any_other(line: str) -> None:
     with pytest.raises(UsageError, match='does not go with this form|no option but -f'):
         parse(line.split())
 
 
-def test_how_many_are_pretended() -> None:
-    assert parser().parse_args([]).count is None
-    assert parser().parse_args(['--fake', 'VCPU:1', '--count', '5']).count == 5
-    assert parser().parse_args(['--fake', 'VCPU:1', f'--count={MOST}']).count == MOST
+def test_count_of_fake_computes_is_parsed() -> None:
+    assert make_parser().parse_args([]).count is None
+    assert make_parser().parse_args(['--fake', 'VCPU:1', '--count', '5']).count == 5
+    assert make_parser().parse_args(['--fake', 'VCPU:1', f'--count={MAX_FAKE_COMPUTES}']).count == MAX_FAKE_COMPUTES
 
 
-@pytest.mark.parametrize('text', ['0', '-1', '+1', '1.5', '', 'x', '²', '٣', str(MOST + 1), '9' * 5000])
-def test_what_is_no_number_of_them(text: str) -> None:
+@pytest.mark.parametrize('text', ['0', '-1', '+1', '1.5', '', 'x', '²', '٣', str(MAX_FAKE_COMPUTES + 1), '9' * 5000])
+def test_invalid_count_of_fake_computes_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match='--count') as caught:
-        parser().parse_args(['--fake', 'VCPU:1', f'--count={text}'])
+        make_parser().parse_args(['--fake', 'VCPU:1', f'--count={text}'])
     assert '\n' not in str(caught.value)
 
 
 # Warnings about user-data that cloud-init would ignore silently.
 
 
-SAYS = 'begins with #cloud-config, but '
+WARNING_START = 'begins with #cloud-config, but '
 UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it'
 BROKEN = 'is gzip, and broken, so cloud-init passes over it'
 
 
 @pytest.mark.parametrize(
-    ('data', 'says'),
+    ('data', 'warning'),
     [
         (b'#cloud-config\npackages: [nginx]\n', ''),
         (b'#cloud-config\n', ''),
@@ -349,20 +349,20 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
         (b'Content-Type: multipart/mixed; boundary="x"\nMIME-Version: 1.0\n\n--x--\n', ''),
         (b'## template: jinja\n#cloud-config\n', ''),
         (b'#include\nhttp://h/x\n', ''),
-        (b'#cloud-config\npackages: [nginx\n', f'{SAYS}line 3 is not YAML'),
-        (b'#cloud-config\nruncmd:\n\t- x\n', f'{SAYS}line 3 is not YAML'),
-        (b'#cloud-config\n- a\n', f'{SAYS}it is not keys with values'),
-        (b'#cloud-config\nhello\n', f'{SAYS}it is not keys with values'),
-        (b'#cloud-config\na: "\\UFFFFFFFF"\n', f'{SAYS}'),
+        (b'#cloud-config\npackages: [nginx\n', f'{WARNING_START}line 3 is not YAML'),
+        (b'#cloud-config\nruncmd:\n\t- x\n', f'{WARNING_START}line 3 is not YAML'),
+        (b'#cloud-config\n- a\n', f'{WARNING_START}it is not keys with values'),
+        (b'#cloud-config\nhello\n', f'{WARNING_START}it is not keys with values'),
+        (b'#cloud-config\na: "\\UFFFFFFFF"\n', f'{WARNING_START}'),
         (b'#cloud-config\n---\na: 1\n', ''),
-        (b'#cloud-config\na: 1\n---\nb: 2\n', f'{SAYS}line 3 begins a second document'),
+        (b'#cloud-config\na: 1\n---\nb: 2\n', f'{WARNING_START}line 3 begins a second document'),
         (b'#cloud-confg\na: 1\n', UNKNOWN),
         (b'#cloud\n', UNKNOWN),
         (b'## template: mako\n', UNKNOWN),
         (b'#cloud-boothook\n', ''),
         (b'\n#cloud-config\na: 1\n', ''),
         (b'\r\n  #Cloud-Config\r\na: 1\n', ''),
-        (b'#CLOUD-CONFIG\n- a\n', f'{SAYS}it is not keys with values'),
+        (b'#CLOUD-CONFIG\n- a\n', f'{WARNING_START}it is not keys with values'),
         (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, so to cloud-init
         (b'\n## Template: Jinja\n#cloud-config\n', ''),
         (b'\n#Include\nhttp://a/b\n', ''),
@@ -374,25 +374,25 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
         (b'a: 1\n#cloud-config\n', UNKNOWN),
         (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # not UTF-8, so cloud-init finds no type
         (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
-        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{SAYS}it is not keys with values'),
+        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{WARNING_START}it is not keys with values'),
         (gzip.compress(b'hello\n', mtime=0), UNKNOWN),
         (gzip.compress(b'#!/bin/sh\n', mtime=0)[:-3], BROKEN),
         (gzip.compress(b'#!/bin/sh\n', mtime=0) + b'more', BROKEN),
         (b'\x1f\x8b', BROKEN),
         (b'\x1f\x8bhello', BROKEN),
-        pytest.param(gzip.compress(bytes(UNPACKED_LIMIT + 1), mtime=0), '', id='too large'),
+        pytest.param(gzip.compress(bytes(MAX_UNPACKED_BYTES + 1), mtime=0), '', id='too large'),
     ],
 )
-def test_cloud_config_that_is_none(tmp_path: Path, data: bytes, says: str) -> None:
+def test_read_user_data_warns_of_data_that_cloud_init_ignores(tmp_path: Path, data: bytes, warning: str) -> None:
     (tmp_path / 'data').write_bytes(data)
     warnings: list[str] = []
     assert read_user_data(tmp_path / 'data', warnings.append) == data
-    assert len(warnings) == bool(says)
-    assert says in ''.join(warnings)
+    assert len(warnings) == bool(warning)
+    assert warning in ''.join(warnings)
     assert 'nginx' not in ''.join(warnings)
 
 
-def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
+def test_yaml_with_many_aliases_is_read_without_warning(tmp_path: Path) -> None:
     lines = ['#cloud-config', 'a0: &a0 [x]', *(f'a{n}: &a{n} [{", ".join([f"*a{n - 1}"] * 9)}]' for n in range(1, 40))]
     (tmp_path / 'data').write_text('\n'.join(lines))
     warnings: list[str] = []
@@ -409,39 +409,37 @@ def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
         (['wait', 'web1'], 5.0),
         (['wait', 'web1', '--timeout', '3'], 3.0),
         (['wait', 'web1', '--timeout', '300'], 5.0),
-        (['wait', 'web1', '--timeout', '0'], SHORTEST),
+        (['wait', 'web1', '--timeout', '0'], MIN_ETCD_TIMEOUT_SECONDS),
         (['destroy', 'web1', '--wait', '--timeout', '1'], 5.0),  # a write gets the full timeout
     ],
 )
-def test_one_answer_takes_no_longer_than_all_of_a_wait(words: list[str], seconds: float) -> None:
-    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).etcd.timeout == seconds
+def test_etcd_timeout_is_at_most_the_timeout_of_wait(words: list[str], seconds: float) -> None:
+    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).etcd_config.timeout == seconds
 
 
-@pytest.mark.parametrize(('is_terminal', 'seconds'), [(True, SLOW_SECONDS), (False, SLOW_SECONDS_IN_A_SCRIPT)])
-def test_a_frozen_placement_is_named_once_in_a_pipe_too(
-    is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(('is_terminal', 'seconds'), [(True, SLOW_SECONDS), (False, SCRIPT_SLOW_SECONDS)])
+def test_frozen_placement_is_reported_once(is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, 'stderr', TextIOWrapper(BytesIO()))
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
     messages: list[str] = []
     ctx = Context(Terminal(print, print, messages.append), ScheduleConfig(), parse(['hosts']))
     for _ in range(3):  # one call to placement each
-        after, tell = ctx.slow
+        after, tell = ctx.slow_notice
         assert after == seconds
         tell('placement at p1', after)
     assert messages == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
 
 
 @pytest.mark.parametrize(
-    ('words', 'typed'),
+    ('words', 'expected'),
     [
         (['list'], 'eschedule'),
         (['list', '--config', 'far.yaml'], 'eschedule --config far.yaml'),
         (['--config=my far.yaml', 'list'], "eschedule --config 'my far.yaml'"),
     ],
 )
-def test_what_is_to_be_typed_next_asks_the_same_cluster(words: list[str], typed: str) -> None:
-    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).typed == typed
+def test_suggested_command_names_the_same_config(words: list[str], expected: str) -> None:
+    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).command_prefix == expected
 
 
 # An interrupt while eschedule loads its modules, or ecompute --check runs, ends in one line.
@@ -459,13 +457,13 @@ sys.meta_path.insert(0, Interrupts())
 sys.argv[1:] = {words!r}
 {run}
 """
-SCHEDULE = 'from ecomp.schedule import run; run()'
-CHECK = 'from ecomp.compute import main; sys.exit(main())'
-LOADED = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.options', 'ecomp.cli.commands', 'ecomp.model.record')
-LOADED = (*LOADED, 'ecomp.conf', 'yaml')
+RUN_SCHEDULE = 'from ecomp.schedule import run; run()'
+RUN_CHECK = 'from ecomp.compute import main; sys.exit(main())'
+LOADED_MODULES = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.options', 'ecomp.cli.commands', 'ecomp.model.record')
+LOADED_MODULES = (*LOADED_MODULES, 'ecomp.conf', 'yaml')
 
 
-def interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
+def run_interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
     """Run a program that is interrupted as it loads a module.
 
     Returns:
@@ -473,19 +471,19 @@ def interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
     """
     command = [sys.executable, '-c', INTERRUPTED.format(**words)]
     process = subprocess.run(
-        command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=60
+        command, cwd=directory, env=make_environment(), capture_output=True, text=True, check=False, timeout=60
     )
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
-def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize('name', [*LOADED_MODULES, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
+def test_interrupt_while_modules_load_prints_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
-    outcome = interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=SCHEDULE)
+    outcome = run_interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=RUN_SCHEDULE)
     assert outcome == (1, '', 'eschedule: interrupted\n')
 
 
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
-def test_a_check_that_is_interrupted_says_not_that_all_is_well(number: str, tmp_path: Path) -> None:
-    outcome = interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=CHECK)
+def test_interrupted_check_does_not_report_success(number: str, tmp_path: Path) -> None:
+    outcome = run_interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=RUN_CHECK)
     assert outcome == (1, '', 'ecompute: interrupted: not everything was looked at\n')

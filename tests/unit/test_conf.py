@@ -26,12 +26,12 @@ from ecomp.conf import (
     EtcdConfig,
     PlacementConfig,
     ScheduleConfig,
-    in_clear,
+    list_cleartext_hosts,
     load_schedule,
 )
 from ecomp.errors import UsageError
 from ecomp.model.guest import Attachment
-from ecomp.model.image import check_image, pinned
+from ecomp.model.image import check_image, split_pin
 from tests.unit.conf_text import UUID
 
 TOP = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ TOP = Path(__file__).resolve().parents[2]
 # Defaults
 
 
-def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_without_a_file_point_at_localhost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_compute(None) == ComputeConfig(
         uuid=None,
@@ -61,7 +61,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
     )
 
 
-def test_the_file_in_the_current_directory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_the_current_directory_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path('compute.yaml').write_text('resize: False\n')
     Path('schedule.yaml').write_text('image: http://ds1/small.img\n')
@@ -72,15 +72,15 @@ def test_the_file_in_the_current_directory_is_taken(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     'content', ['', '\n', '# only a comment\n', '---\n', '--- {}\n', 'etcd:\nplacement:\nuuid:\n', b'\xef\xbb\xbf']
 )
-def test_an_empty_file_and_keys_without_values_are_the_defaults(
-    compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path, content: str | bytes
+def test_empty_file_and_empty_keys_yield_the_defaults(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, content: str | bytes
 ) -> None:
-    assert compute(content) == ComputeConfig(directory=tmp_path)
+    assert compute_config(content) == ComputeConfig(directory=tmp_path)
 
 
 @pytest.mark.parametrize(('name', 'load'), [('compute.yaml', load_compute), ('schedule.yaml', load_schedule)])
 @pytest.mark.parametrize('uncommented', [False, True])
-def test_the_examples_are_valid_and_name_every_key(
+def test_examples_are_valid_and_have_every_key(
     tmp_path: Path, name: str, load: Callable[[Path | None], Any], uncommented: bool
 ) -> None:
     text = (TOP / name).read_text()
@@ -107,8 +107,8 @@ def test_the_examples_are_valid_and_name_every_key(
     assert config.placement == default.placement
 
 
-def test_the_default_image_is_fetched_as_it_was_published() -> None:
-    bare, digest = pinned(check_image(DEFAULT_IMAGE))
+def test_default_image_is_pinned_and_uses_https() -> None:
+    bare, digest = split_pin(check_image(DEFAULT_IMAGE))
     assert bare.startswith('https://')
     assert digest is not None
 
@@ -116,12 +116,12 @@ def test_the_default_image_is_fetched_as_it_was_published() -> None:
 # Values
 
 
-def test_all_values(
-    compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+def test_compute_yaml_with_all_keys_is_loaded(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
 ) -> None:
     for name in ('ca', 'cert', 'key'):
         (tmp_path / name).touch()
-    config = compute(
+    config = compute_config(
         f"""
 uuid: {UUID.upper()}
 etcd:
@@ -175,7 +175,7 @@ image_proxy: http://proxy:3128/
     )
 
 
-def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
+def test_unreadable_certificate_of_another_user_is_one_line() -> None:
     """A user may run eschedule in the directory of a lab that root made."""
     # In /tmp, because every directory above must be open to the other user.
     with tempfile.TemporaryDirectory(dir='/tmp') as name:
@@ -197,13 +197,13 @@ def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
     assert process.stderr == f'eschedule: {why}. {fix}\n'
 
 
-def test_placement_behind_certificates(
-    compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+def test_placement_certificates_are_loaded_and_checked(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
 ) -> None:
     for name in ('ca', 'cert', 'key', 'token'):
         (tmp_path / name).touch()
     files = f'ca_cert: ca, cert_cert: ./cert, cert_key: {tmp_path}/key, token_file: token'
-    assert compute(f'placement: {{endpoint: "https://ds1", {files}}}').placement == PlacementConfig(
+    assert compute_config(f'placement: {{endpoint: "https://ds1", {files}}}').placement == PlacementConfig(
         'https://ds1', tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', tmp_path / 'token'
     )
     for wrong, message in (
@@ -215,7 +215,7 @@ def test_placement_behind_certificates(
         ('user: me', 'user: unknown key'),
     ):
         with pytest.raises(UsageError) as caught:
-            compute(f'placement: {{{wrong}}}')
+            compute_config(f'placement: {{{wrong}}}')
         assert message in str(caught.value), wrong
 
 
@@ -231,33 +231,33 @@ def test_placement_behind_certificates(
         ('placement: {endpoint: "http://localhost@ds1"}', '', 'placement.endpoint'),
     ],
 )
-def test_nothing_is_said_in_plain_text_by_accident(
-    compute: Callable[[str | bytes], ComputeConfig], section: str, host: str, key: str
+def test_plain_text_to_another_machine_needs_insecure(
+    compute_config: Callable[[str | bytes], ComputeConfig], section: str, host: str, key: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        compute(section)
+        compute_config(section)
     message = str(caught.value)
     assert f'{key}: ' in message
     if host:
         assert f'{key}: {host} is no address of this machine, and all would be said in plain text' in message
-        allowed = compute(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
-        assert in_clear(allowed.etcd, allowed.placement) == [host]
+        allowed = compute_config(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
+        assert list_cleartext_hosts(allowed.etcd, allowed.placement) == [host]
 
 
 @pytest.mark.parametrize('host', ['localhost', 'LocalHost', '127.0.0.1', '127.9.9.9', '::1', '[::1]'])
-def test_this_machine_is_asked_in_plain_text(
-    compute: Callable[[str | bytes], ComputeConfig], host: str
+def test_plain_text_to_this_machine_is_allowed(
+    compute_config: Callable[[str | bytes], ComputeConfig], host: str
 ) -> None:
     bracketed = f'[{host.strip("[]")}]' if ':' in host else host
-    config = compute(f'etcd: {{host: "{host}"}}\nplacement: {{endpoint: "http://{bracketed}"}}')
-    assert in_clear(config.etcd, config.placement) == []
-    config = compute(
+    config = compute_config(f'etcd: {{host: "{host}"}}\nplacement: {{endpoint: "http://{bracketed}"}}')
+    assert list_cleartext_hosts(config.etcd, config.placement) == []
+    config = compute_config(
         f'etcd: {{endpoints: ["{bracketed}:1"]}}\nplacement: {{endpoint: "http://{bracketed}:8080/x"}}'
     )
-    assert in_clear(config.etcd, config.placement) == []
+    assert list_cleartext_hosts(config.etcd, config.placement) == []
 
 
-def test_a_schedule_file(tmp_path: Path) -> None:
+def test_schedule_file_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / 'mine.yaml'
     path.write_text(
         '{user_id: me, project_id: "12", image: "https://h/i", etcd: {host: ds1, insecure: yes}, '
@@ -268,7 +268,7 @@ def test_a_schedule_file(tmp_path: Path) -> None:
     )
 
 
-def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tmp_path: Path) -> None:
+def test_user_data_and_ssh_keys_are_paths_relative_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / 'mine.yaml'
     path.write_text('user_data: given/user-data.yaml\nssh_keys: [id.pub, /etc/keys/ops.pub]\n')
     config = load_schedule(path)
@@ -296,10 +296,10 @@ def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tm
         ('endpoints: [a:1, "[fd00::1]:2379", c.example.org:65535]', ('a:1', '[fd00::1]:2379', 'c.example.org:65535')),
     ],
 )
-def test_endpoints(
-    compute: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]
+def test_etcd_endpoints_are_built_from_host_port_or_list(
+    compute_config: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]
 ) -> None:
-    assert compute(f'etcd: {{insecure: true, {text}}}').etcd.endpoints == endpoints
+    assert compute_config(f'etcd: {{insecure: true, {text}}}').etcd.endpoints == endpoints
 
 
 @pytest.mark.parametrize(('name', 'load'), [('compute.yaml', load_compute), ('schedule.yaml', load_schedule)])
@@ -319,17 +319,17 @@ def test_grpc_options_are_ignored_with_one_warning(
     assert caplog.messages == [f'{reason}Fix: remove the key; version 2.0 refuses it'] * warnings
 
 
-def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | bytes], ComputeConfig]) -> None:
+def test_config_is_frozen_and_can_be_pickled(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:
     import pickle
 
-    config = compute('inventory: {VCPU: 1}')
+    config = compute_config('inventory: {VCPU: 1}')
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.resize = False  # type: ignore[misc]
 
 
-def test_networks_are_taken_in_their_order(compute: Callable[[str | bytes], ComputeConfig]) -> None:
-    networks = compute('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
+def test_networks_keep_their_order(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:
+    networks = compute_config('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
     assert networks == (
         Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'other net')
     )  # fmt: skip

@@ -19,17 +19,17 @@ from ecomp.conf import DEFAULT_USER_ID, EtcdConfig, ScheduleConfig, load_schedul
 from ecomp.errors import UsageError
 from tests.unit.conf_text import UUID
 
-WHERE = 'must be the name of a host, or a network like 10.1.0.0/16'
-NOT_PLUGGED = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
-NO_INTERFACE = 'must be the name of a network interface (at most 15 characters), not'
-NO_LOGIN = 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)'
-NO_URL = 'must be a URL like http://ds1:8080'
-TOTAL = 'the total must be a whole number from 1 to 2147483647, not'
-NIL = '00000000-0000-0000-0000-000000000000'
+IMAGE_SOURCE_FORM = 'must be the name of a host, or a network like 10.1.0.0/16'
+NETWORKS_FORM = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
+INTERFACE_FORM = 'must be the name of a network interface (at most 15 characters), not'
+PASSWORD_REFUSED = 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)'
+URL_FORM = 'must be a URL like http://ds1:8080'
+TOTAL_FORM = 'the total must be a whole number from 1 to 2147483647, not'
+NIL_UUID = '00000000-0000-0000-0000-000000000000'
 
 
 @pytest.fixture
-def mistakes(compute: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
+def mistakes(compute_config: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
     """A function that loads a text as compute.yaml and returns the lines of its error.
 
     The directory of the file is removed from the lines.
@@ -37,13 +37,13 @@ def mistakes(compute: Callable[[str | bytes], ComputeConfig]) -> Callable[[str |
 
     def load(content: str | bytes) -> list[str]:
         with pytest.raises(UsageError) as error:
-            compute(content)
+            compute_config(content)
         return [re.sub(r'^\S*/compute.yaml', 'compute.yaml', line) for line in str(error.value).split('\n')]
 
     return load
 
 
-def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
+def test_every_mistake_is_reported_with_its_line_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
     assert mistakes('uuid: mine\netcd:\n  prot: 1\n  port: 0\nresise: True\nuuid: again\nplacement: {}\nzzz: 1\n') == [
         f'compute.yaml:1: uuid: must be a uuid like {DEFAULT_USER_ID}, not mine',
         'compute.yaml:3: etcd.prot: unknown key (did you mean port?)',
@@ -54,20 +54,18 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
     ]
 
 
-def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
-    mistakes: Callable[[str | bytes], list[str]]
-) -> None:
+def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str | bytes], list[str]]) -> None:
     assert mistakes(
         'inventory:\n  VCPU: 0\n  disk: 1\n  MEMORY_MB: none\ntraits: [CUSTOM_A,\n  7,\n  8]\nnetworks:\n- vlan: 3\n'
         '- bridge: a b\n- bridge: br0\netcd:\n  endpoints:\n  - a:0\n  - b:1\n  - c\n  insecure: yes\n'
     ) == [
-        f'compute.yaml:2: inventory: VCPU: {TOTAL} 0',
+        f'compute.yaml:2: inventory: VCPU: {TOTAL_FORM} 0',
         'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
-        f'compute.yaml:4: inventory: MEMORY_MB: {TOTAL} the text "none"',
+        f'compute.yaml:4: inventory: MEMORY_MB: {TOTAL_FORM} the text "none"',
         'compute.yaml:6: traits: must be text; put 7 in quotes',
         'compute.yaml:7: traits: must be text; put 8 in quotes',
-        f'compute.yaml:9: {NOT_PLUGGED}',
-        f'compute.yaml:10: networks: {NO_INTERFACE} a b',
+        f'compute.yaml:9: {NETWORKS_FORM}',
+        f'compute.yaml:10: networks: {INTERFACE_FORM} a b',
         'compute.yaml:14: etcd.endpoints: a:0 must be host:port, the port 1 to 65535',
         'compute.yaml:16: etcd.endpoints: c must be host:port, the port 1 to 65535',
     ]
@@ -83,25 +81,31 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         ('uuid: 12', 'uuid: must be text; put 12 in quotes'),
         ('uuid: [a]', 'uuid: must be text, not a list'),
         ('uuid: ""', 'uuid: must be one line of printable text'),
-        *((f'{key}: {value}', f'{key}: must be a uuid like {DEFAULT_USER_ID}, not {NIL}') for key, value in (
-            ('uuid', NIL), ('aggregates', f'[{NIL}]'),
-        )),
-        ('{networks: [{network: default}], bridge: br0}', 'bridge: say it in networks, where it stands beside them: '
-         '- bridge: NAME'),
+        *(
+            (f'{key}: {value}', f'{key}: must be a uuid like {DEFAULT_USER_ID}, not {NIL_UUID}')
+            for key, value in (
+                ('uuid', NIL_UUID),
+                ('aggregates', f'[{NIL_UUID}]'),
+            )
+        ),
+        (
+            '{networks: [{network: default}], bridge: br0}',
+            'bridge: say it in networks, where it stands beside them: - bridge: NAME',
+        ),
         ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
         ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not an empty list'),
-        ('networks: [default]', NOT_PLUGGED),
-        ('networks: [{network: a, bridge: b}]', NOT_PLUGGED),
-        ('networks: [{vlan: a}]', NOT_PLUGGED),
-        ('networks: [[a]]', NOT_PLUGGED),
-        ('networks: [{[a]: b}]', NOT_PLUGGED),
+        ('networks: [default]', NETWORKS_FORM),
+        ('networks: [{network: a, bridge: b}]', NETWORKS_FORM),
+        ('networks: [{vlan: a}]', NETWORKS_FORM),
+        ('networks: [[a]]', NETWORKS_FORM),
+        ('networks: [{[a]: b}]', NETWORKS_FORM),
         ('networks: [{network: a/b}]', 'networks: must be the name of a network of libvirt, not a/b'),
         ('networks: [{network: 7}]', 'networks: must be text; put 7 in quotes'),
-        ('networks: [{bridge: a b}]', f'networks: {NO_INTERFACE} a b'),
+        ('networks: [{bridge: a b}]', f'networks: {INTERFACE_FORM} a b'),
         ('networks: [{network: a}, {network: a}]', 'networks: network a is there twice'),
         ('networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']', 'networks: must be at most 8, are 9'),
         ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
-        *((f'bridge: {name}', f'bridge: {NO_INTERFACE} {name}') for name in ('a/b', '..', 'sixteen-letters-')),
+        *((f'bridge: {name}', f'bridge: {INTERFACE_FORM} {name}') for name in ('a/b', '..', 'sixteen-letters-')),
         ('resize: 1', 'resize: must be True or False, not 1'),
         ('resize: "no"', 'resize: must be True or False, not the text "no"'),
         ('workers: 0', 'workers: must be 1 to 64, not 0'),
@@ -120,13 +124,15 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
         ('image_sources: h', 'image_sources: must be a list, not h'),
         *(
-            (f'image_sources: [{text}]', f'image_sources: {WHERE}')
+            (f'image_sources: [{text}]', f'image_sources: {IMAGE_SOURCE_FORM}')
             for text in ('10.1.0.1/16', '"10.1"', 'http://h/', '"*.example.org"', '"h:80"', 'user@h', '/x')
         ),
         ('image_sources: [h, H.]', 'image_sources: H. is there twice'),
         ('image_proxy: proxy:3128', 'image_proxy: must be a URL like http://ds1:8080'),
-        ('image_proxy: http://me:secret@h', 'image_proxy: must not carry a user or password: it would be in logs and '
-         'process lists'),
+        (
+            'image_proxy: http://me:secret@h',
+            'image_proxy: must not carry a user or password: it would be in logs and process lists',
+        ),
         (
             'traits: [HW_CPU_X86_AVX2, HW_CPU_X86_AVX3]',
             'traits: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
@@ -153,19 +159,28 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
             )
             for ratio, said in (
                 *((each, each) for each in ('0', '0.0', '-1', '1001', '.inf', '.5')),
-                ('four', 'the text "four"'), ('"2"', 'the text "2"'), ('1e3', 'the text "1e3"')
+                ('four', 'the text "four"'),
+                ('"2"', 'the text "2"'),
+                ('1e3', 'the text "1e3"'),
             )
         ),
         ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
         ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
         ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capitals, digits and _'),
-        *((f'inventory: {{VCPU: {total}}}', f'inventory: VCPU: {TOTAL} {said}') for total, said in (
-            ('0', '0'), ('1.5', '1.5'), ('2147483648', '2147483648'), ('"4"', 'the text "4"'), ('', 'nothing'),
-        )),
+        *(
+            (f'inventory: {{VCPU: {total}}}', f'inventory: VCPU: {TOTAL_FORM} {said}')
+            for total, said in (
+                ('0', '0'),
+                ('1.5', '1.5'),
+                ('2147483648', '2147483648'),
+                ('"4"', 'the text "4"'),
+                ('', 'nothing'),
+            )
+        ),
         ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is there twice'),
         ('etcd: ds1', 'etcd: must be keys with values, not ds1'),
-        ('etcd: {user: me}', f'etcd.user: {NO_LOGIN}'),
-        ('etcd: {password: }', f'etcd.password: {NO_LOGIN}'),
+        ('etcd: {user: me}', f'etcd.user: {PASSWORD_REFUSED}'),
+        ('etcd: {password: }', f'etcd.password: {PASSWORD_REFUSED}'),
         ('etcd: {host: http://ds1}', 'etcd.host: must be a host name or address, not http://ds1'),
         ('etcd: {host: "a b"}', 'etcd.host: must be a host name or address, not a b'),
         ('etcd: {port: 65536}', 'etcd.port: must be 1 to 65535, not 65536'),
@@ -184,22 +199,22 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key beside it'),
         ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a file that can be read'),
         ('placement: http://ds1', 'placement: must be keys with values, not http://ds1'),
-        ('placement: {endpoint: ds1:8080}', f'placement.endpoint: {NO_URL}'),
-        ('placement: {endpoint: "ftp://ds1"}', f'placement.endpoint: {NO_URL}, not ftp://ds1'),
-        ('placement: {endpoint: "http://ds1:99999"}', f'placement.endpoint: {NO_URL}'),
+        ('placement: {endpoint: ds1:8080}', f'placement.endpoint: {URL_FORM}'),
+        ('placement: {endpoint: "ftp://ds1"}', f'placement.endpoint: {URL_FORM}, not ftp://ds1'),
+        ('placement: {endpoint: "http://ds1:99999"}', f'placement.endpoint: {URL_FORM}'),
         ('placement: {endpoint: "http://ds1:0"}', 'placement.endpoint: the port must be 1 to 65535'),
-        ('placement: {endpoint: "http://[::1"}', f'placement.endpoint: {NO_URL}'),
-        ('placement: {endpoint: "http://ds1/?x=1"}', f'placement.endpoint: {NO_URL}, not http://ds1/?x=1'),
+        ('placement: {endpoint: "http://[::1"}', f'placement.endpoint: {URL_FORM}'),
+        ('placement: {endpoint: "http://ds1/?x=1"}', f'placement.endpoint: {URL_FORM}, not http://ds1/?x=1'),
         ('placement: {url: "http://ds1"}', 'placement.url: unknown key'),
     ],
 )
-def test_a_mistake_is_one_clear_line(mistakes: Callable[[str | bytes], list[str]], text: str, reason: str) -> None:
+def test_mistake_is_reported_in_one_line(mistakes: Callable[[str | bytes], list[str]], text: str, reason: str) -> None:
     messages = mistakes(text)
     assert f'compute.yaml:1: {reason}' in messages
     assert len(messages) == 1 or 'etcd: {' in text, 'other hosts and missing files are named as well'
 
 
-def test_a_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> None:
+def test_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> None:
     for url in ('http://me:secret@ds1', 'http://me:sec/ret@ds1', 'http://secret@ds1:x'):
         assert 'sec' not in ''.join(mistakes(f'placement: {{endpoint: "{url}"}}'))
 
@@ -221,7 +236,7 @@ def test_a_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -
         ('#' * 65537, 'compute.yaml: is larger than 64 KiB'),
     ],
 )
-def test_what_is_not_yaml_or_more_than_we_take_is_one_line(
+def test_invalid_or_unsupported_yaml_is_reported_in_one_line(
     mistakes: Callable[[str | bytes], list[str]], content: str | bytes, reason: str
 ) -> None:
     (line,) = mistakes(content)
@@ -233,17 +248,27 @@ def test_what_is_not_yaml_or_more_than_we_take_is_one_line(
     [
         ('flavors:\n  a: resources=VCPU:1\n  a: resources=VCPU:2\n', ['3: flavors: a: is there twice']),
         ('flavors:\n  [a, b]: resources=VCPU:1\n', ['2: flavors: a name must be a word']),
-        ('flavors:\n  small: 7\n  medium: resources=VCPU:1\n  large: resources=VCPU:none\nssh_keys: [~/a, 5]\n', [
-            '2: flavors: small: must be text; put 7 in quotes', '4: flavors: large: .*', '5: ssh_keys: .*',
-            '5: ssh_keys: .*',
-        ]),
-        (f'image: ftp://ds1/x\nuser_id: {"u" * 256}\nproject_id: 7\nuuid: {UUID}\n', [
-            '1: image: the image ftp://ds1/x must be a URL.*', '2: user_id: must be at most 255 characters, has 256',
-            '3: project_id: must be text; put 7 in quotes', '4: uuid: unknown key.*',
-        ]),
+        (
+            'flavors:\n  small: 7\n  medium: resources=VCPU:1\n  large: resources=VCPU:none\nssh_keys: [~/a, 5]\n',
+            [
+                '2: flavors: small: must be text; put 7 in quotes',
+                '4: flavors: large: .*',
+                '5: ssh_keys: .*',
+                '5: ssh_keys: .*',
+            ],
+        ),
+        (
+            f'image: ftp://ds1/x\nuser_id: {"u" * 256}\nproject_id: 7\nuuid: {UUID}\n',
+            [
+                '1: image: the image ftp://ds1/x must be a URL.*',
+                '2: user_id: must be at most 255 characters, has 256',
+                '3: project_id: must be text; put 7 in quotes',
+                '4: uuid: unknown key.*',
+            ],
+        ),
     ],
 )
-def test_every_mistake_in_schedule_yaml_is_named_with_its_line(tmp_path: Path, text: str, reasons: list[str]) -> None:
+def test_mistakes_in_schedule_yaml_have_their_line(tmp_path: Path, text: str, reasons: list[str]) -> None:
     path = tmp_path / 'schedule.yaml'
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -254,16 +279,14 @@ def test_every_mistake_in_schedule_yaml_is_named_with_its_line(tmp_path: Path, t
 # Unreadable files
 
 
-def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+def test_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match='none.yaml: cannot be read: No such file or directory'):
         load_compute(tmp_path / 'none.yaml')
     with pytest.raises(UsageError, match='cannot be read: Is a directory'):
         load_schedule(tmp_path)
 
 
-def test_a_file_that_is_there_and_cannot_be_read_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_default_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path('compute.yaml').symlink_to('gone')
     Path('schedule.yaml').mkdir()
@@ -273,13 +296,13 @@ def test_a_file_that_is_there_and_cannot_be_read_is_not_passed_over(
         load_schedule(None)
 
 
-def test_a_message_stays_one_line_whatever_the_file_is_called(tmp_path: Path) -> None:
+def test_message_with_odd_file_name_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_compute(tmp_path / 'a\nb')
     assert '\n' not in str(caught.value)
 
 
-def test_a_current_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_current_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / 'gone'
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -292,7 +315,7 @@ def test_a_current_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 # The inventory of --fake
 
 
-def test_an_inventory_in_one_word() -> None:
+def test_parse_inventory_reads_totals() -> None:
     assert parse_inventory('VCPU:4,DISK_GB:10,MEMORY_MB:512') == {'VCPU': 4, 'DISK_GB': 10, 'MEMORY_MB': 512}
     assert parse_inventory(' VCPU:4, DISK_GB: 10 ') == {'VCPU': 4, 'DISK_GB': 10}
 
@@ -304,7 +327,7 @@ def test_an_inventory_in_one_word() -> None:
         *('VCPU:' + '9' * 5000, 'VCPU=1', ':1', 'VCPU:1:2'),
     ],
 )
-def test_an_inventory_that_is_none(text: str) -> None:
+def test_invalid_inventory_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match='inventory') as caught:
         parse_inventory(text)
     assert '\n' not in str(caught.value)
@@ -313,7 +336,7 @@ def test_an_inventory_that_is_none(text: str) -> None:
 
 @settings(max_examples=300)
 @given(st.text(max_size=40) | st.text(alphabet='VCPU:4, 019', max_size=20))
-def test_any_inventory_is_totals_or_a_usage_error(text: str) -> None:
+def test_any_inventory_is_parsed_or_a_usage_error(text: str) -> None:
     totals, message = {}, ''
     try:
         totals = parse_inventory(text)
@@ -329,25 +352,25 @@ def test_any_inventory_is_totals_or_a_usage_error(text: str) -> None:
 
 KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
 KEYS += EtcdConfig._fields
-WORDS = st.sampled_from(
+LIKELY_WORDS = st.sampled_from(
     [*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<']
 )
-PLAIN = (
+SCALARS = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=20)
-    | WORDS
+    | LIKELY_WORDS
     | st.dates()
     | st.binary(max_size=4)
 )
 TREES = st.recursive(
-    PLAIN,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | PLAIN, inner, max_size=6),
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(LIKELY_WORDS | SCALARS, inner, max_size=6),
     max_leaves=12,
 )
-ANYTHING = st.one_of(
+ANY_CONTENT = st.one_of(
     st.binary(max_size=200),
     st.text(max_size=200).map(lambda text: text.encode('utf-8', 'replace')),
     TREES.map(lambda tree: yaml.dump(tree, allow_unicode=True).encode('utf-8', 'replace')),
@@ -356,7 +379,7 @@ ANYTHING = st.one_of(
 
 
 @settings(max_examples=900)
-@given(ANYTHING)
+@given(ANY_CONTENT)
 @example(b'a: "\\ud800"')
 @example(b'2001-13-45: 2001-13-45')
 @example(b'? {a: b}\n: c')
@@ -367,7 +390,7 @@ ANYTHING = st.one_of(
 @example(b'- ' * 32000)
 @example(b'"\\xZZ"')
 @example(b'? ' * 32000)
-def test_any_bytes_are_a_config_or_a_usage_error(content: bytes) -> None:
+def test_any_bytes_are_loaded_or_a_usage_error(content: bytes) -> None:
     with tempfile.NamedTemporaryFile(suffix='.yaml') as file:
         file.write(content)
         file.flush()

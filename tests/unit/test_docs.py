@@ -18,23 +18,23 @@ from tests.kit.tree import copy_tree
 PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/README.md', TOP / 'tests/faults/README.md'])
 
 
-def test_the_reference_and_the_man_pages_are_as_the_code_says() -> None:
-    new = generate.generated()
+def test_reference_and_man_pages_are_current() -> None:
+    new = generate.generate_files()
     old = {path: path.read_text() for folder in (generate.REFERENCE, generate.MAN) for path in folder.iterdir()}
     old[generate.COMMAND_NAMES] = generate.COMMAND_NAMES.read_text()
     assert sorted(old) == sorted(new), 'make them anew: python -m docs.generate'
     assert [path.name for path in new if new[path] != old[path]] == [], 'make them anew: python -m docs.generate'
 
 
-def test_the_picture_is_as_drawn() -> None:
+def test_picture_of_the_parts_is_current() -> None:
     assert (TOP / 'docs/parts.svg').read_text() == parts.draw(), 'draw it: python docs/parts.py > docs/parts.svg'
 
 
-def test_the_readme_is_a_page() -> None:
+def test_readme_is_at_most_10_kb() -> None:
     assert (TOP / 'README.md').stat().st_size <= 10_000
 
 
-def test_the_readme_has_the_two_commands_of_a_newcomer() -> None:
+def test_readme_starts_with_quickstart_and_tests() -> None:
     """The first command runs quickstart.sh, the second the tests.
 
     The text below the second names what the tests cost.
@@ -48,28 +48,28 @@ def test_the_readme_has_the_two_commands_of_a_newcomer() -> None:
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(TOP)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_resolves(page: Path) -> None:
     broken = []
-    for target in re.findall(r'\]\(([^)\s]+)\)', _without_code(page.read_text())):
+    for target in re.findall(r'\]\(([^)\s]+)\)', _strip_code(page.read_text())):
         if not re.match('https?:', target):
             name, _, section = target.partition('#')
             path = (page.parent / name).resolve() if name else page
-            if not path.exists() or (section and section not in sections(path)):
+            if not path.exists() or (section and section not in read_anchors(path)):
                 broken.append(target)
     assert broken == []
 
 
-def sections(page: Path) -> set[str]:
+def read_anchors(page: Path) -> set[str]:
     """Return the anchors of a page's sections."""
-    return {writing.anchor(title) for title in re.findall(r'(?m)^#+ (.*)', _without_code(page.read_text()))}
+    return {writing.make_anchor(title) for title in re.findall(r'(?m)^#+ (.*)', _strip_code(page.read_text()))}
 
 
-def test_a_lost_link_is_found() -> None:
-    assert writing.anchor('Networks and addresses: `x`, now') == 'networks-and-addresses-x-now'
-    assert 'what-a-guest-may-send' in sections(TOP / 'docs/howto/networks.md')
+def test_anchors_of_sections_are_computed() -> None:
+    assert writing.make_anchor('Networks and addresses: `x`, now') == 'networks-and-addresses-x-now'
+    assert 'what-a-guest-may-send' in read_anchors(TOP / 'docs/howto/networks.md')
 
 
-def test_every_page_is_found_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme() -> None:
     visited, pending = set(), {TOP / 'README.md'}
     while pending:
         page = pending.pop()
@@ -79,34 +79,34 @@ def test_every_page_is_found_from_the_readme() -> None:
     assert [page for page in PAGES if page not in visited and 'docs/README' not in str(page)] == []
 
 
-def test_what_roff_would_obey_is_text() -> None:
+def test_roff_escapes_control_characters() -> None:
     page = writing.ManPage('x', 1, 'a-b', [writing.Section('S', ['.no `co-de` [here](there)'])], [])
-    assert '.SH "S"\n\\&.no \\fBco\\-de\\fR here\n' in writing.roff(page)
+    assert '.SH "S"\n\\&.no \\fBco\\-de\\fR here\n' in writing.render_man_page(page)
 
 
-def test_the_wheel_has_the_man_pages_and_the_units(tmp_path: Path) -> None:
+def test_wheel_contains_the_man_pages_and_units(tmp_path: Path) -> None:
     copy_tree(tmp_path / 'ecomp')
-    names = in_the_wheel(tmp_path / 'ecomp', tmp_path)
+    names = list_wheel(tmp_path / 'ecomp', tmp_path)
     man_pages = {name.partition('share/man/')[2] for name in names} - {''}
     assert man_pages == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
     units = {'ecomp/units/ecompute.service', 'ecomp/units/ecomp-control.service', 'mdserver/mdserver.service'}
     assert {name for name in names if name.endswith('.service')} == units
 
 
-def test_a_wheel_leaves_nothing_in_the_clone_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
+def test_wheel_build_leaves_no_files_and_reuses_none(tmp_path: Path) -> None:
     """Files left by `sudo pip install .` would make another user's install fail."""
     clone = tmp_path / 'ecomp'
     copy_tree(clone)
     (clone / 'ecomp/removed.py').touch()
     before = {path for path in clone.rglob('*') if path.suffix != '.pyc'}
-    assert 'ecomp/removed.py' in in_the_wheel(clone, tmp_path)
+    assert 'ecomp/removed.py' in list_wheel(clone, tmp_path)
     assert {path for path in clone.rglob('*') if path.suffix != '.pyc'} == before
     (clone / 'ecomp/removed.py').unlink()
-    assert 'ecomp/removed.py' not in in_the_wheel(clone, tmp_path)
+    assert 'ecomp/removed.py' not in list_wheel(clone, tmp_path)
     assert list((tmp_path / 'temporary').iterdir()) == []
 
 
-def in_the_wheel(clone: Path, directory: Path) -> list[str]:
+def list_wheel(clone: Path, directory: Path) -> list[str]:
     """Build a wheel of this clone in this directory, and return the names of its files.
 
     Temporary files go to the directory's `temporary`.
@@ -121,7 +121,7 @@ def in_the_wheel(clone: Path, directory: Path) -> list[str]:
         return wheel.namelist()
 
 
-def test_what_real_machines_has_typed_on_a_hypervisor_is_taken_away_again() -> None:
+def test_setup_of_a_hypervisor_is_undone_by_keep_running() -> None:
     page, keep = ((TOP / f'docs/howto/{name}.md').read_text() for name in ('real-machines', 'keep-running'))
     commands = '\n'.join(re.findall(r'(?ms)^<!-- typed on: (?:hypervisor|metadata) -->\n```sh\n(.*?)^```', page))
     changes = {
@@ -135,7 +135,7 @@ def test_what_real_machines_has_typed_on_a_hypervisor_is_taken_away_again() -> N
     assert {change for change in changes if change not in removal} == set()
 
 
-def test_no_command_is_taken_for_one_of_bash_s_history() -> None:
+def test_no_command_triggers_bash_history_expansion() -> None:
     """In a terminal, unlike in a script, `!word` in double quotes is `event not found`."""
     errors = {}
     for page in PAGES:
@@ -148,5 +148,5 @@ def test_no_command_is_taken_for_one_of_bash_s_history() -> None:
     assert {block: error for block, error in errors.items() if error} == {}
 
 
-def _without_code(text: str) -> str:
+def _strip_code(text: str) -> str:
     return re.sub(r'(?ms)^```.*?^```|`[^`\n]*`', '', text)

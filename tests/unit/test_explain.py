@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import LARGEST, Inventory
+from ecomp.model.allocation import MAX_AMOUNT, Inventory
 from ecomp.model.explain import (
     Cure,
     Miss,
     Provider,
-    changed,
-    in_words,
-    miss,
-    nearest,
-    smallest,
-    unexplained,
+    apply_cures,
+    explain_uncovered,
+    find_miss,
+    find_smallest_miss,
+    format_cures,
+    sort_misses,
 )
-from ecomp.model.query import Amount, Has, HasNot, enabled_only, parse, words
+from ecomp.model.query import Amount, Exclusion, Requirement, exclude_disabled, format_query, parse_query
 from ecomp.model.status import DISABLED
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
@@ -29,18 +29,18 @@ AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8
 ROOMY = {'VCPU': Inventory(4), 'MEMORY_MB': Inventory(7800), 'DISK_GB': Inventory(25)}
 
 
-def provider(name: str = 'p', **inventories: Inventory) -> Provider:
+def make_provider(name: str = 'p', **inventories: Inventory) -> Provider:
     return Provider(name, {**ROOMY, **inventories})
 
 
-def lacks(query: str, on: Provider) -> list[str]:
-    return [failure.why for failure in miss(parse(query), on).failures]
+def list_failures(query: str, candidate: Provider) -> list[str]:
+    return [failure.reason for failure in find_miss(parse_query(query), candidate).failures]
 
 
-def advice(query: str, *providers: Provider) -> str | None:
+def suggest_change(query: str, *providers: Provider) -> str | None:
     """Return the smallest change of the query, as text."""
-    change = smallest(miss(parse(query), candidate) for candidate in providers)
-    return in_words(change.cures, change.provider) if change is not None and change.cures else None
+    change = find_smallest_miss(find_miss(parse_query(query), candidate) for candidate in providers)
+    return format_cures(change.cures, change.provider) if change is not None and change.cures else None
 
 
 # Failures of one provider
@@ -66,8 +66,8 @@ def advice(query: str, *providers: Provider) -> str | None:
         ),
     ],
 )
-def test_an_amount(have: Inventory, why: str | None) -> None:
-    assert lacks(GUEST, provider(MEMORY_MB=have)) == ([] if why is None else [why])
+def test_amount_outside_the_inventory_is_a_failure(have: Inventory, why: str | None) -> None:
+    assert list_failures(GUEST, make_provider(MEMORY_MB=have)) == ([] if why is None else [why])
 
 
 @pytest.mark.parametrize(
@@ -90,49 +90,53 @@ def test_an_amount(have: Inventory, why: str | None) -> None:
         ('resources=VGPU:1,VCPU:1', 'has no VGPU'),
     ],
 )
-def test_what_is_no_amount(query: str, why: str | None) -> None:
+def test_missing_trait_aggregate_or_class_is_a_failure(query: str, why: str | None) -> None:
     on = Provider('p', ROOMY, {'A', 'B'}, {AGGREGATE})
-    assert lacks(f'{GUEST}&{query}', on) == ([] if why is None else [why])
+    assert list_failures(f'{GUEST}&{query}', on) == ([] if why is None else [why])
 
 
-def test_all_that_lacks_is_said_at_once() -> None:
-    on = provider(MEMORY_MB=Inventory(7800, used=7288), VCPU=Inventory(4, used=4))
-    assert lacks('resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required=HW_CPU_X86_AVX2', on) == [
+def test_all_failures_are_listed() -> None:
+    on = make_provider(MEMORY_MB=Inventory(7800, used=7288), VCPU=Inventory(4, used=4))
+    assert list_failures('resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required=HW_CPU_X86_AVX2', on) == [
         'VCPU short by 1 (free 0 of 4)',
         'MEMORY_MB short by 1229 (free 512 of 7800)',
         'lacks HW_CPU_X86_AVX2',
     ]
 
 
-def test_what_others_of_a_set_take_is_not_told_as_used() -> None:
+def test_amounts_of_the_same_set_are_not_reported_as_used() -> None:
     """`free 0 of 4` looks wrong for a host that is shown as 3/4 used."""
-    on = provider(VCPU=Inventory(4, used=3)).less([{'VCPU': 1, 'MEMORY_MB': 256}])
-    assert lacks(GUEST, on) == ['VCPU is short by 1']
-    assert lacks(GUEST, provider(VCPU=Inventory(4, used=4)).less([])) == ['VCPU short by 1 (free 0 of 4)']
+    on = make_provider(VCPU=Inventory(4, used=3)).with_usage([{'VCPU': 1, 'MEMORY_MB': 256}])
+    assert list_failures(GUEST, on) == ['VCPU is short by 1']
+    assert list_failures(GUEST, make_provider(VCPU=Inventory(4, used=4)).with_usage([])) == [
+        'VCPU short by 1 (free 0 of 4)'
+    ]
 
 
 # The nearest miss
 
 
-def test_the_nearest_lacks_the_fewest_and_then_the_least() -> None:
-    query = parse(f'{GUEST}&required=A')
+def test_nearest_has_the_fewest_then_the_smallest_failures() -> None:
+    query = parse_query(f'{GUEST}&required=A')
     two = Provider('two', {**ROOMY, 'MEMORY_MB': Inventory(255)})
     far = Provider('far', {**ROOMY, 'MEMORY_MB': Inventory(16)}, {'A'})
     near = Provider('near', {**ROOMY, 'MEMORY_MB': Inventory(200)}, {'A'})
-    order = [candidate.provider for candidate in nearest([miss(query, candidate) for candidate in (two, far, near)])]
+    order = [
+        candidate.provider for candidate in sort_misses([find_miss(query, candidate) for candidate in (two, far, near)])
+    ]
     assert order == ['near', 'far', 'two']
 
 
 # The smallest change
 
 
-def test_one_change_is_enough() -> None:
-    small = provider('small', MEMORY_MB=Inventory(7800, used=7288))
+def test_change_needs_as_few_cures_as_possible() -> None:
+    small = make_provider('small', MEMORY_MB=Inventory(7800, used=7288))
     query = GUEST.replace('256', '1741')
-    assert advice(query, small) == 'ask for MEMORY_MB:512'
-    assert advice(f'{query}&required=A', small) == 'ask for MEMORY_MB:512, without required=A'
+    assert suggest_change(query, small) == 'ask for MEMORY_MB:512'
+    assert suggest_change(f'{query}&required=A', small) == 'ask for MEMORY_MB:512, without required=A'
     # A provider that needs one change is preferred to one that needs two.
-    assert advice(f'{query}&required=A', small, provider('other')) == 'ask without required=A'
+    assert suggest_change(f'{query}&required=A', small, make_provider('other')) == 'ask without required=A'
 
 
 @pytest.mark.parametrize(
@@ -151,39 +155,39 @@ def test_one_change_is_enough() -> None:
         (None, None),
     ],
 )
-def test_the_smallest_change_of_an_amount(have: Inventory | None, change: str | None) -> None:
+def test_smallest_change_of_an_amount(have: Inventory | None, change: str | None) -> None:
     inventories = {**ROOMY, 'MEMORY_MB': have}
     on = Provider('p', {name: inventory for name, inventory in inventories.items() if inventory is not None})
-    assert advice(GUEST, on) == change
+    assert suggest_change(GUEST, on) == change
 
 
-def test_what_no_guest_needs_can_be_left_out() -> None:
+def test_optional_resource_may_be_dropped() -> None:
     query = GUEST + ',VGPU:1'
-    assert advice(query, provider()) == 'ask without VGPU'
-    assert advice(query, provider(VGPU=Inventory(1, used=1))) == 'ask without VGPU'
+    assert suggest_change(query, make_provider()) == 'ask without VGPU'
+    assert suggest_change(query, make_provider(VGPU=Inventory(1, used=1))) == 'ask without VGPU'
     # A query must keep at least one resource.
-    assert advice('resources=VGPU:1', provider()) is None
+    assert suggest_change('resources=VGPU:1', make_provider()) is None
 
 
-def test_a_change_of_the_query_goes_before_freeing_something() -> None:
-    full, far = provider('full', VCPU=Inventory(4, used=4)), provider('far', VCPU=Inventory(4, used=3))
+def test_changing_the_query_is_preferred_to_freeing_resources() -> None:
+    full, far = make_provider('full', VCPU=Inventory(4, used=4)), make_provider('far', VCPU=Inventory(4, used=3))
     query = GUEST.replace('VCPU:1', 'VCPU:2') + '&required=A,B'
-    assert advice(query, full) == 'free 2 VCPU on full, ask without required=A and required=B'
-    assert advice(query, full, far) == 'ask for VCPU:1, without required=A and required=B'
+    assert suggest_change(query, full) == 'free 2 VCPU on full, ask without required=A and required=B'
+    assert suggest_change(query, full, far) == 'ask for VCPU:1, without required=A and required=B'
 
 
-def test_no_change_helps_where_nothing_is_to_be_had() -> None:
-    assert smallest([]) is None
-    assert smallest([miss(parse(GUEST), Provider('p'))]) is None
-    assert Miss('p', ()).fits
+def test_no_change_without_any_inventory() -> None:
+    assert find_smallest_miss([]) is None
+    assert find_smallest_miss([find_miss(parse_query(GUEST), Provider('p'))]) is None
+    assert Miss('p', ()).is_candidate
 
 
-def test_a_changed_query() -> None:
-    before = parse(f'{GUEST}&required=A&root_required=!B')
-    cures = [Cure(Amount('VCPU', 1), Amount('VCPU', 2)), Cure(Has('required', ('A',)), None)]
-    after = changed(before, cures)
-    assert after == (Amount('VCPU', 2), *before[1:3], HasNot('root_required', 'B'))
-    assert words(after) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
+def test_changed_applies_the_cures() -> None:
+    before = parse_query(f'{GUEST}&required=A&root_required=!B')
+    cures = [Cure(Amount('VCPU', 1), Amount('VCPU', 2)), Cure(Requirement('required', ('A',)), None)]
+    after = apply_cures(before, cures)
+    assert after == (Amount('VCPU', 2), *before[1:3], Exclusion('root_required', 'B'))
+    assert format_query(after) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
 
 
 limits = st.builds(
@@ -191,56 +195,58 @@ limits = st.builds(
     total=st.integers(1, 30),
     allocation_ratio=st.sampled_from([0.5, 1.0, 1.5]),
     min_unit=st.integers(1, 8),
-    max_unit=st.integers(1, 30) | st.just(LARGEST),
+    max_unit=st.integers(1, 30) | st.just(MAX_AMOUNT),
     step_size=st.integers(1, 7),
     used=st.integers(0, 40),
 )
 
 
 @given(limits, st.integers(1, 60))
-def test_no_nearer_amount_would_do(have: Inventory, amount: int) -> None:
-    def may(each: int) -> bool:
-        return miss([Amount('X', each)], Provider('p', {'X': have})).fits
+def test_nearest_returns_the_closest_possible_amount(have: Inventory, amount: int) -> None:
+    def is_possible(number: int) -> bool:
+        return find_miss([Amount('X', number)], Provider('p', {'X': have})).is_candidate
 
-    suggestion = have.nearest(amount, have.free)
-    possible = [number for number in range(1, 128) if may(number)]
+    suggestion = have.find_nearest_amount(amount, have.free)
+    possible = [number for number in range(1, 128) if is_possible(number)]
     if suggestion is None:
         assert possible == []
     else:
-        assert may(suggestion)
+        assert is_possible(suggestion)
         assert abs(suggestion - amount) == min(abs(number - amount) for number in possible)
 
 
 # Providers that cannot be explained
 
 
-def test_nested_and_sharing_providers_are_beyond_it() -> None:
-    query = parse(GUEST)
+def test_nested_and_sharing_providers_are_unexplained() -> None:
+    query = parse_query(GUEST)
     near = Provider('p', ROOMY, (), {AGGREGATE})
     shares = Provider('s', {'DISK_GB': Inventory(1)}, (), {AGGREGATE, OTHER})
-    assert unexplained(query, near, []) is None
-    assert unexplained(query, near, [shares]) == 'provider s shares with it'
-    assert unexplained(query, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
-    assert unexplained(query, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
-    assert unexplained(query, shares, [shares]) == 'it shares with others'
-    assert unexplained(query, Provider('p', ROOMY, alone=False), []) == 'its resource providers are nested'
+    assert explain_uncovered(query, near, []) is None
+    assert explain_uncovered(query, near, [shares]) == 'provider s shares with it'
+    assert explain_uncovered(query, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
+    assert explain_uncovered(query, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
+    assert explain_uncovered(query, shares, [shares]) == 'it shares with others'
+    assert (
+        explain_uncovered(query, Provider('p', ROOMY, is_standalone=False), []) == 'its resource providers are nested'
+    )
 
 
 @pytest.mark.parametrize(
     ('have', 'closed'), [(Inventory(4), False), (Inventory(4, 3), False), (Inventory(4, 4), True), (None, False)]
 )
-def test_closed(have: Inventory | None, closed: bool) -> None:
+def test_provider_with_all_cpus_reserved_is_closed(have: Inventory | None, closed: bool) -> None:
     assert Provider('p', {} if have is None else {'VCPU': have}).is_closed is closed
 
 
-@pytest.mark.parametrize('query', [enabled_only(GUEST), f'{GUEST}&required=!{DISABLED}'])
-def test_a_disabled_one_is_disabled_and_no_change_of_the_query_helps(query: str) -> None:
+@pytest.mark.parametrize('query', [exclude_disabled(GUEST), f'{GUEST}&required=!{DISABLED}'])
+def test_no_change_is_suggested_for_a_disabled_provider(query: str) -> None:
     disabled = Provider('d', {**ROOMY, 'VCPU': Inventory(4, used=4)}, {DISABLED})
-    assert lacks(query, disabled) == ['is disabled', 'VCPU short by 1 (free 0 of 4)']
-    assert advice(query, disabled) is None
+    assert list_failures(query, disabled) == ['is disabled', 'VCPU short by 1 (free 0 of 4)']
+    assert suggest_change(query, disabled) is None
     # A change for another provider is proposed, even if that provider lacks more.
-    full = provider(VCPU=Inventory(4, used=4), DISK_GB=Inventory(1, used=1))
-    assert advice(query, Provider('d', ROOMY, {DISABLED}), full) == 'free 1 VCPU and 1 DISK_GB on p'
+    full = make_provider(VCPU=Inventory(4, used=4), DISK_GB=Inventory(1, used=1))
+    assert suggest_change(query, Provider('d', ROOMY, {DISABLED}), full) == 'free 1 VCPU and 1 DISK_GB on p'
     # A query may require the trait of disabled providers.
-    assert lacks(enabled_only(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
-    assert advice(f'{GUEST}&required={DISABLED}', provider()) == f'ask without required={DISABLED}'
+    assert list_failures(exclude_disabled(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
+    assert suggest_change(f'{GUEST}&required={DISABLED}', make_provider()) == f'ask without required={DISABLED}'

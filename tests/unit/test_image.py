@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from urllib3.exceptions import SSLError
 
-from ecomp.agent.images.connections import Reach
-from ecomp.agent.images.download import Away, source, why_away
+from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.download import ServerUnavailable, describe_failure, make_source
 from ecomp.errors import BuildFailed
-from ecomp.model.image import check_image, pinned, sum_of
+from ecomp.model.image import check_image, find_sha256, split_pin
 
 # Valid and invalid URLs of images.
 
@@ -23,7 +23,7 @@ from ecomp.model.image import check_image, pinned, sum_of
 SUM = '0123456789abcdef' * 4
 OTHER = 'f' * 64
 
-TAKEN = [
+VALID_URLS = [
     'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk.img',
     'https://cloud-images.ubuntu.com/bionic/current/bionic-server-cloudimg-amd64.img',
     'HTTP://host/x',
@@ -41,7 +41,7 @@ TAKEN = [
     'http://host/%20',
     'file:///var/images/x.qcow2',
 ]
-REFUSED = [
+INVALID_URLS = [
     ('', 'must be a URL that starts with'),
     ('image.img', 'must be a URL that starts with'),
     ('/var/images/x', 'must be a URL that starts with'),
@@ -69,12 +69,24 @@ REFUSED = [
     ('http://host/\x7f', 'space or a control character'),
     ('http://host/\udcff', 'is not a URL'),
     ('http://host/' + 'x' * 2048, 'more than 2048'),
-    *((url, '^the image has a user or a password in its URL') for url in (
-        'http://user:hunter2@host/x', 'https://user@host/x', 'http://:hunter2@host/x', 'http://@host/x',
-        'http://user:hun@ter2@host/x', 'file://user:hunter2@host/x', 'ftp://user:hunter2@host/x', 'hunter2@host',
-        'http:user:hunter2@host/x', 'http://user:hunter2@[host/x', 'http://user:hunter2@host:port/x',
-        f'http://user:hunter2@host/x#sha256={SUM}', 'http://host\\@user:hunter2@host/x',
-    )),
+    *(
+        (url, '^the image has a user or a password in its URL')
+        for url in (
+            'http://user:hunter2@host/x',
+            'https://user@host/x',
+            'http://:hunter2@host/x',
+            'http://@host/x',
+            'http://user:hun@ter2@host/x',
+            'file://user:hunter2@host/x',
+            'ftp://user:hunter2@host/x',
+            'hunter2@host',
+            'http:user:hunter2@host/x',
+            'http://user:hunter2@[host/x',
+            'http://user:hunter2@host:port/x',
+            f'http://user:hunter2@host/x#sha256={SUM}',
+            'http://host\\@user:hunter2@host/x',
+        )
+    ),
     ('http://host/x?y=z#f', 'has a #fragment that is not #sha256='),
     (f'http://host/x#sha256={SUM[1:]}', 'has a #fragment that is not'),
     (f'http://host/x#sha256={SUM}0', 'has a #fragment that is not'),
@@ -85,20 +97,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize('url', TAKEN)
-def test_taken(url: str) -> None:
+@pytest.mark.parametrize('url', VALID_URLS)
+def test_valid_url_is_accepted(url: str) -> None:
     assert check_image(url) == url
 
 
-@pytest.mark.parametrize(('url', 'reason'), REFUSED)
-def test_refused(url: str, reason: str) -> None:
+@pytest.mark.parametrize(('url', 'reason'), INVALID_URLS)
+def test_invalid_url_is_refused(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
         check_image(url)
     assert 'hunter2' not in str(refused.value)
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=())) | st.text().map('http://'.__add__))
-def test_a_url_is_taken_or_refused_and_nothing_else(url: str) -> None:
+def test_any_url_is_accepted_or_refused(url: str) -> None:
     try:
         checked_url = check_image(url)
     except ValueError:
@@ -106,15 +118,15 @@ def test_a_url_is_taken_or_refused_and_nothing_else(url: str) -> None:
     checked_url.encode()  # it is hashed for a file name
 
 
-def test_what_a_url_pins() -> None:
-    assert pinned('http://host/x?y=z') == ('http://host/x?y=z', None)
-    assert pinned('http://host/x#') == ('http://host/x', None)
-    assert pinned(f'http://host/x?y=z#sha256={SUM}') == ('http://host/x?y=z', SUM)
-    assert pinned(f'http://host/x#SHA256={SUM.upper()}') == ('http://host/x', SUM)
+def test_pinned_splits_url_and_digest() -> None:
+    assert split_pin('http://host/x?y=z') == ('http://host/x?y=z', None)
+    assert split_pin('http://host/x#') == ('http://host/x', None)
+    assert split_pin(f'http://host/x?y=z#sha256={SUM}') == ('http://host/x?y=z', SUM)
+    assert split_pin(f'http://host/x#SHA256={SUM.upper()}') == ('http://host/x', SUM)
 
 
 @pytest.mark.parametrize(
-    ('line', 'found'),
+    ('line', 'digest'),
     [
         (f'{SUM}  disk.img', SUM),
         (f'{SUM} *disk.img', SUM),
@@ -129,21 +141,21 @@ def test_what_a_url_pins() -> None:
         ('', None),
     ],
 )
-def test_what_a_list_of_sums_says(line: str, found: str | None) -> None:
-    assert sum_of(line, 'http://host/a/disk.img?x=/y') == found
-    assert sum_of(f'# sums\n{OTHER}  another.img\n{line}\n', 'http://host/a/disk.img') == found
+def test_sum_of_finds_the_digest_of_the_file(line: str, digest: str | None) -> None:
+    assert find_sha256(line, 'http://host/a/disk.img?x=/y') == digest
+    assert find_sha256(f'# sums\n{OTHER}  another.img\n{line}\n', 'http://host/a/disk.img') == digest
 
 
-def test_a_name_with_a_space_is_found_in_the_sums() -> None:
-    assert sum_of(f'{SUM}  a disk.img', 'http://host/a%20disk.img') == SUM
-    assert sum_of(f'{SUM}  ', 'http://host/') is None
+def test_sum_of_accepts_a_file_name_with_a_space() -> None:
+    assert find_sha256(f'{SUM}  a disk.img', 'http://host/a%20disk.img') == SUM
+    assert find_sha256(f'{SUM}  ', 'http://host/') is None
 
 
 # The message says why a server does not answer, even if other exceptions wrap the cause.
 
 
 @pytest.mark.parametrize(
-    ('cause', 'says'),
+    ('cause', 'reason'),
     [
         (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'there is no such name'),
         (socket.gaierror(socket.EAI_AGAIN, 'Temporary failure'), 'its name cannot be looked up'),
@@ -155,24 +167,26 @@ def test_a_name_with_a_space_is_found_in_the_sums() -> None:
         (ssl.SSLError('wrong version number'), 'it does not speak TLS as this host does'),
     ],
 )
-def test_why_a_server_is_away_is_said(
-    monkeypatch: pytest.MonkeyPatch, cause: OSError, says: str
+def test_unreachable_server_is_reported_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, cause: OSError, reason: str
 ) -> None:
     # A test must not depend on the answers of the machine's own network.
     def fail(*_: object, **__: object) -> None:
         raise cause
 
     resolves = isinstance(cause, socket.gaierror)
-    monkeypatch.setattr('ecomp.agent.images.connections.' + ('addresses' if resolves else 'create_connection'), fail)
-    remote = source('http://192.0.2.1/x', None, Reach())
-    with pytest.raises(Away) as away:
+    monkeypatch.setattr(
+        'ecomp.agent.images.connections.' + ('resolve_addresses' if resolves else 'create_connection'), fail
+    )
+    remote = make_source('http://192.0.2.1/x', None, EgressPolicy())
+    with pytest.raises(ServerUnavailable) as away:
         remote.open(None)
     remote.close()
-    assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {says}')
+    assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {reason}')
 
 
 @pytest.mark.parametrize(
-    ('code', 'says'),
+    ('code', 'reason'),
     [
         (9, 'its certificate is not valid yet: is the clock right?'),
         (10, 'its certificate has expired'),
@@ -181,25 +195,25 @@ def test_why_a_server_is_away_is_said(
         (64, 'its certificate is made out to another address'),
     ],
 )
-def test_what_is_wrong_with_a_certificate_is_said(code: int, says: str) -> None:
+def test_invalid_certificate_is_reported_with_its_reason(code: int, reason: str) -> None:
     error = ssl.SSLCertVerificationError('whatever the server says')
     error.verify_code = code
-    assert why_away(SSLError(error)) == f'the server cannot be reached: {says}'
+    assert describe_failure(SSLError(error)) == f'the server cannot be reached: {reason}'
 
 
 @pytest.mark.parametrize('content', [None, b'', b'no certificate'])
-def test_authorities_that_cannot_be_read_are_named(
+def test_unreadable_certificate_authorities_are_named(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / 'authorities'
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(file))
-    remote = source('https://192.0.2.1/x', None, Reach())
+    remote = make_source('https://192.0.2.1/x', None, EgressPolicy())
     with pytest.raises(BuildFailed) as failed:
         remote.open(None)
     remote.close()
-    assert not isinstance(failed.value, Away)
+    assert not isinstance(failed.value, ServerUnavailable)
     message = str(failed.value)
     assert message.startswith(f'image: {file}: certificate authorities cannot be read: ')
     assert message.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')

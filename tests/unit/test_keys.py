@@ -15,21 +15,21 @@ from ecomp.model.roles import (
     AddRole,
     AddUser,
     Change,
-    Give,
-    Grant,
-    Grants,
+    GrantPermission,
+    GrantRole,
     Permission,
-    Revoke,
+    Permissions,
+    RevokePermission,
+    RevokeRole,
     Roles,
-    Take,
-    below,
-    changes,
-    described,
-    of_compute,
-    of_scheduler,
-    unknown,
-    wanted,
-    without_role,
+    describe_change,
+    list_compute_permissions,
+    list_computes_without_role,
+    list_scheduler_permissions,
+    list_unknown_users,
+    make_prefix_permission,
+    make_roles,
+    plan_changes,
 )
 
 # The keys of etcd, and valid uuids.
@@ -39,28 +39,28 @@ COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 
 
-def test_the_keys_users_and_other_hosts_see() -> None:
+def test_keys_have_the_documented_layout() -> None:
     assert keys.request(COMPUTE, INSTANCE) == f'/hosts/{COMPUTE}/{INSTANCE}'
     assert keys.attempt(INSTANCE) == f'/requests/{INSTANCE}'
-    assert keys.booted(INSTANCE) == f'/booted/{INSTANCE}'
+    assert keys.address(INSTANCE) == f'/booted/{INSTANCE}'
     assert keys.record(COMPUTE, INSTANCE) == f'/instances/{COMPUTE}/{INSTANCE}'
     assert keys.record('', INSTANCE) == f'/instances/none/{INSTANCE}'
     assert keys.old_record(INSTANCE) == f'/instances/{INSTANCE}'
     assert keys.digest('a', COMPUTE, 3) == f'/digests/{COMPUTE}/a/3'
-    assert keys.recorded(keys.record(COMPUTE, INSTANCE)) == (COMPUTE, INSTANCE)
-    assert keys.recorded(keys.record('', INSTANCE)) == ('', INSTANCE)
-    assert keys.recorded(keys.old_record(INSTANCE)) == (None, INSTANCE)
+    assert keys.parse_record_key(keys.record(COMPUTE, INSTANCE)) == (COMPUTE, INSTANCE)
+    assert keys.parse_record_key(keys.record('', INSTANCE)) == ('', INSTANCE)
+    assert keys.parse_record_key(keys.old_record(INSTANCE)) == (None, INSTANCE)
     assert keys.compute(COMPUTE) == f'/computes/{COMPUTE}'
 
 
-def test_a_prefix_does_not_match_a_longer_name() -> None:
+def test_prefix_of_a_compute_excludes_longer_names() -> None:
     assert keys.request(COMPUTE, INSTANCE).startswith(keys.request_prefix(COMPUTE))
     assert not keys.request(COMPUTE + '0', INSTANCE).startswith(keys.request_prefix(COMPUTE))
 
 
 @given(st.uuids())
-def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
-    assert keys.last(keys.request(COMPUTE, str(instance))) == str(instance)
+def test_last_returns_the_instance_of_a_key(instance: uuid.UUID) -> None:
+    assert keys.get_last_part(keys.request(COMPUTE, str(instance))) == str(instance)
     assert keys.is_uuid(str(instance))
 
 
@@ -83,20 +83,20 @@ def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
         [],
     ],
 )
-def test_other_forms_of_a_uuid_are_none(text: Any) -> None:
+def test_noncanonical_uuid_is_refused(text: Any) -> None:
     assert not keys.is_uuid(text)
 
 
 @given(st.binary(min_size=16, max_size=16))
-def test_a_new_uuid_is_as_python_makes_it(random: bytes) -> None:
-    assert keys.new_uuid(random) == str(uuid.UUID(bytes=random, version=4))
+def test_new_uuid_equals_python_s_uuid4(random: bytes) -> None:
+    assert keys.make_uuid(random) == str(uuid.UUID(bytes=random, version=4))
 
 
-LIKE_ONE = st.text('0123456789abcdefABCDEF-{}', min_size=30, max_size=40)
+UUID_LIKE_TEXTS = st.text('0123456789abcdefABCDEF-{}', min_size=30, max_size=40)
 
 
-@given(LIKE_ONE | st.uuids().map(str) | st.uuids().map(lambda each: each.hex))
-def test_a_uuid_is_told_as_python_tells_it(text: str) -> None:
+@given(UUID_LIKE_TEXTS | st.uuids().map(str) | st.uuids().map(lambda each: each.hex))
+def test_is_uuid_agrees_with_python_s_canonical_form(text: str) -> None:
     try:
         canonical = str(uuid.UUID(text)) == text
     except ValueError:
@@ -149,7 +149,7 @@ KEYS = [
 ]
 
 
-def allows(permissions: Grants, kind: str, key: str) -> bool:
+def is_allowed(permissions: Permissions, kind: str, key: str) -> bool:
     """Return whether etcd would allow this access.
 
     See https://etcd.io/docs/v3.4/learning/design-auth-v3/.
@@ -162,35 +162,39 @@ def allows(permissions: Grants, kind: str, key: str) -> bool:
 
 
 @pytest.mark.parametrize(('key', 'compute', 'scheduler'), KEYS)
-def test_who_may_write_what(key: str, compute: bool, scheduler: bool) -> None:
-    assert allows(of_compute(OWN), roles.WRITE, key) == compute
-    assert allows(of_scheduler(), roles.WRITE, key) == scheduler
-    for permissions in (of_compute(OWN), of_scheduler()):
-        assert allows(permissions, roles.READ, key) == key.startswith('/')
+def test_role_allows_exactly_its_keys(key: str, compute: bool, scheduler: bool) -> None:
+    assert is_allowed(list_compute_permissions(OWN), roles.WRITE, key) == compute
+    assert is_allowed(list_scheduler_permissions(), roles.WRITE, key) == scheduler
+    for permissions in (list_compute_permissions(OWN), list_scheduler_permissions()):
+        assert is_allowed(permissions, roles.READ, key) == key.startswith('/')
 
 
-def test_every_prefix_of_the_layout_is_tried() -> None:
+def test_every_prefix_of_the_layout_has_a_case() -> None:
     prefixes = [value for name, value in vars(keys).items() if name.isupper() and str(value).startswith('/')]
     assert keys.HOSTS in prefixes
     for prefix in {*prefixes} - {keys.TAKER}:
         assert any(key.startswith(prefix) for key, *_ in KEYS), prefix
 
 
-def test_each_has_its_role() -> None:
-    layout = wanted({'compute-a': OWN, 'compute-b': OTHER}, ['scheduler-s', 'scheduler-t'], ['operator-o'])
+def test_each_certificate_has_its_role() -> None:
+    layout = make_roles({'compute-a': OWN, 'compute-b': OTHER}, ['scheduler-s', 'scheduler-t'], ['operator-o'])
     assert layout.users == {
         'compute-a': {'compute-a'}, 'compute-b': {'compute-b'}, 'scheduler-s': {'scheduler'},
         'scheduler-t': {'scheduler'}, 'operator-o': {'root'}, 'root': {'root'},
     }  # fmt: skip
-    assert layout.roles == {'compute-a': of_compute(OWN), 'compute-b': of_compute(OTHER), 'scheduler': of_scheduler()}
+    assert layout.roles == {
+        'compute-a': list_compute_permissions(OWN),
+        'compute-b': list_compute_permissions(OTHER),
+        'scheduler': list_scheduler_permissions(),
+    }
 
 
-def done(found: Roles, steps: list[Change]) -> Roles:
+def apply_changes(current: Roles, steps: list[Change]) -> Roles:
     """Return the roles after these changes.
 
     An AssertionError stands for a change that etcd refuses.
     """
-    users, grants = dict(found.users), dict(found.roles)
+    users, grants = dict(current.users), dict(current.roles)
     for step in steps:
         match step:
             case AddRole(role):
@@ -199,64 +203,86 @@ def done(found: Roles, steps: list[Change]) -> Roles:
             case AddUser(user):
                 assert user not in users
                 users[user] = frozenset()
-            case Grant(role, permission):
+            case GrantPermission(role, permission):
                 grants[role] = frozenset({old for old in grants[role] if old[1:] != permission[1:]} | {permission})
-            case Revoke(role, permission):
+            case RevokePermission(role, permission):
                 assert any(old[1:] == permission[1:] for old in grants[role])
                 grants[role] = frozenset(old for old in grants[role] if old[1:] != permission[1:])
-            case Give(user, role):
+            case GrantRole(user, role):
                 assert role in grants or role == roles.ROOT
                 users[user] |= {role}
-            case Take(user, role):
+            case RevokeRole(user, role):
                 users[user] -= {role}
     return Roles(users, grants)
 
 
 LAYOUTS = [
     Roles({}, {}),
-    wanted({}, [], ['operator-o']),
-    wanted({'compute-a': OWN}, ['scheduler-s'], ['operator-o']),
-    wanted({'compute-a': OTHER}, ['scheduler-s'], ['operator-o']),
+    make_roles({}, [], ['operator-o']),
+    make_roles({'compute-a': OWN}, ['scheduler-s'], ['operator-o']),
+    make_roles({'compute-a': OTHER}, ['scheduler-s'], ['operator-o']),
     # Older layouts: the same keys with another kind of access, an obsolete prefix, a superfluous role.
     Roles(
         {'compute-a': frozenset({'root', 'compute-a'}), 'root': frozenset()},
-        {'compute-a': frozenset({below('/', roles.BOTH), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')})},
+        {
+            'compute-a': frozenset(
+                {make_prefix_permission('/', roles.BOTH), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')}
+            )
+        },
     ),
-    Roles({}, {'compute-a': frozenset({below('/', roles.BOTH), below(f'/hosts/{OWN}/', roles.READ)})}),
+    Roles(
+        {},
+        {
+            'compute-a': frozenset(
+                {make_prefix_permission('/', roles.BOTH), make_prefix_permission(f'/hosts/{OWN}/', roles.READ)}
+            )
+        },
+    ),
 ]
 
 
-@pytest.mark.parametrize(('found', 'aim'), itertools.product(LAYOUTS, LAYOUTS[1:4]))
-def test_changes_end_at_what_is_wanted_from_wherever_they_stop(found: Roles, aim: Roles) -> None:
-    steps = changes(found, aim)
+@pytest.mark.parametrize(('before', 'aim'), itertools.product(LAYOUTS, LAYOUTS[1:4]))
+def test_changes_resume_after_a_stop_at_any_step(before: Roles, aim: Roles) -> None:
+    steps = plan_changes(before, aim)
     for stop in range(len(steps) + 1):
-        current = done(found, steps[:stop])
+        current = apply_changes(before, steps[:stop])
         # A key that is writable before and after all changes stays writable in between.
-        for role in found.roles.keys() & aim.roles.keys():
+        for role in before.roles.keys() & aim.roles.keys():
             for key, _, _ in KEYS:
-                if allows(found.roles[role], roles.WRITE, key) and allows(aim.roles[role], roles.WRITE, key):
-                    assert allows(current.roles[role], roles.WRITE, key)
-        current = done(current, changes(current, aim))
+                if is_allowed(before.roles[role], roles.WRITE, key) and is_allowed(aim.roles[role], roles.WRITE, key):
+                    assert is_allowed(current.roles[role], roles.WRITE, key)
+        current = apply_changes(current, plan_changes(current, aim))
         assert {name: current.users[name] for name in aim.users} == aim.users
         assert {name: current.roles[name] for name in aim.roles} == aim.roles
-        assert changes(current, aim) == []
+        assert plan_changes(current, aim) == []
 
 
-def test_what_is_of_others_stays() -> None:
-    start = Roles({'backup': frozenset({'reader'}), 'compute-gone': frozenset()}, {'reader': frozenset({below('/x/')})})
+def test_foreign_users_and_roles_are_kept() -> None:
+    start = Roles(
+        {'backup': frozenset({'reader'}), 'compute-gone': frozenset()},
+        {'reader': frozenset({make_prefix_permission('/x/')})},
+    )
     aim = LAYOUTS[2]
-    final = done(start, changes(start, aim))
+    final = apply_changes(start, plan_changes(start, aim))
     assert final.users['backup'] == {'reader'}
-    assert final.roles['reader'] == {below('/x/')}
-    assert unknown(final, aim) == ['compute-gone']
-    assert unknown(final, wanted({}, [], [])) == ['compute-a', 'compute-gone', 'operator-o', 'scheduler-s']
+    assert final.roles['reader'] == {make_prefix_permission('/x/')}
+    assert list_unknown_users(final, aim) == ['compute-gone']
+    assert list_unknown_users(final, make_roles({}, [], [])) == [
+        'compute-a',
+        'compute-gone',
+        'operator-o',
+        'scheduler-s',
+    ]
 
 
-def test_computes_that_no_role_is_for() -> None:
-    current, aim = wanted({'compute-a': OWN, 'compute-b': SUBJECT}, [], []), wanted({'compute-a': OTHER}, [], [])
-    assert without_role([OWN, OTHER, SUBJECT], current, aim) == [OWN]
-    assert without_role([OTHER, SUBJECT], current, aim) == []
-    assert without_role([OWN, SUBJECT], Roles({}, {}), aim) == [OWN, SUBJECT]
+def test_without_role_lists_computes_without_a_role() -> None:
+    current, aim = (
+        make_roles({'compute-a': OWN, 'compute-b': SUBJECT}, [], []),
+        make_roles({'compute-a': OTHER}, [], []),
+    )
+    assert list_computes_without_role([OWN, OTHER, SUBJECT], current, aim) == [OWN]
+    assert list_computes_without_role([OTHER, SUBJECT], current, aim) == []
+    assert list_computes_without_role([OWN, SUBJECT], Roles({}, {}), aim) == [OWN, SUBJECT]
 
 
 @pytest.mark.parametrize(
@@ -264,12 +290,12 @@ def test_computes_that_no_role_is_for() -> None:
     [
         (AddRole('r'), 'role r: added'),
         (AddUser('u'), 'user u: added'),
-        (Give('u', 'r'), 'user u: has role r'),
-        (Take('u', 'r'), 'user u: has role r no more'),
-        (Grant('r', below('/hosts/')), 'role r: may write /hosts/'),
-        (Grant('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
-        (Revoke('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no more readwrite /a to /b'),
+        (GrantRole('u', 'r'), 'user u: has role r'),
+        (RevokeRole('u', 'r'), 'user u: has role r no more'),
+        (GrantPermission('r', make_prefix_permission('/hosts/')), 'role r: may write /hosts/'),
+        (GrantPermission('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
+        (RevokePermission('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no more readwrite /a to /b'),
     ],
 )
-def test_in_words(change: Change, words: str) -> None:
-    assert described(change) == words
+def test_described_change_as_text(change: Change, words: str) -> None:
+    assert describe_change(change) == words

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.plan import LastRuns
-from tests.kit.servers import environment
+from tests.kit.servers import make_environment
 
-TESTS = """
+TEST_FILE = """
 import os
 import pytest
 
@@ -34,15 +34,15 @@ def test_of_none(number):
 """
 
 
-def run(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run pytest with the plugin on one file, without other configuration than the markers."""
     (directory / 'test_them.py').write_text(text)
     (directory / 'pytest.ini').write_text('[pytest]\nmarkers =\n    slow\n    fast\n    long\n')
     command = [sys.executable, '-m', 'pytest', '-p', 'tests.kit.plan', '-p', 'no:cacheprovider', *words]
-    return subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=directory, env=make_environment(), capture_output=True, text=True, check=False)
 
 
-def test_a_skip_is_a_failure_where_nothing_may_be_skipped(tmp_path: Path) -> None:
+def test_nothing_skipped_turns_skips_into_failures(tmp_path: Path) -> None:
     (tmp_path / 'test_gone.py').write_text('import pytest\npytest.importorskip("nothing_of_that_name")\n')
     text = """
 import pytest
@@ -51,44 +51,44 @@ def test_one():
     pytest.skip('no root')
 
 @pytest.mark.skip(reason='not here')
-def test_two():
+def test_two_interfaces_are_configured_by_mac():
     pass
 """
-    assert '3 skipped' in run(tmp_path, text).stdout
-    refused = run(tmp_path, text, '--nothing-skipped', '--continue-on-collection-errors')
+    assert '3 skipped' in run_pytest(tmp_path, text).stdout
+    refused = run_pytest(tmp_path, text, '--nothing-skipped', '--continue-on-collection-errors')
     assert refused.returncode == 1, refused.stdout
     # A mark and an importorskip of a module skip before the test runs, so they count as errors.
     assert '1 failed, 2 errors' in refused.stdout
     assert refused.stdout.count('skipped, where nothing may be') >= 3
 
 
-def test_what_shares_a_lab_is_run_by_one_process(tmp_path: Path) -> None:
+def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
     base = tmp_path / 'base'
     words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]
-    process = run(tmp_path, TESTS, *words)
+    process = run_pytest(tmp_path, TEST_FILE, *words)
     assert (process.returncode, '24 passed' in process.stdout) == (0, True), process.stdout
     assert len(set((base / 'pids').read_text().split())) == 1
 
 
-def test_the_longest_not_run_is_named(tmp_path: Path) -> None:
+def test_oldest_run_is_found(tmp_path: Path) -> None:
     path = tmp_path / 'last_run'
     path.write_text('2026-01-31 tests/x.py::test_a[a b]\n2025-12-24 tests/x.py::test_b\n')
     runs = LastRuns(path)
     assert runs.dates == {'tests/x.py::test_a[a b]': '2026-01-31', 'tests/x.py::test_b': '2025-12-24'}
-    assert runs.oldest() == '2025-12-24 tests/x.py::test_b'
+    assert runs.find_oldest() == '2025-12-24 tests/x.py::test_b'
     runs.write(['tests/x.py::test_b'], '2026-02-01')
     assert path.read_text() == '2026-01-31 tests/x.py::test_a[a b]\n2026-02-01 tests/x.py::test_b\n'
-    assert LastRuns(path).oldest() == '2026-01-31 tests/x.py::test_a[a b]'
-    assert LastRuns(tmp_path / 'none').oldest() == ''
-    assert LastRuns(path).never(['tests/x.py::test_c', 'tests/x.py::test_a[a b]']) == ['tests/x.py::test_c']
+    assert LastRuns(path).find_oldest() == '2026-01-31 tests/x.py::test_a[a b]'
+    assert LastRuns(tmp_path / 'none').find_oldest() == ''
+    assert LastRuns(path).list_never_run(['tests/x.py::test_c', 'tests/x.py::test_a[a b]']) == ['tests/x.py::test_c']
 
 
 @pytest.mark.parametrize('words', [('-n0',), ('-n2',)], ids=['in one process', 'in two'])
-def test_slow_tests_that_never_passed_are_named(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_slow_tests_that_never_passed_are_listed(tmp_path: Path, words: tuple[str, ...]) -> None:
     last_run = tmp_path / 'noted'
     last_run.write_text('2026-01-31 test_them.py::test_slow[0]\n')
     (tmp_path / 'conftest.py').write_text(
-        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN = Path({str(last_run)!r})\n'
+        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN_PATH = Path({str(last_run)!r})\n'
     )
     text = """
 import pytest
@@ -101,7 +101,7 @@ def test_slow(number):
 def test_other():
     pass
 """
-    process = run(tmp_path, text, '-m', 'not slow', *words)
+    process = run_pytest(tmp_path, text, '-m', 'not slow', *words)
     assert process.returncode == 0, process.stdout
     reported = [line for line in process.stdout.splitlines() if 'never passed' in line]
     assert reported == [

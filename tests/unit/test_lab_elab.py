@@ -15,16 +15,16 @@ import pytest
 
 from ecomp.errors import EcompError
 from ecomp.lab import control, guest, machine, state
-from ecomp.lab.elab import main, parser
+from ecomp.lab.elab import main, make_parser
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
-from ecomp.lab.network import share, with_less
-from tests.kit.servers import environment
+from ecomp.lab.network import divide_resources, reduce_inventory
+from tests.kit.servers import make_environment
 from tests.unit.lab_root import make_lab
 
 
 @pytest.mark.parametrize(
-    ('words', 'said'),
+    ('words', 'message'),
     [
         ([], 'COMMAND'),
         (['dwon'], 'invalid choice'),
@@ -43,18 +43,18 @@ from tests.unit.lab_root import make_lab
         (['certs', 'd', '--control', 'a', '--placement-port', '2379'], 'cannot both have port 2379'),
     ],
 )
-def test_what_is_refused_is_one_line_and_exit_2(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_command_is_refused_with_one_line_and_exit_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ''
-    assert said in err
+    assert message in err
     assert err.count('\n') == 1
 
 
 @pytest.mark.parametrize('words', [['up'], ['status'], ['exec', 'hv1', 'true'], ['down']])
-def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> None:
+def test_lab_commands_need_root(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, '-m', 'ecomp.lab.elab', *words]
     if os.geteuid() == 0:
         if shutil.which('setpriv') is None:
@@ -71,26 +71,26 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ('below', 'shell', 'name'),
+    ('subdirectory', 'shell', 'name'),
     [('one', None, 'one'), ('one/hv1', 'two', 'one'), (None, 'two', 'two'), (None, None, 'lab'), ('two', None, 'two')],
 )
-def test_which_lab_is_meant_without_a_name(
-    below: str | None, shell: str | None, name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_default_lab_is_chosen_by_directory_and_environment(
+    subdirectory: str | None, shell: str | None, name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current directory of a lab selects it, also behind a link."""
     (root / 'one/hv1').mkdir(parents=True)
     (tmp_path / 'disk').mkdir()
     (root / 'two').symlink_to(tmp_path / 'disk')
-    monkeypatch.chdir(tmp_path if below is None else root / below)
+    monkeypatch.chdir(tmp_path if subdirectory is None else root / subdirectory)
     monkeypatch.delenv('ECOMP_CONFIG', raising=False)
     if shell is not None:
         monkeypatch.setenv('ECOMP_CONFIG', str(root / shell))
     for words in (['up'], ['status'], ['exec', 'hv1', 'true'], ['down'], ['shell']):
-        assert parser().parse_args(words).name == name
-        assert parser().parse_args([words[0], '--name', 'three', *words[1:]]).name == 'three'
+        assert make_parser().parse_args(words).name == name
+        assert make_parser().parse_args([words[0], '--name', 'three', *words[1:]]).name == 'three'
 
 
-def test_a_working_directory_that_is_removed_is_of_no_lab(
+def test_deleted_working_directory_selects_the_default_lab(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv('ECOMP_CONFIG', raising=False)
@@ -98,21 +98,26 @@ def test_a_working_directory_that_is_removed_is_of_no_lab(
     monkeypatch.chdir(root / 'one')
     (root / 'one').rmdir()
     try:
-        assert parser().parse_args(['status']).name == 'lab'
+        assert make_parser().parse_args(['status']).name == 'lab'
     finally:
         os.chdir(tmp_path)
 
 
 @pytest.mark.parametrize('words', [['up'], ['down'], ['certs', 'd'], ['guest', 'd/x'], ['control'], ['list']])
-def test_an_interrupt_says_what_goes_on_where_something_does(
+def test_interrupt_of_up_and_down_says_how_to_continue(
     words: list[str], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for module, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (control, 'run')):
-        monkeypatch.setattr(module, name, interrupted)
-    monkeypatch.setattr(state, 'all_labs', interrupted)
+    for module, name in (
+        (machine, 'require_root'),
+        (machine, 'require'),
+        (guest, 'make_image'),
+        (control, 'run_control'),
+    ):
+        monkeypatch.setattr(module, name, interrupt)
+    monkeypatch.setattr(state, 'list_labs', interrupt)
     assert main(words) == 1
     hint = '; elab up goes on where it was, elab down removes what there is' if words[0] in ('up', 'down') else ''
     assert capsys.readouterr() == ('', f'elab: interrupted{hint}\n')
@@ -120,7 +125,7 @@ def test_an_interrupt_says_what_goes_on_where_something_does(
 
 
 @pytest.mark.parametrize('name', ['.', '..', '/', 'directory', 'none/guest.qcow2'])
-def test_a_guest_into_no_file_of_a_directory(
+def test_guest_image_path_must_be_a_file_in_a_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / 'directory').mkdir()
@@ -133,45 +138,53 @@ def test_a_guest_into_no_file_of_a_directory(
 
 
 # Prints a unit, without the check that no directory above the clone keeps root out.
-PRINTS = 'import sys; from ecomp import systemd; systemd.in_root_s_way = lambda _: None; ' \
+PRINT_UNIT = (
+    'import sys; from ecomp import systemd; systemd.find_unsafe_directory = lambda _: None; '
     'from ecomp.lab import elab; sys.exit(elab.main(["control", "--unit"]))'
+)
 
 
 @pytest.mark.parametrize('unbuffered', ['', '1'])
 @pytest.mark.parametrize(
-    ('redirection', 'code', 'said'),
+    ('redirection', 'code', 'message'),
     [
         ('>/dev/full', 1, 'elab: failed: No space left on device\n'),
         ('2>/dev/full', 0, ''),
         ('>&-', 0, ''),
     ],
 )
-def test_what_is_printed_for_nobody(
-    redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path
+def test_output_that_cannot_be_written_is_reported(
+    redirection: str, code: int, message: str, unbuffered: str, tmp_path: Path
 ) -> None:
-    env = {**environment(), 'PYTHONUNBUFFERED': unbuffered}
+    env = {**make_environment(), 'PYTHONUNBUFFERED': unbuffered}
     process = subprocess.run(
-        ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINTS],
+        ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINT_UNIT],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False, timeout=60,
     )  # fmt: skip
-    assert (process.returncode, process.stderr) == (code, said)
+    assert (process.returncode, process.stderr) == (code, message)
 
 
-def test_what_is_printed_for_a_reader_that_has_gone(tmp_path: Path) -> None:
+def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, '-c', PRINTS]
+    command = [sys.executable, '-c', PRINT_UNIT]
     try:
         process = subprocess.run(
-            command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(), check=False, timeout=60
+            command,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=make_environment(),
+            check=False,
+            timeout=60,
         )
     finally:
         os.close(writing)
     assert (process.returncode, process.stderr) == (1, b'')
 
 
-def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    me = Process('me', os.getpid(), machine.started_at(os.getpid()) or 0)
+def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    me = Process('me', os.getpid(), machine.read_start_time(os.getpid()) or 0)
     assert main(['list']) == 0
     assert capsys.readouterr() == ('', 'there is no lab: elab up makes one\n')
     make_lab(root, 'off', 3)
@@ -193,7 +206,7 @@ def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -
         assert {re.split('  +', line[head.index(title) :])[0] for line in lines} == values
 
 
-def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_lab_is_reported_with_the_command_to_make_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_lab(root, 'one', 1)
     assert main(['shell', '--name', 'two']) == 4
     assert capsys.readouterr().err == "elab: there is no lab 'two' (there is one): elab up --name two makes one\n"
@@ -201,9 +214,9 @@ def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.
     assert 'elab up --name one writes it' in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures('as_root')
+@pytest.mark.usefixtures('fake_root')
 @pytest.mark.parametrize('text', ['', '{', 'null', '[]', '{}', '{"version": 2}', '\xff', 'changed'])
-def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
+def test_malformed_lab_is_reported_and_can_be_removed(
     text: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_lab(root, 'one', 1)
@@ -220,15 +233,15 @@ def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
     assert [path.name for path in root.iterdir()] == ['one']
 
 
-def test_a_lock_on_what_a_link_names_that_is_not_there(tmp_path: Path) -> None:
+def test_lock_creates_the_target_of_a_dangling_link(tmp_path: Path) -> None:
     (tmp_path / 'link').symlink_to(tmp_path / 'there')
-    with state.locked(tmp_path / 'link'):
+    with state.hold_lock(tmp_path / 'link'):
         assert (tmp_path / 'there').is_dir()
 
 
-@pytest.mark.usefixtures('as_root')
+@pytest.mark.usefixtures('fake_root')
 @pytest.mark.parametrize('words', ['up', 'status', 'down'])
-def test_a_file_where_a_lab_would_be(
+def test_file_in_place_of_a_lab_is_reported_and_kept(
     words: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, 'require', lambda *_: None)
@@ -242,27 +255,27 @@ def test_a_file_where_a_lab_would_be(
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
+def failing_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
     """A function that runs an elab up, which fails after the certificates are made."""
 
-    def refused(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise EcompError('far enough')
 
-    def up() -> None:
+    def run_up() -> None:
         assert main(['up']) == 1
         assert capsys.readouterr().err == 'elab: far enough\n'
 
     monkeypatch.setattr(machine, 'require', lambda *_: None)
     monkeypatch.setattr(machine, 'run', lambda *_: '[]')
     monkeypatch.setattr(machine, 'ensure_control', lambda _: None)
-    monkeypatch.setattr(control, 'lab_servers', refused)
-    return up
+    monkeypatch.setattr(control, 'make_lab_servers', refuse)
+    return run_up
 
 
-@pytest.mark.usefixtures('as_root')
+@pytest.mark.usefixtures('fake_root')
 @pytest.mark.parametrize('linked', [False, True])
-def test_no_lab_is_made_where_something_is(
-    linked: bool, root: Path, begun: Callable[[], None], capsys: pytest.CaptureFixture[str]
+def test_up_refuses_a_directory_with_other_files(
+    linked: bool, root: Path, failing_up: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`elab down` would remove the existing files."""
     directory = root.parent / 'there' if linked else root / 'lab'
@@ -270,8 +283,10 @@ def test_no_lab_is_made_where_something_is(
     if linked:
         (root / 'lab').symlink_to(directory)
     assert main(['up']) == 2
-    message = f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make ' \
+    message = (
+        f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make '
         f'{root}/lab a link to an empty directory\n'
+    )
     assert capsys.readouterr() == ('', message)
     assert [path.name for path in directory.iterdir()] == ['photos']
     (directory / 'photos').rmdir()
@@ -279,16 +294,16 @@ def test_no_lab_is_made_where_something_is(
         (directory / 'hv1').mkdir()  # allowed: users may prepare a host's compute.yaml, which elab keeps
     # Left by an up that was killed as it wrote lab.json.
     (directory / '.lab.json.part').write_text('{')
-    begun()
-    begun()
+    failing_up()
+    failing_up()
 
 
-@pytest.mark.usefixtures('as_root')
-def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(root: Path, begun: Callable[[], None]) -> None:
+@pytest.mark.usefixtures('fake_root')
+def test_modes_of_a_lab_do_not_depend_on_the_umask(root: Path, failing_up: Callable[[], None]) -> None:
     root.rmdir()
     before = os.umask(0o077)
     try:
-        begun()
+        failing_up()
     finally:
         os.umask(before)
     lab = root / 'lab'
@@ -299,41 +314,41 @@ def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(root: Path, 
         assert path.stat().st_mode & 0o777 == mode, path
 
 
-@pytest.mark.usefixtures('as_root')
+@pytest.mark.usefixtures('fake_root')
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a file away')
-def test_an_up_of_root_itself_takes_nothing_from_who_called_sudo(
-    root: Path, begun: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_up_as_root_keeps_the_owner_from_sudo(
+    root: Path, failing_up: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = root / 'lab/certs/operator-lab'
     monkeypatch.setenv('SUDO_UID', '12345')
-    begun()
+    failing_up()
     monkeypatch.delenv('SUDO_UID')
-    begun()
+    failing_up()
     (own / 'client.crt').unlink()
-    begun()
+    failing_up()
     assert {path.name: path.stat().st_uid for path in (own, *own.iterdir())} == dict.fromkeys(
         ('operator-lab', 'ca.crt', 'client.crt', 'client.key', 'schedule.yaml', 'token'), 12345
     )
 
 
-@pytest.mark.usefixtures('root', 'as_root')
-def test_stunnel_is_told_of_another_certificate_and_of_no_other_up(begun: Callable[[], None]) -> None:
-    begun()
+@pytest.mark.usefixtures('root', 'fake_root')
+def test_stunnel_reloads_only_for_a_new_certificate(failing_up: Callable[[], None]) -> None:
+    failing_up()
     stunnel = subprocess.Popen(['sleep', '600'])
     try:
         lab = state.load('lab')
-        lab.remember('stunnel', Process('stunnel', stunnel.pid, machine.started_at(stunnel.pid) or 0))
-        begun()
+        lab.record_process('stunnel', Process('stunnel', stunnel.pid, machine.read_start_time(stunnel.pid) or 0))
+        failing_up()
         assert stunnel.poll() is None
         (lab.certs / 'placement/server.crt').unlink()
-        begun()
+        failing_up()
         assert stunnel.wait(30) == -signal.SIGHUP
     finally:
         stunnel.kill()
         stunnel.wait()
 
 
-def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shell_has_the_environment_of_its_lab(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lab = make_lab(root, 'one', 1)
     (lab.directory / 'schedule.yaml').write_text('')
     assert main(['shell', '--name', 'one', 'sh', '-c', 'echo $ECOMP_CONFIG; echo $PATH; exit 3']) == 3
@@ -344,10 +359,17 @@ def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixtu
     assert main(['shell', '--name', 'one', 'no-such-command']) == 1
     assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
     script = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
-    command = f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; ' \
-        f"raise SystemExit(elab.enter(state.load('one', Path('{root}')), []))\""
+    command = (
+        f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; '
+        f"raise SystemExit(elab.enter_shell(state.load('one', Path('{root}')), []))\""
+    )
     process = subprocess.run(
-        ['script', '-qec', command, '/dev/null'], input=script, text=True, capture_output=True, cwd=root, timeout=60,
+        ['script', '-qec', command, '/dev/null'],
+        input=script,
+        text=True,
+        capture_output=True,
+        cwd=root,
+        timeout=60,
         env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
     )
     assert process.returncode == 5, process
@@ -355,9 +377,9 @@ def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixtu
     assert (root / 'said').read_text().splitlines()[-1] == str(lab.directory)
 
 
-def test_a_host_that_is_joined_by_others_has_less() -> None:
+def test_with_less_lowers_amounts_to_the_share() -> None:
     text = COMPUTE_YAML.format(backends='', compute='x', state='y', VCPU=8, MEMORY_MB=8035, DISK_GB=2)
-    part = share(8, 3 * 8035, 100, 5)
-    assert with_less(text, part) == text.replace('8035', '4821').replace('VCPU: 8', 'VCPU: 4')
+    part = divide_resources(8, 3 * 8035, 100, 5)
+    assert reduce_inventory(text, part) == text.replace('8035', '4821').replace('VCPU: 8', 'VCPU: 4')
     # An amount that is smaller already stays, and so does a port.
-    assert with_less('  MEMORY_MB: 512\n  port: 2379\n', part) == '  MEMORY_MB: 512\n  port: 2379\n'
+    assert reduce_inventory('  MEMORY_MB: 512\n  port: 2379\n', part) == '  MEMORY_MB: 512\n  port: 2379\n'

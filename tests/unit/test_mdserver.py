@@ -19,8 +19,17 @@ from hypothesis import strategies as st
 from mdserver import conf, files, guests
 from mdserver.conf import Config
 from mdserver.files import Files
-from mdserver.guests import Broken, Forged, Guest, Lease, Unknown, current, parse_guest, parse_leases
-from mdserver.metadata import answer, seed, versions
+from mdserver.guests import (
+    BrokenFileError,
+    ForgedAddressError,
+    Guest,
+    Lease,
+    UnknownGuestError,
+    parse_guest,
+    parse_leases,
+    select_current,
+)
+from mdserver.metadata import find_body, make_seed, make_version_list
 from mdserver.server import make_app
 
 from ecomp.agent.host.metadata import GuestData
@@ -38,105 +47,173 @@ NEVER = float('inf')
 ARP = 'IP address       HW type     Flags       HW address            Mask     Device\n'
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(
-        ['ip-address', 'mac-address', 'expiry-time', 'instance', 'hostname', 'public_keys', 'user_data']), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(
+            st.text()
+            | st.sampled_from(
+                ['ip-address', 'mac-address', 'expiry-time', 'instance', 'hostname', 'public_keys', 'user_data']
+            ),
+            inner,
+        )
+    ),
 )
 
 
-def entry(address: object = IP, mac: object = A, expiry: object = 1_000_100, **more: object) -> dict[str, object]:
+def make_lease_entry(
+    address: object = IP, mac: object = A, expiry: object = 1_000_100, **more: object
+) -> dict[str, object]:
     return {'ip-address': address, 'mac-address': mac, 'expiry-time': expiry, **more}
 
 
-def arp(*entries: tuple[str, str, str], device: str = 'virbr0') -> str:
+def format_arp(*entries: tuple[str, str, str], device: str = 'virbr0') -> str:
     return ARP + ''.join(f'{ip:16} 0x1    {flags}    {mac}     *        {device}\n' for ip, mac, flags in entries)
 
 
-@pytest.mark.parametrize(('leases', 'expected'), [
-    ([], {}),
-    ([Lease(IP, A, NOW + 1)], {IP: A}),
-    ([Lease(IP, A, NOW)], {}),
-    ([Lease(IP, A, NEVER)], {IP: A}),
-    ([Lease(IP, A, NOW + 1), Lease(IP2, B, NOW + 1)], {IP: A, IP2: B}),
-    ([Lease(IP, B, NOW + 9), Lease(IP, A, NOW + 1)], {IP: B}),
-    ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
-    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
-    ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
-    # A moved to IP2 and B took IP: both newer leases replace A's old one.
-    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
-])
-def test_which_leases_count(leases: list[Lease], expected: dict[str, str]) -> None:
-    assert {address: lease.mac for address, lease in current(leases, NOW).items()} == expected
+@pytest.mark.parametrize(
+    ('leases', 'expected'),
+    [
+        ([], {}),
+        ([Lease(IP, A, NOW + 1)], {IP: A}),
+        ([Lease(IP, A, NOW)], {}),
+        ([Lease(IP, A, NEVER)], {IP: A}),
+        ([Lease(IP, A, NOW + 1), Lease(IP2, B, NOW + 1)], {IP: A, IP2: B}),
+        ([Lease(IP, B, NOW + 9), Lease(IP, A, NOW + 1)], {IP: B}),
+        ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
+        ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
+        ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
+        # A moved to IP2 and B took IP: both newer leases replace A's old one.
+        ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
+    ],
+)
+def test_current_picks_the_newest_leases(leases: list[Lease], expected: dict[str, str]) -> None:
+    assert {address: lease.mac for address, lease in select_current(leases, NOW).items()} == expected
 
 
-@pytest.mark.parametrize(('entries', 'leases'), [
-    ([entry(hostname='web1', **{'client-id': '01:52:54:00'}), entry(IP2, B.upper(), 0)],
-     [Lease(IP, A, 1_000_100, 'br0'), Lease(IP2, B, NEVER, 'br0')]),
-    ([], []),
-    # A malformed entry does not affect the others.
-    *(([bad, entry()], [Lease(IP, A, 1_000_100, 'br0')]) for bad in (
-        None, 7, 'text', [], {}, entry(address=None), entry('fe80::1'), entry('192.168.122.300'),
-        entry('0192.168.122.7'), entry(mac='../../etc/passwd'), entry(mac=A + '\n'), entry(mac=['x']),
-        entry(expiry='soon'), entry(expiry=True), entry(expiry=None), entry(expiry=1.5),
-    )),
-])
-def test_leases_as_libvirt_writes_them(entries: list[object], leases: list[Lease]) -> None:
+@pytest.mark.parametrize(
+    ('entries', 'leases'),
+    [
+        (
+            [make_lease_entry(hostname='web1', **{'client-id': '01:52:54:00'}), make_lease_entry(IP2, B.upper(), 0)],
+            [Lease(IP, A, 1_000_100, 'br0'), Lease(IP2, B, NEVER, 'br0')],
+        ),
+        ([], []),
+        # A malformed entry does not affect the others.
+        *(
+            ([bad, make_lease_entry()], [Lease(IP, A, 1_000_100, 'br0')])
+            for bad in (
+                None,
+                7,
+                'text',
+                [],
+                {},
+                make_lease_entry(address=None),
+                make_lease_entry('fe80::1'),
+                make_lease_entry('192.168.122.300'),
+                make_lease_entry('0192.168.122.7'),
+                make_lease_entry(mac='../../etc/passwd'),
+                make_lease_entry(mac=A + '\n'),
+                make_lease_entry(mac=['x']),
+                make_lease_entry(expiry='soon'),
+                make_lease_entry(expiry=True),
+                make_lease_entry(expiry=None),
+                make_lease_entry(expiry=1.5),
+            )
+        ),
+    ],
+)
+def test_parse_leases(entries: list[object], leases: list[Lease]) -> None:
     assert parse_leases(json.dumps(entries).encode(), 'br0') == leases
 
 
 @pytest.mark.parametrize('data', [b'', b'  \n'])
-def test_no_leases_yet(data: bytes) -> None:
+def test_parse_leases_of_an_empty_file(data: bytes) -> None:
     assert parse_leases(data) == []
 
 
-@pytest.mark.parametrize('data', [
-    b'{', b'[{"ip-address": "192.168', b'{}', b'7', b'\xff\xfe', b'[' * 100_000, b'1' * 9999,
-])
-def test_half_written(data: bytes) -> None:
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'{',
+        b'[{"ip-address": "192.168',
+        b'{}',
+        b'7',
+        b'\xff\xfe',
+        b'[' * 100_000,
+        b'1' * 9999,
+    ],
+)
+def test_half_written_leases_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match='is not'):
         parse_leases(data)
 
 
 @given(st.lists(json_values))
-def test_rubbish_leases(rubbish: list[Any]) -> None:
+def test_parse_leases_skips_malformed_entries(rubbish: list[Any]) -> None:
     assert all(isinstance(lease, Lease) for lease in parse_leases(json.dumps(rubbish).encode()))
 
 
 @given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
-def test_rubbish_files(data: bytes) -> None:
+def test_malformed_files_raise_only_value_error(data: bytes) -> None:
     for parse in (parse_leases, lambda text: parse_guest(text, A)):
         with contextlib.suppress(ValueError):
             parse(data)
 
 
 @given(st.text())
-def test_rubbish_neighbours(text: str) -> None:
+def test_parse_neighbours_accepts_any_text(text: str) -> None:
     guests.parse_neighbours(text, 'virbr0')
 
 
-def test_neighbours() -> None:
-    text = arp((IP, A, '0x2'), (IP, B.upper(), '0x6'), (IP2, '00:00:00:00:00:00', '0x0')) + 'short\n'
-    assert guests.parse_neighbours(text + arp((IP2, A, '0x2'), device='br0'), 'virbr0') == {IP: frozenset({A, B})}
+def test_parse_neighbours() -> None:
+    text = format_arp((IP, A, '0x2'), (IP, B.upper(), '0x6'), (IP2, '00:00:00:00:00:00', '0x0')) + 'short\n'
+    assert guests.parse_neighbours(text + format_arp((IP2, A, '0x2'), device='br0'), 'virbr0') == {
+        IP: frozenset({A, B})
+    }
 
 
-def test_a_guest_file() -> None:
-    record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': ['ssh-rsa A\n', ' '],
-              'user_data': '#!/bin/sh\necho \udc8bü', 'network_config': {'version': 2}, 'new': 1}
+def test_parse_guest() -> None:
+    record = {
+        'version': 1,
+        'instance': UUID,
+        'mac': A,
+        'hostname': 'web1',
+        'public_keys': ['ssh-rsa A\n', ' '],
+        'user_data': '#!/bin/sh\necho \udc8bü',
+        'network_config': {'version': 2},
+        'new': 1,
+    }
     expected = Guest(UUID, 'web1', (('default', 'ssh-rsa A'),), b'#!/bin/sh\necho \x8b\xc3\xbc', {'version': 2})
     assert parse_guest(json.dumps(record).encode(), A) == expected
 
 
-def test_a_guest_file_that_leaves_much_to_the_defaults() -> None:
+def test_parse_guest_fills_in_defaults() -> None:
     record = {'instance': UUID, 'public_keys': None, 'user_data': None}
     assert parse_guest(json.dumps(record).encode(), A) == Guest(UUID, UUID, None, None)
 
 
-@pytest.mark.parametrize('change', [
-    {'version': 2}, {'version': '1'}, {'mac': B}, {'instance': None}, {'instance': 'web1'}, {'instance': UUID.upper()},
-    {'hostname': ''}, {'hostname': 'a\nb'}, {'hostname': 7}, {'public_keys': 'ssh-rsa A'}, {'public_keys': [7]},
-    {'public_keys': ['a\nb']}, {'user_data': ['x']}, {'user_data': '\ud800'},
-    {'network_config': 'version: 2'}, {'network_config': [2]},
-])
-def test_a_guest_file_that_cannot_be_used(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'version': 2},
+        {'version': '1'},
+        {'mac': B},
+        {'instance': None},
+        {'instance': 'web1'},
+        {'instance': UUID.upper()},
+        {'hostname': ''},
+        {'hostname': 'a\nb'},
+        {'hostname': 7},
+        {'public_keys': 'ssh-rsa A'},
+        {'public_keys': [7]},
+        {'public_keys': ['a\nb']},
+        {'user_data': ['x']},
+        {'user_data': '\ud800'},
+        {'network_config': 'version: 2'},
+        {'network_config': [2]},
+    ],
+)
+def test_parse_guest_refuses_invalid_fields(change: dict[str, object]) -> None:
     record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': None, 'user_data': None}
     with pytest.raises(ValueError, match=r'\S'):
         parse_guest(json.dumps(record | change).encode(), A)
@@ -152,12 +229,12 @@ class Host:
         self.guests.mkdir()
         self.file = self.guests / f'{A}.json'
         self.file.write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
-        self.arp.write_text(arp((IP, A, '0x2')))
-        self.status.write_text(json.dumps([entry()]))
+        self.arp.write_text(format_arp((IP, A, '0x2')))
+        self.status.write_text(json.dumps([make_lease_entry()]))
 
-    def find(self, address: str = IP, now: float = NOW) -> Guest:
+    def find_guest(self, address: str = IP, now: float = NOW) -> Guest:
         tree = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
-        return tree.guest(tree.leased_to(address, now))
+        return tree.read_guest(tree.find_leased_mac(address, now))
 
 
 @pytest.fixture
@@ -165,96 +242,111 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_found_though_another_status_file_is_broken(host: Host) -> None:
+def test_guest_is_found_despite_a_broken_status_file(host: Host) -> None:
     (host.status.parent / 'a.status').write_text('{')
-    assert host.find().instance == UUID
+    assert host.find_guest().instance == UUID
 
 
-@pytest.mark.parametrize('text', [
-    arp((IP, A, '0x2')), ARP, '', arp((IP, A, '0x2'), (IP2, B, '0x2')), arp((IP, B, '0x0')),
-])
-def test_neighbours_that_do_not_contradict(host: Host, text: str) -> None:
+@pytest.mark.parametrize(
+    'text',
+    [
+        format_arp((IP, A, '0x2')),
+        ARP,
+        '',
+        format_arp((IP, A, '0x2'), (IP2, B, '0x2')),
+        format_arp((IP, B, '0x0')),
+    ],
+)
+def test_consistent_neighbours_do_not_hide_the_guest(host: Host, text: str) -> None:
     host.arp.write_text(text)
-    assert host.find() == Guest(UUID, 'web1', None, None)
+    assert host.find_guest() == Guest(UUID, 'web1', None, None)
 
 
-def test_who_has_its_address_elsewhere_is_not_asked(host: Host) -> None:
+def test_neighbours_on_other_interfaces_are_ignored(host: Host) -> None:
     """A single ARP packet from the LAN used to cut a guest off from its metadata."""
-    host.arp.write_text(arp((IP, A, '0x2')) + arp((IP, B, '0x2'), device='eth0'))
-    assert host.find().instance == UUID
+    host.arp.write_text(format_arp((IP, A, '0x2')) + format_arp((IP, B, '0x2'), device='eth0'))
+    assert host.find_guest().instance == UUID
 
 
-@pytest.mark.parametrize('text', [arp((IP, B, '0x2')), arp((IP, A, '0x2'), (IP, B, '0x2'))])
-def test_another_machine_with_its_address(host: Host, text: str) -> None:
+@pytest.mark.parametrize('text', [format_arp((IP, B, '0x2')), format_arp((IP, A, '0x2'), (IP, B, '0x2'))])
+def test_address_used_by_another_machine_is_forged(host: Host, text: str) -> None:
     host.arp.write_text(text)
-    with pytest.raises(Forged, match='leased to another machine') as caught:
-        host.find()
+    with pytest.raises(ForgedAddressError, match='leased to another machine') as caught:
+        host.find_guest()
     assert A not in str(caught.value)
     assert A in caught.value.detail
     assert B in caught.value.detail
 
 
-def reserve(host: Host, *lines: str, network: str = 'default', bridge: str = 'virbr0') -> None:
+def write_reservations(host: Host, *lines: str, network: str = 'default', bridge: str = 'virbr0') -> None:
     """Write the files that libvirt writes for a network's dnsmasq."""
     (host.status.parent / f'{network}.conf').write_text(f'strict-order\ninterface={bridge}\ndhcp-no-override\n')
     (host.status.parent / f'{network}.hostsfile').write_text('\n'.join(lines))
 
 
 # Leases after dnsmasq has dropped that of A, as it does when B sends the same client identifier.
-LOST = [[], [entry(expiry=999_999)], [entry(IP2, B)], [entry(IP2, A)]]
+LEASES_WITHOUT_A = [[], [make_lease_entry(expiry=999_999)], [make_lease_entry(IP2, B)], [make_lease_entry(IP2, A)]]
 
 
-@pytest.mark.parametrize('leases', LOST)
-def test_a_reservation_proves_whose_its_address_is_without_a_lease(host: Host, leases: list[object]) -> None:
+@pytest.mark.parametrize('leases', LEASES_WITHOUT_A)
+def test_reservation_identifies_the_guest_without_a_lease(host: Host, leases: list[object]) -> None:
     host.status.write_text(json.dumps(leases))
-    reserve(host, f'{A},{IP},{UUID}', f'{B},{IP2},{UUID},3600', 'id:00:01,web6,[fd00::5]', 'rubbish', f'{A.upper()},no')
-    assert host.find().instance == UUID
+    write_reservations(
+        host, f'{A},{IP},{UUID}', f'{B},{IP2},{UUID},3600', 'id:00:01,web6,[fd00::5]', 'rubbish', f'{A.upper()},no'
+    )
+    assert host.find_guest().instance == UUID
     config = conf.Config(leases=str(host.status.parent / '*.status'), neighbours=host.arp, guests=host.guests)
     assert Files(config).has_lease(IP2, NOW)
 
 
-@pytest.mark.parametrize(('text', 'error'), [
-    (arp((IP, B, '0x2')), Forged), (arp((IP, A, '0x2'), (IP, B, '0x2')), Forged),
-    (ARP, Unknown), (arp((IP, A, '0x0')), Unknown), (arp((IP, A, '0x2'), device='br-lan'), Unknown),
-])
-def test_a_reservation_without_a_lease_is_for_the_machine_that_the_kernel_sees(
-    host: Host, text: str, error: type[Unknown]
+@pytest.mark.parametrize(
+    ('text', 'error'),
+    [
+        (format_arp((IP, B, '0x2')), ForgedAddressError),
+        (format_arp((IP, A, '0x2'), (IP, B, '0x2')), ForgedAddressError),
+        (ARP, UnknownGuestError),
+        (format_arp((IP, A, '0x0')), UnknownGuestError),
+        (format_arp((IP, A, '0x2'), device='br-lan'), UnknownGuestError),
+    ],
+)
+def test_reservation_without_a_lease_needs_a_matching_neighbour(
+    host: Host, text: str, error: type[UnknownGuestError]
 ) -> None:
     host.status.write_text('[]')
-    reserve(host, f'{A},{IP},{UUID}')
+    write_reservations(host, f'{A},{IP},{UUID}')
     host.arp.write_text(text)
-    with pytest.raises(Unknown) as caught:
-        host.find()
+    with pytest.raises(UnknownGuestError) as caught:
+        host.find_guest()
     assert type(caught.value) is error
 
 
-def test_a_reservation_on_a_network_that_is_off_takes_no_lease_away(host: Host) -> None:
+def test_reservation_of_an_inactive_network_is_ignored(host: Host) -> None:
     """Two networks may have the same addresses if one of them is inactive."""
-    reserve(host, f'{B},{IP},{UUID}', network='old', bridge='virbr9')
-    assert host.find().instance == UUID
+    write_reservations(host, f'{B},{IP},{UUID}', network='old', bridge='virbr9')
+    assert host.find_guest().instance == UUID
     host.status.write_text('[]')
-    with pytest.raises(Unknown):
-        host.find()
+    with pytest.raises(UnknownGuestError):
+        host.find_guest()
 
 
-def test_no_lease(host: Host) -> None:
-    with pytest.raises(Unknown, match=f'no current DHCP lease for {IP2}$'):
-        host.find(IP2)
-    with pytest.raises(Unknown, match='no current DHCP lease'):
-        host.find(now=NOW + 1000)
+def test_address_without_a_lease_is_unknown(host: Host) -> None:
+    with pytest.raises(UnknownGuestError, match=f'no current DHCP lease for {IP2}$'):
+        host.find_guest(IP2)
+    with pytest.raises(UnknownGuestError, match='no current DHCP lease'):
+        host.find_guest(now=NOW + 1000)
     host.status.unlink()
-    with pytest.raises(Unknown, match='no current DHCP lease'):
-        host.find()
+    with pytest.raises(UnknownGuestError, match='no current DHCP lease'):
+        host.find_guest()
 
 
-def test_no_lease_because_its_file_is_half_written(host: Host) -> None:
+def test_half_written_lease_file_is_named_in_the_detail(host: Host) -> None:
     host.status.write_text('[{')
-    with pytest.raises(Unknown, match='no current DHCP lease') as caught:
-        host.find()
+    with pytest.raises(UnknownGuestError, match='no current DHCP lease') as caught:
+        host.find_guest()
     assert caught.value.detail == f'{host.status}: is not JSON'
 
 
-def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
+def test_leases_are_read_at_most_once_a_second(host: Host) -> None:
     """Reading all leases for each of 750 connections a second used to block every guest."""
     requests: list[str] = []
     config = conf.Config(leases=str(host.status.parent / '*.status'))
@@ -263,7 +355,7 @@ def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
         assert [reader.has_lease(ip, NOW + 0.9) for ip in (IP, IP2, IP, '10.0.0.1')] == [True, False, True, False]
     assert requests == ['leases']
     # A new lease is read after a second; a clock that was set back causes another read.
-    host.status.write_text(json.dumps([entry(), entry(IP2, B)]))
+    host.status.write_text(json.dumps([make_lease_entry(), make_lease_entry(IP2, B)]))
     assert not reader.has_lease(IP2, NOW + 1.8)
     assert reader.has_lease(IP2, NOW + 1.9)
     host.status.write_text('[]')
@@ -271,17 +363,17 @@ def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
     assert requests == ['leases'] * 3
 
 
-def test_no_guest_file(host: Host) -> None:
+def test_lease_without_a_guest_file_is_unknown(host: Host) -> None:
     host.file.unlink()
-    with pytest.raises(Unknown, match=f'no instance with the MAC address {A}'):
-        host.find()
+    with pytest.raises(UnknownGuestError, match=f'no instance with the MAC address {A}'):
+        host.find_guest()
 
 
-def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
+def test_missing_guest_fields_come_from_mdserver_conf(tmp_path: Path) -> None:
     (tmp_path / 'data').write_bytes(b'#!default')
     config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
     network = {'version': 2}
-    filled_in = Files(config).filled_in
+    filled_in = Files(config).fill_in_defaults
     assert filled_in(Guest(UUID, 'web1', None, None, network), IP) == Guest(
         UUID, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network, IP
     )
@@ -290,23 +382,23 @@ def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
     assert filled_in(Guest(UUID, 'web1', (), b'')) == Guest(UUID, 'web1', (), b'')
 
 
-def test_a_guest_file_that_is_none(host: Host) -> None:
+def test_unusable_guest_file_is_broken(host: Host) -> None:
     secret = host.guests / 'elsewhere'
     host.file.rename(secret)
     host.file.symlink_to(secret)
-    with pytest.raises(Broken, match=r'aa:00:01\.json: Too many levels of symbolic links'):
-        host.find()
+    with pytest.raises(BrokenFileError, match=r'aa:00:01\.json: Too many levels of symbolic links'):
+        host.find_guest()
     host.file.unlink()
     os.mkfifo(host.file)
-    with pytest.raises(Broken, match='is not a regular file'):
-        host.find()
+    with pytest.raises(BrokenFileError, match='is not a regular file'):
+        host.find_guest()
     host.file.unlink()
-    host.file.write_bytes(b' ' * (files.LIMIT + 1))
-    with pytest.raises(Broken, match='is larger than'):
-        host.find()
+    host.file.write_bytes(b' ' * (files.MAX_FILE_BYTES + 1))
+    with pytest.raises(BrokenFileError, match='is larger than'):
+        host.find_guest()
     host.file.write_text('{"instance"')
-    with pytest.raises(Broken, match='is not JSON'):
-        host.find()
+    with pytest.raises(BrokenFileError, match='is not JSON'):
+        host.find_guest()
 
 
 # Every path of both metadata trees, as Cirros and cloud-init request them.
@@ -333,7 +425,7 @@ EC2 = [
     ('/meta-data/public-keys/1/openssh-key', KEYS[1][1].encode()),
     ('/user-data', b'\x1f\x8b\x00binary\n'),
 ]
-NOTHING = [
+UNKNOWN_PATHS = [
     '/latest/api/token',
     '/latest/dynamic/instance-identity/document',
     '/latest/meta-data/ami-launch-index',
@@ -363,38 +455,38 @@ NOTHING = [
 @pytest.mark.parametrize('version', ['2009-04-04', 'latest'])
 @pytest.mark.parametrize(('path', 'body'), EC2)
 def test_ec2(version: str, path: str, slash: str, body: bytes) -> None:
-    assert answer(f'/{version}{path}{slash}', GUEST) == body
+    assert find_body(f'/{version}{path}{slash}', GUEST) == body
 
 
 @pytest.mark.parametrize('slash', ['', '/'])
-@pytest.mark.parametrize('path', NOTHING)
-def test_nothing_there(path: str, slash: str) -> None:
-    assert answer(path + slash, GUEST) is None
+@pytest.mark.parametrize('path', UNKNOWN_PATHS)
+def test_unknown_paths_have_no_answer(path: str, slash: str) -> None:
+    assert find_body(path + slash, GUEST) is None
 
 
 def test_the_root_lists_the_versions() -> None:
-    assert versions() == b'2009-04-04\nlatest'
+    assert make_version_list() == b'2009-04-04\nlatest'
 
 
 def test_ec2_without_keys_and_user_data() -> None:
-    assert answer('/latest/', BARE) == b'meta-data'
-    assert answer('/latest/user-data', BARE) is None
-    assert answer('/latest/meta-data/', BARE) == b'hostname\ninstance-id\nlocal-hostname\nlocal-ipv4'
-    assert answer('/latest/meta-data/public-keys/', BARE) is None
+    assert find_body('/latest/', BARE) == b'meta-data'
+    assert find_body('/latest/user-data', BARE) is None
+    assert find_body('/latest/meta-data/', BARE) == b'hostname\ninstance-id\nlocal-hostname\nlocal-ipv4'
+    assert find_body('/latest/meta-data/public-keys/', BARE) is None
 
 
 @pytest.mark.parametrize('guest', [GUEST, BARE], ids=['full', 'bare'])
-def test_what_the_index_lists_answers(guest: Guest) -> None:
+def test_every_listed_path_has_an_answer(guest: Guest) -> None:
     """Crawl as cloud-init does: a listed path without a value would cost a guest all metadata."""
 
     def crawl(path: str) -> dict[str, object]:
         values: dict[str, object] = {}
-        for entry in (answer(path, guest) or b'').decode().splitlines():
+        for entry in (find_body(path, guest) or b'').decode().splitlines():
             if entry.endswith('/'):
                 values[entry.rstrip('/')] = crawl(path + entry)
                 continue
             number, equals, name = entry.partition('=')
-            value = answer(f'{path}{number}/openssh-key' if equals else path + entry, guest)
+            value = find_body(f'{path}{number}/openssh-key' if equals else path + entry, guest)
             assert value is not None, path + entry
             assert b'\n' not in value, 'cloud-init would make a list of it'
             values[name or entry] = value.decode()
@@ -413,7 +505,7 @@ def test_what_the_index_lists_answers(guest: Guest) -> None:
 
 @pytest.mark.parametrize('load', [json.loads, yaml.safe_load])
 def test_seed(load: object) -> None:
-    body = answer(f'/seed/{UUID}/meta-data', GUEST)
+    body = find_body(f'/seed/{UUID}/meta-data', GUEST)
     assert body is not None
     assert load(body) == {  # type: ignore[operator]
         'instance-id': UUID,
@@ -421,11 +513,11 @@ def test_seed(load: object) -> None:
         'public-keys': [key for _, key in KEYS],
         'dsmode': 'net',
     }
-    assert answer(f'/seed/{UUID}/user-data', GUEST) == GUEST.user_data
+    assert find_body(f'/seed/{UUID}/user-data', GUEST) == GUEST.user_data
 
 
-def test_vendor_data_is_a_script_that_says_when_cloud_init_is_through() -> None:
-    body = answer(f'/seed/{UUID}/vendor-data', BARE)
+def test_vendor_data_reports_when_cloud_init_has_finished() -> None:
+    body = find_body(f'/seed/{UUID}/vendor-data', BARE)
     assert body is not None
     assert body.startswith(b'#!/bin/sh\n')
     assert body.count(f"'http://169.254.169.254/phone-home/{UUID}/'".encode()) == 1
@@ -433,34 +525,34 @@ def test_vendor_data_is_a_script_that_says_when_cloud_init_is_through() -> None:
 
 @pytest.mark.parametrize('name', ['user-data', 'network-config'])
 def test_a_seed_has_all_its_files_even_when_empty(name: str) -> None:
-    assert answer(f'/seed/{UUID}/{name}', BARE) == b''
+    assert find_body(f'/seed/{UUID}/{name}', BARE) == b''
 
 
 def test_network_config_is_yaml_and_json() -> None:
-    body = answer(f'/seed/{UUID}/network-config', replace(BARE, network_config=NETWORK))
+    body = find_body(f'/seed/{UUID}/network-config', replace(BARE, network_config=NETWORK))
     assert body is not None
     assert json.loads(body) == yaml.safe_load(body) == NETWORK
 
 
-def test_a_seed_disk_has_what_the_network_seed_has_and_is_found_without_it() -> None:
+def test_seed_disk_equals_the_network_seed_except_dsmode() -> None:
     guest = replace(GUEST, network_config=NETWORK)
-    files = seed(guest, phones_home=True)
-    served = {name: answer(f'/seed/{UUID}/{name}', guest) for name in files}
+    files = make_seed(guest, with_phone_home=True)
+    served = {name: find_body(f'/seed/{UUID}/{name}', guest) for name in files}
     local, net = (json.loads(tree.pop('meta-data')) for tree in (files, served))
     assert files == served
     assert files.keys() == {'user-data', 'vendor-data', 'network-config'}
     assert local == {name: value for name, value in net.items() if name != 'dsmode'}
 
 
-def test_a_seed_disk_without_what_nobody_said() -> None:
-    assert seed(BARE, phones_home=False).keys() == {'meta-data', 'user-data'}
-    assert seed(BARE, phones_home=False)['user-data'] == b''
-    assert b'phone-home' in seed(BARE, phones_home=True)['vendor-data']
+def test_seed_disk_of_a_guest_without_options() -> None:
+    assert make_seed(BARE, with_phone_home=False).keys() == {'meta-data', 'user-data'}
+    assert make_seed(BARE, with_phone_home=False)['user-data'] == b''
+    assert b'phone-home' in make_seed(BARE, with_phone_home=True)['vendor-data']
 
 
 @given(st.text())
-def test_any_path_is_an_answer_or_nothing(path: str) -> None:
-    assert isinstance(answer(path, GUEST), bytes | None)
+def test_any_path_gives_bytes_or_none(path: str) -> None:
+    assert isinstance(find_body(path, GUEST), bytes | None)
 
 
 # The ready report of a guest, also of one that is removed at that moment.
@@ -483,7 +575,7 @@ def config(tmp_path: Path) -> Config:
     return Config(guests=tmp_path / 'guests', leases=str(tmp_path / '*.status'), neighbours=tmp_path / 'arp')
 
 
-def ask(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
+def send_request(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
     """Send a request of this guest, by default to a new server, and return the status."""
     environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
     setup_testing_defaults(environ)
@@ -492,112 +584,118 @@ def ask(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **
     return statuses[0]
 
 
-def say_ready(config: Config) -> str:
+def report_ready(config: Config) -> str:
     """Report this guest ready and return the status."""
-    return ask(config, REQUEST_METHOD='POST', PATH_INFO=f'/phone-home/{UUID}/')
+    return send_request(config, REQUEST_METHOD='POST', PATH_INFO=f'/phone-home/{UUID}/')
 
 
-def look(config: Config, server: Callable[..., Iterable[bytes]] | None = None) -> str:
-    return ask(config, server, REQUEST_METHOD='GET', PATH_INFO='/latest/meta-data/instance-id')
+def request_instance_id(config: Config, server: Callable[..., Iterable[bytes]] | None = None) -> str:
+    return send_request(config, server, REQUEST_METHOD='GET', PATH_INFO='/latest/meta-data/instance-id')
 
 
-def test_it_is_noted(config: Config) -> None:
-    assert say_ready(config) == '200 OK'
+def test_ready_report_is_written(config: Config) -> None:
+    assert report_ready(config) == '200 OK'
     report = {'version': 1, 'host_keys': [], 'stage': None, 'error': None}
     assert json.loads((config.guests / f'{UUID}.ready').read_text()) == report
 
 
-def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_there = files._is_there
+def test_report_of_a_guest_removed_concurrently_leaves_no_file(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_there = files._is_guest_present
 
     def check_then_remove(config: Config, mac: str, instance: str) -> bool:
         was_there = is_there(config, mac, instance)
         (config.guests / f'{MAC}.json').unlink(missing_ok=True)
         return was_there
 
-    monkeypatch.setattr(files, '_is_there', check_then_remove)
-    assert say_ready(config) == '404 Not Found'
+    monkeypatch.setattr(files, '_is_guest_present', check_then_remove)
+    assert report_ready(config) == '404 Not Found'
     assert list(config.guests.iterdir()) == []
 
 
-@pytest.mark.parametrize(('change', 'said'), [
-    (lambda config: Path(config.leases.replace('*', 'virbr0')).write_text('[]'), 'no current DHCP lease for'),
-    (lambda config: (config.guests / f'{MAC}.json').unlink(), 'no instance with the MAC address'),
-    (lambda config: (config.guests / f'{MAC}.json').write_text('{'), 'cannot be read'),
-    (lambda config: config.neighbours.write_text(NEIGHBOURS + NEIGHBOURS.replace(MAC, NEIGHBOUR)), 'another machine'),
-])
-def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
-    config: Config, change: Callable[[Config], object], said: str
+@pytest.mark.parametrize(
+    ('change', 'refusal'),
+    [
+        (lambda config: Path(config.leases.replace('*', 'virbr0')).write_text('[]'), 'no current DHCP lease for'),
+        (lambda config: (config.guests / f'{MAC}.json').unlink(), 'no instance with the MAC address'),
+        (lambda config: (config.guests / f'{MAC}.json').write_text('{'), 'cannot be read'),
+        (
+            lambda config: config.neighbours.write_text(NEIGHBOURS + NEIGHBOURS.replace(MAC, NEIGHBOUR)),
+            'another machine',
+        ),
+    ],
+)
+def test_refusal_is_reported_until_the_guest_is_answered(
+    config: Config, change: Callable[[Config], object], refusal: str
 ) -> None:
     config.neighbours.write_text(NEIGHBOURS)
     contents = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
     contents[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
     server, data = make_app(files.Files(config)), GuestData(config.guests)
     for _ in range(2):
-        assert look(config, server) == '200 OK'
+        assert request_instance_id(config, server) == '200 OK'
         assert MAC not in data.read_refusals()
         change(config)
-        assert look(config, server).startswith(('404', '500'))
-        assert said in data.read_refusals()[MAC]
+        assert request_instance_id(config, server).startswith(('404', '500'))
+        assert refusal in data.read_refusals()[MAC]
         for path, text in contents.items():
             path.write_text(text)
-    assert look(config) == '200 OK'
+    assert request_instance_id(config) == '200 OK'
     assert MAC not in data.read_refusals()
 
 
-def test_who_sends_from_many_macs_does_not_fill_the_directory(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_many_macs_are_limited(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, 'MAX_REFUSALS', 3)
     Path(config.leases.replace('*', 'virbr0')).write_text('[]')
     server = make_app(files.Files(config))
     for number in range(9):
         config.neighbours.write_text(NEIGHBOURS.replace(MAC, f'52:54:00:00:00:0{number}'))
-        look(config, server)
+        request_instance_id(config, server)
     refused = GuestData(config.guests).read_refusals()
     assert len(refused) == 3
-    GuestData(config.guests).forget_refusals(refused)
+    GuestData(config.guests).remove_refusals(refused)
     assert [path.name for path in config.guests.iterdir()] == [f'{MAC}.json']
 
 
-def test_a_further_word_costs_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_ready_report_is_not_written(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repeated report of a guest used to be written to disk while all other guests waited."""
-    say_ready(config)
+    report_ready(config)
     before = (config.guests / f'{UUID}.ready').stat()
 
     def refuse_fsync(_: int) -> None:
         raise AssertionError('it is written to the disk')
 
     monkeypatch.setattr(os, 'fsync', refuse_fsync)
-    assert say_ready(config) == '200 OK'
+    assert report_ready(config) == '200 OK'
     assert (config.guests / f'{UUID}.ready').stat() == before
     assert sorted(path.name for path in config.guests.iterdir()) == sorted([f'{UUID}.ready', f'{MAC}.json'])
 
 
-def test_the_first_word_stays_although_its_server_was_killed_on_the_way(config: Config) -> None:
+def test_first_report_survives_a_server_killed_while_writing(config: Config) -> None:
     """A server killed between link and unlink leaves two names of one file."""
     report = config.guests / f'{UUID}.ready'
-    say_ready(config)
+    report_ready(config)
     report.write_text('{"the first": 1}')
     os.link(report, report.with_suffix('.said'))
-    assert say_ready(config) == '200 OK'
+    assert report_ready(config) == '200 OK'
     assert report.read_text() == '{"the first": 1}'
     assert not report.with_suffix('.said').exists()
     # Killed before the link, the server leaves only a partial file, which does not count.
     report.rename(report.with_suffix('.said'))
-    assert say_ready(config) == '200 OK'
+    assert report_ready(config) == '200 OK'
     assert json.loads(report.read_text())['host_keys'] == []
     assert not report.with_suffix('.said').exists()
 
 
-def test_who_says_it_several_times_at_once_is_told_each_time(config: Config) -> None:
+def test_concurrent_reports_are_all_acknowledged(config: Config) -> None:
     for _ in range(20):
         (config.guests / f'{UUID}.ready').unlink(missing_ok=True)
         with ThreadPoolExecutor(4) as threads:
-            assert set(threads.map(lambda _: say_ready(config), range(8))) == {'200 OK'}
+            assert set(threads.map(lambda _: report_ready(config), range(8))) == {'200 OK'}
 
 
-def test_one_whose_directory_is_full_is_told_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_to_a_full_directory_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_no_space(*_: object) -> None:
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr(files, '_leave_word', raise_no_space)
-    assert say_ready(config).startswith('500 ')
+    monkeypatch.setattr(files, '_write_report', raise_no_space)
+    assert report_ready(config).startswith('500 ')

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mdserver.conf import USER_DATA_LIMIT, ConfError, Config, load, parse
+from mdserver.conf import MAX_USER_DATA_BYTES, ConfError, Config, load, parse
 
 TOP = Path(__file__).parents[2]
 
 
-def key(kind: str = 'ssh-ed25519', comment: str = 'me@here') -> str:
+def make_key(kind: str = 'ssh-ed25519', comment: str = 'me@here') -> str:
     blob = base64.b64encode(len(kind).to_bytes(4, 'big') + kind.encode() + bytes(36)).decode()
     return f'{kind} {blob} {comment}'.strip()
 
@@ -28,26 +28,33 @@ def test_without_a_file() -> None:
     assert (config.user_data, config.public_keys) == (None, ())
 
 
-@pytest.mark.parametrize('text', [
-    '', '# nothing\n', '[mdserver]\n', '[public-keys]\n[mdserver]\n', '\ufeff[mdserver]\n',
-])
-def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        '# nothing\n',
+        '[mdserver]\n',
+        '[public-keys]\n[mdserver]\n',
+        '\ufeff[mdserver]\n',
+    ],
+)
+def test_empty_file_gives_the_defaults(tmp_path: Path, text: str) -> None:
     file = tmp_path / 'mdserver.conf'
     file.write_text(text)
     assert load(file) == Config()
 
 
-def test_the_example_is_the_defaults_and_names_every_key() -> None:
+def test_example_file_gives_the_defaults_and_names_every_key() -> None:
     text = (TOP / 'mdserver.conf').read_text()
     assert parse(text, TOP / 'mdserver.conf') == Config()
-    text = re.sub('^# (?=[a-z_-]+ = )', '', text, flags=re.MULTILINE).replace('ssh-ed25519 AAAA... me@here', key())
+    text = re.sub('^# (?=[a-z_-]+ = )', '', text, flags=re.MULTILINE).replace('ssh-ed25519 AAAA... me@here', make_key())
     filled = parse(text, TOP / 'mdserver.conf')
-    assert filled == Config(user_data=TOP / 'userdata.file', public_keys=(('default', key()),))
+    assert filled == Config(user_data=TOP / 'userdata.file', public_keys=(('default', make_key()),))
 
 
 def test_a_full_file(tmp_path: Path) -> None:
     (tmp_path / 'data').write_bytes(b'\x1f\x8b')
-    text = f'''\
+    text = f"""\
 [mdserver]
 listen_address = 192.0.2.1
 port = 8775
@@ -55,19 +62,26 @@ guests = state/metadata
 leases = dnsmasq/*.status
 user-data = data
 [public-keys]
-default = {key()}
-second: {key('ssh-rsa', '100% me: %(x)s')}
-third = {key('sk-ssh-ed25519@openssh.com', '')}
-'''
+default = {make_key()}
+second: {make_key('ssh-rsa', '100% me: %(x)s')}
+third = {make_key('sk-ssh-ed25519@openssh.com', '')}
+"""
     assert parse(text, tmp_path / 'mdserver.conf') == Config(
-        '192.0.2.1', 8775, tmp_path / 'state/metadata', f'{tmp_path}/dnsmasq/*.status', tmp_path / 'data',
-        (('default', key()), ('second', key('ssh-rsa', '100% me: %(x)s')),
-         ('third', key('sk-ssh-ed25519@openssh.com', ''))),
+        '192.0.2.1',
+        8775,
+        tmp_path / 'state/metadata',
+        f'{tmp_path}/dnsmasq/*.status',
+        tmp_path / 'data',
+        (
+            ('default', make_key()),
+            ('second', make_key('ssh-rsa', '100% me: %(x)s')),
+            ('third', make_key('sk-ssh-ed25519@openssh.com', '')),
+        ),
     )
 
 
 def test_every_bad_key_is_named_with_its_line() -> None:
-    text = f'''\
+    text = f"""\
 [mdserver]
 # a comment
 Prot = 80
@@ -78,8 +92,8 @@ listen_address = virbr0
 port = 1
 [public-keys]
 default = ssh-rsa [...]
-good = {key()}
-'''
+good = {make_key()}
+"""
     with pytest.raises(ConfError) as caught:
         parse(text, Path('m.conf'))
     assert str(caught.value) == (
@@ -92,30 +106,33 @@ good = {key()}
     )
 
 
-@pytest.mark.parametrize(('text', 'message'), [
-    ('[mdserver]\npassword = password', 'line 2: "password": guests are given no password any more: remove it'),
-    ('port = 80', r'line 1: no \[section\] before it'),
-    ('[mdserver]\nport', 'line 2: neither'),
-    ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is there twice'),
-    ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is there twice'),
-    ('[DEFAULT]\nport = 1', r'line 1: unknown section \[DEFAULT\]'),
-    ('[mdserver]\nport = 65536', 'not a port'),
-    ('[mdserver]\nport = -1', 'not a port'),
-    ('[mdserver]\nport =', 'not a port'),
-    ('[mdserver]\nlisten_address = ::1', 'not an IPv4 address'),
-    ('[mdserver]\nguests =', '"guests": is empty'),
-    ('[mdserver]\nleases =', '"leases": is empty'),
-    ('[mdserver]\nuser-data =', '"user-data": is empty'),
-    ('[mdserver]\nuser-data = /no/such', 'line 2: "user-data": /no/such: No such file'),
-    ('[mdserver]\nuser-data = /', 'Is a directory'),
-    ('[public-keys]\na b = x', 'line 2: "a b": is no name for a key'),
-    ('[public-keys]\n0=x = y', 'line 2: "0": is not an OpenSSH public key'),
-    ('[public-keys]\ndefault =', 'not an OpenSSH public key'),
-    (f'[public-keys]\ndefault = {key()}\n  {key()}', 'not an OpenSSH public key'),
-    (f'[public-keys]\ndefault = {key()[4:]}', 'not an OpenSSH public key'),
-    (f'[public-keys]\ndefault = ssh-rsa {key().split()[1]}', 'not an OpenSSH public key'),
-])
-def test_wrong(text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('[mdserver]\npassword = password', 'line 2: "password": guests are given no password any more: remove it'),
+        ('port = 80', r'line 1: no \[section\] before it'),
+        ('[mdserver]\nport', 'line 2: neither'),
+        ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is there twice'),
+        ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is there twice'),
+        ('[DEFAULT]\nport = 1', r'line 1: unknown section \[DEFAULT\]'),
+        ('[mdserver]\nport = 65536', 'not a port'),
+        ('[mdserver]\nport = -1', 'not a port'),
+        ('[mdserver]\nport =', 'not a port'),
+        ('[mdserver]\nlisten_address = ::1', 'not an IPv4 address'),
+        ('[mdserver]\nguests =', '"guests": is empty'),
+        ('[mdserver]\nleases =', '"leases": is empty'),
+        ('[mdserver]\nuser-data =', '"user-data": is empty'),
+        ('[mdserver]\nuser-data = /no/such', 'line 2: "user-data": /no/such: No such file'),
+        ('[mdserver]\nuser-data = /', 'Is a directory'),
+        ('[public-keys]\na b = x', 'line 2: "a b": is no name for a key'),
+        ('[public-keys]\n0=x = y', 'line 2: "0": is not an OpenSSH public key'),
+        ('[public-keys]\ndefault =', 'not an OpenSSH public key'),
+        (f'[public-keys]\ndefault = {make_key()}\n  {make_key()}', 'not an OpenSSH public key'),
+        (f'[public-keys]\ndefault = {make_key()[4:]}', 'not an OpenSSH public key'),
+        (f'[public-keys]\ndefault = ssh-rsa {make_key().split()[1]}', 'not an OpenSSH public key'),
+    ],
+)
+def test_invalid_file_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfError, match=message) as caught:
         parse(text, Path('m.conf'))
     assert str(caught.value).startswith('m.conf: ')
@@ -123,12 +140,12 @@ def test_wrong(text: str, message: str) -> None:
 
 
 def test_user_data_too_large(tmp_path: Path) -> None:
-    (tmp_path / 'data').write_bytes(b' ' * (USER_DATA_LIMIT + 1))
+    (tmp_path / 'data').write_bytes(b' ' * (MAX_USER_DATA_BYTES + 1))
     with pytest.raises(ConfError, match='is larger than 1048576 bytes'):
         parse('[mdserver]\nuser-data = data', tmp_path / 'm.conf')
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfError, match=r'm\.conf: No such file or directory: name a file'):
         load(tmp_path / 'm.conf')
     (tmp_path / 'm.conf').write_bytes(b'\xff')
@@ -137,10 +154,29 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @settings(max_examples=500)
-@given(st.text() | st.text('[]=:#; \t\n\r\x85xİ') | st.lists(st.sampled_from(
-    ['[mdserver]', '[public-keys]', '[x]', ' [x]', 'port = 1', '  port = 1', 'b = 1', ' b:', '# x', ' #', '', 'x'],
-)).map('\n'.join))
-def test_any_text_is_a_config_or_one_line(text: str) -> None:
+@given(
+    st.text()
+    | st.text('[]=:#; \t\n\r\x85xİ')
+    | st.lists(
+        st.sampled_from(
+            [
+                '[mdserver]',
+                '[public-keys]',
+                '[x]',
+                ' [x]',
+                'port = 1',
+                '  port = 1',
+                'b = 1',
+                ' b:',
+                '# x',
+                ' #',
+                '',
+                'x',
+            ],
+        )
+    ).map('\n'.join)
+)
+def test_any_text_parses_or_fails_in_one_line(text: str) -> None:
     message = ''
     try:
         parse(text, Path('m.conf'))
@@ -149,7 +185,7 @@ def test_any_text_is_a_config_or_one_line(text: str) -> None:
     assert '\n' not in message
 
 
-def test_what_cannot_be_read_is_called_as_it_lies(tmp_path: Path) -> None:
+def test_error_names_the_path_of_an_open_descriptor(tmp_path: Path) -> None:
     """A directory read as /proc/self/fd/N is reported by its path; its descriptor is closed."""
     descriptor = os.open(tmp_path, os.O_PATH)
     with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory: name a file that can be read'):

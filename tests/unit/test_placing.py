@@ -16,15 +16,41 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ecomp.agent.host.claims import APART, due, orphans
+from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings, find_orphans
 from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, Room, compute_of, difference, missing, parse_allocations, to_wire, total
-from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Candidate, Offer, choose, distribute, share_left
+from ecomp.model.allocation import (
+    Allocations,
+    Room,
+    describe_difference,
+    find_compute,
+    list_missing_classes,
+    parse_allocations,
+    sum_allocations,
+    to_wire,
+)
+from ecomp.model.choose import (
+    FIRST,
+    PACK,
+    RANDOM,
+    SPREAD,
+    STRATEGIES,
+    Candidate,
+    Offer,
+    calculate_free_share,
+    choose,
+    distribute,
+)
 from ecomp.model.order import SetOrder
-from ecomp.scheduler.placing.claim import AT_ONCE, BLOCK, Claimer, Terms, blocks
-from ecomp.scheduler.placing.place import LOOKS, MOST, SCARCE, Contention, Placer
-from ecomp.store.client import Entry, Snapshot, in_line, in_requests
+from ecomp.scheduler.placing.claim import (
+    MAX_CONCURRENT_CALLS,
+    MAX_INSTANCES_PER_CALL,
+    Claimer,
+    Terms,
+    split_into_blocks,
+)
+from ecomp.scheduler.placing.place import MAX_PLACES_AHEAD, MAX_REFRESHES, MIN_SPARE_PLACES, Contention, Placer
+from ecomp.store.client import Entry, Snapshot, count_placements_before_and_after, list_attempted_instances
 
 # Candidates: only those whose compute is alive are tried, in no fixed order.
 
@@ -39,22 +65,22 @@ candidates = st.lists(
 )
 
 
-@given(candidates, st.sets(st.sampled_from(COMPUTES)), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
+@given(candidates, st.sets(st.sampled_from(COMPUTES)), st.sampled_from(STRATEGIES), st.randoms(use_true_random=False))
 @example([SHARED], {'compute-1', 'compute-2'}, SPREAD, random.Random(0))
 @example([{'compute-1': ONE, 'compute-2': ONE}], {'compute-1', 'compute-2'}, SPREAD, random.Random(0))
 @example([{name: ONE} for name in COMPUTES], {'compute-3'}, SPREAD, random.Random(0))
 @example([{'compute-1': ONE}], set(), SPREAD, random.Random(0))
 def test_each_try_has_exactly_one_living_compute(
-    found: list[dict[str, dict[str, int]]], alive: set[str], weigh: str, rng: random.Random
+    proposed: list[dict[str, dict[str, int]]], alive: set[str], weigh: str, rng: random.Random
 ) -> None:
-    choice = choose(Offer(found), alive, weigh, rng)
-    for compute, allocations, _ in choice.tries:
+    choice = choose(Offer(proposed), alive, weigh, rng)
+    for compute, allocations, _ in choice.candidates:
         assert set(allocations) & alive == {compute}
-    usable = [candidate for candidate in found if len(set(candidate) & alive) == 1]
-    assert sorted(map(str, usable)) == sorted(str(candidate.allocations) for candidate in choice.tries)
+    usable = [candidate for candidate in proposed if len(set(candidate) & alive) == 1]
+    assert sorted(map(str, usable)) == sorted(str(candidate.allocations) for candidate in choice.candidates)
     # A candidate with two living computes is skipped: the request goes to one of them, and would hold room of the other
     # without using it. All other skipped providers are named, once.
-    passed_over = {provider for candidate in found if candidate not in usable for provider in candidate}
+    passed_over = {provider for candidate in proposed if candidate not in usable for provider in candidate}
     assert list(choice.skipped) == sorted(passed_over - alive)
 
 
@@ -62,15 +88,15 @@ def test_the_first_choice_is_spread() -> None:
     # Taking the first of placement's list put 60 of 60 instances on one of three equal hosts.
     rng = random.Random(1)
     offer = Offer([{name: ONE} for name in COMPUTES])
-    firsts = Counter(choose(offer, COMPUTES, SPREAD, rng).tries[0].compute for _ in range(600))
+    firsts = Counter(choose(offer, COMPUTES, SPREAD, rng).candidates[0].compute for _ in range(600))
     assert set(firsts) == set(COMPUTES)
     assert max(firsts.values()) < 200
 
 
-def test_the_same_randomness_chooses_the_same() -> None:
+def test_equal_seeds_choose_equally() -> None:
     def tries(seed: int) -> list[str]:
         offer = Offer([{name: ONE} for name in COMPUTES])
-        return [candidate.compute for candidate in choose(offer, COMPUTES, SPREAD, random.Random(seed)).tries]
+        return [candidate.compute for candidate in choose(offer, COMPUTES, SPREAD, random.Random(seed)).candidates]
 
     assert tries(7) == tries(7)
     assert {tuple(tries(seed)) for seed in range(9)} > {tuple(tries(7))}
@@ -80,42 +106,44 @@ USED = {'compute-0': 6, 'compute-1': 2, 'compute-2': 0, 'compute-3': 2}
 OFFER = Offer([{name: ONE} for name in USED], {name: {'VCPU': Room(10, used)} for name, used in USED.items()})
 
 
-def order(weigh: str, seed: int = 0) -> list[str]:
-    return [candidate.compute for candidate in choose(OFFER, USED, weigh, random.Random(seed)).tries]
+def rank_computes(weigh: str, seed: int = 0) -> list[str]:
+    return [candidate.compute for candidate in choose(OFFER, USED, weigh, random.Random(seed)).candidates]
 
 
-def test_the_emptiest_or_the_fullest_comes_first() -> None:
-    assert order(SPREAD)[0] == order(PACK)[-1] == 'compute-2'
-    assert order(SPREAD)[-1] == order(PACK)[0] == 'compute-0'
+def test_spread_prefers_the_emptiest_and_pack_the_fullest() -> None:
+    assert rank_computes(SPREAD)[0] == rank_computes(PACK)[-1] == 'compute-2'
+    assert rank_computes(SPREAD)[-1] == rank_computes(PACK)[0] == 'compute-0'
     # Equal computes come in any order.
-    assert {tuple(order(SPREAD, seed)[1:3]) for seed in range(20)} == {
+    assert {tuple(rank_computes(SPREAD, seed)[1:3]) for seed in range(20)} == {
         ('compute-1', 'compute-3'),
         ('compute-3', 'compute-1'),
     }
 
 
-def test_in_any_order_or_in_placement_s() -> None:
-    assert {order(RANDOM, seed)[0] for seed in range(50)} == set(USED)
-    assert {tuple(order(FIRST, seed)) for seed in range(9)} == {tuple(USED)}
+def test_random_uses_any_order_and_first_uses_placements() -> None:
+    assert {rank_computes(RANDOM, seed)[0] for seed in range(50)} == set(USED)
+    assert {tuple(rank_computes(FIRST, seed)) for seed in range(9)} == {tuple(USED)}
 
 
-def test_what_is_scarcest_counts() -> None:
+def test_share_left_is_that_of_the_scarcest_class() -> None:
     room = {'VCPU': Room(10, 0), 'MEMORY_MB': Room(1000, 500), 'DISK_GB': Room(3, 3)}
-    assert share_left({'VCPU': 1, 'MEMORY_MB': 400}, room) == 0.1
-    assert share_left({'VCPU': 1}, room) == 0.9
+    assert calculate_free_share({'VCPU': 1, 'MEMORY_MB': 400}, room) == 0.1
+    assert calculate_free_share({'VCPU': 1}, room) == 0.9
     # Unknown class, all of it reserved, or more requested than exists (a shared provider has it): no preference.
-    assert share_left({'IPV4_ADDRESS': 1}, room) == share_left({'VCPU': 1}, {'VCPU': Room(0, 0)}) == 0
-    assert share_left({'DISK_GB': 1}, room) == 0
+    assert (
+        calculate_free_share({'IPV4_ADDRESS': 1}, room) == calculate_free_share({'VCPU': 1}, {'VCPU': Room(0, 0)}) == 0
+    )
+    assert calculate_free_share({'DISK_GB': 1}, room) == 0
 
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
-@given(sizes, st.integers(1, 30), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
-def test_a_set_takes_what_room_there_is(free: list[int], count: int, weigh: str, rng: random.Random) -> None:
+@given(sizes, st.integers(1, 30), st.sampled_from(STRATEGIES), st.randoms(use_true_random=False))
+def test_set_uses_all_the_room(free: list[int], count: int, weigh: str, rng: random.Random) -> None:
     rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - amount)} for number, amount in enumerate(free)}
     offer = Offer([{name: ONE} for name, room in rooms.items() if room['VCPU'].used < 10], rooms)
-    tries = choose(offer, rooms, weigh, rng).tries
+    tries = choose(offer, rooms, weigh, rng).candidates
     placements = distribute(tries, rooms, count, weigh, rng)
     assert len(placements) == min(count, sum(free))
     counts = Counter(candidate.compute for candidate in placements)
@@ -133,14 +161,14 @@ def test_a_set_takes_what_room_there_is(free: list[int], count: int, weigh: str,
 def test_a_shared_disk_limits_a_set() -> None:
     rooms = {'pool': {'DISK_GB': Room(3, 0)}, **{name: {'VCPU': Room(8, 0)} for name in COMPUTES}}
     offer = Offer([{name: ONE, 'pool': {'DISK_GB': 1}} for name in COMPUTES], rooms)
-    tries = choose(offer, COMPUTES, SPREAD, random.Random(0)).tries
+    tries = choose(offer, COMPUTES, SPREAD, random.Random(0)).candidates
     assert len(distribute(tries, rooms, 10, SPREAD, random.Random(0))) == 3
 
 
 # Contention: which place each of many concurrent attempts takes.
 
 
-def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
+def make_contention(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
     """Return a Contention that reads these counts, then repeats the last, and its action log."""
     counts, actions = list(read), list[str]()
 
@@ -155,46 +183,46 @@ def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
     return Contention(read_counts, ask, random.Random(1)), actions
 
 
-def looks(where: Contention, spares: Sequence[int]) -> int:
+def count_reads(contention: Contention, spares: Sequence[int]) -> int:
     """Return how often it reads the counts again, given these amounts of spare room."""
     for number, spare in enumerate(spares):
-        if not where.should_look(spare):
+        if not contention.should_refresh(spare):
             return number
-        where.look()
+        contention.refresh()
     return len(spares)
 
 
-def test_alone_it_never_looks() -> None:
-    contention, actions = line((0, 0))
+def test_single_attempt_never_reads_again() -> None:
+    contention, actions = make_contention((0, 0))
     assert contention.is_alone
-    assert looks(contention, [0]) == 0
+    assert count_reads(contention, [0]) == 0
     assert actions == ['read']
 
 
 @pytest.mark.parametrize('read', [(1, 0), (0, 1)])
-def test_with_others_it_looks_once_where_room_is_scarce(read: tuple[int, int]) -> None:
-    contention, actions = line(read)
-    assert looks(contention, [SCARCE]) == 0
-    assert looks(contention, [SCARCE - 1, 0]) == 1
+def test_contention_reads_once_more_if_room_is_scarce(read: tuple[int, int]) -> None:
+    contention, actions = make_contention(read)
+    assert count_reads(contention, [MIN_SPARE_PLACES]) == 0
+    assert count_reads(contention, [MIN_SPARE_PLACES - 1, 0]) == 1
     # It must count the attempts before it asks placement again.
     assert actions == ['read', 'read', 'ask']
 
 
-def test_without_a_place_it_looks_as_long_as_those_ahead_get_on() -> None:
-    contention, _ = line((30, 0), *[(30 - number, 0) for number in range(20)], (0, 5))
-    assert looks(contention, [-1] * 100) == 21
-    contention, _ = line((1, 0))
-    assert looks(contention, [-1] * 100) == 1 + LOOKS
+def test_without_a_place_it_reads_while_older_attempts_advance() -> None:
+    contention, _ = make_contention((30, 0), *[(30 - number, 0) for number in range(20)], (0, 5))
+    assert count_reads(contention, [-1] * 100) == 21
+    contention, _ = make_contention((1, 0))
+    assert count_reads(contention, [-1] * 100) == 1 + MAX_REFRESHES
 
 
-def test_what_is_left_to_others_has_a_limit() -> None:
-    contention, _ = line((10 * MOST, 0))
-    assert contention.ahead == MOST
-    contention.look()
-    assert contention.ahead == MOST
+def test_places_left_to_others_are_limited() -> None:
+    contention, _ = make_contention((10 * MAX_PLACES_AHEAD, 0))
+    assert contention.ahead == MAX_PLACES_AHEAD
+    contention.refresh()
+    assert contention.ahead == MAX_PLACES_AHEAD
 
 
-def test_the_instances_before_and_behind() -> None:
+def test_older_and_newer_instances_are_counted() -> None:
     def entry(name: str, revision: int, instances: list[str] | None) -> Entry:
         value = b'?' if instances is None else json.dumps({'version': 1, 'instances': instances}).encode()
         return Entry(keys.attempt(name), value, revision, lease=1 if name != 'by hand' else 0)
@@ -204,32 +232,34 @@ def test_the_instances_before_and_behind() -> None:
         *(entry('me', 8, ['me']), entry('late', 9, ['late', 'x'])),
         *(entry('by hand', 4, ['y']), entry('by hand', 10, ['z'])),
     ]
-    assert in_line(Snapshot(10, {f'{item.key} {item.revision}': item for item in entries}), 8) == (5, 1)
+    assert count_placements_before_and_after(
+        Snapshot(10, {f'{item.key} {item.revision}': item for item in entries}), 8
+    ) == (5, 1)
 
 
 # Many concurrent attempts that have got the same answer from placement.
 
 
 SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
-EACH = 4
+INSTANCES_PER_COMPUTE = 4
 
 
 @dataclass(frozen=True)
-class Willing(Claimer):
+class AcceptingClaimer(Claimer):
     """A claimer whose claims all succeed: the tests never ask for more than the room."""
 
-    def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
-        return set(wanted)
+    def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
+        return set(candidates)
 
 
-def offer(computes: int) -> Offer:
+def make_offer(computes: int) -> Offer:
     names = [str(uuid.UUID(int=number)) for number in range(computes)]
-    rooms = {name: {unit: Room(EACH * amount, 0) for unit, amount in SIZE.items()} for name in names}
+    rooms = {name: {unit: Room(INSTANCES_PER_COMPUTE * amount, 0) for unit, amount in SIZE.items()} for name in names}
     return Offer([{name: SIZE} for name in names], rooms)
 
 
-def placing(
-    claimer: type[Claimer], look: Callable[[], Offer], wanted: SetOrder, alive: list[str],
+def make_placer(
+    claimer: type[Claimer], look: Callable[[], Offer], set_order: SetOrder, alive: list[str],
     others: tuple[int, int] = (0, 0), seed: int = 0,
 ) -> Placer:  # fmt: skip
     """Make a placer that claims by `claimer` and never asks placement.
@@ -237,64 +267,66 @@ def placing(
     `others` are the numbers of instances of older and of newer attempts.
     """
     claims = claimer(None, '', '', lambda: True)  # type: ignore[arg-type]
-    return Placer(claims, look, lambda: others, alive, lambda _: True, wanted, random.Random(seed))
+    return Placer(claims, look, lambda: others, alive, lambda _: True, set_order, random.Random(seed))
 
 
-def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
+def place_order(answer: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
     """Place one order and return the computes of its instances."""
     set_order = SetOrder(
         str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
     )
-    placer = placing(Willing, lambda: found, set_order, list(found.rooms), (ahead, behind), seed)
-    return [candidate.compute for candidate in placer.place(found, Terms(None, None), {}).values()]
+    placer = make_placer(AcceptingClaimer, lambda: answer, set_order, list(answer.rooms), (ahead, behind), seed)
+    return [candidate.compute for candidate in placer.place(answer, Terms(None, None), {}).values()]
 
 
-def most(where: list[str]) -> int:
-    return max(Counter(where).values())
+def count_fullest(computes: list[str]) -> int:
+    return max(Counter(computes).values())
 
 
-def test_with_plenty_of_equals_those_who_do_not_know_of_each_other_hardly_meet() -> None:
+def test_unaware_attempts_rarely_meet_on_many_equal_computes() -> None:
     """No attempt sees the others' claims, and each knows of only some of the others."""
-    answer = offer(500)
-    computes = [placed(answer, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
-    assert most(computes) <= 3
+    answer = make_offer(500)
+    computes = [place_order(answer, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
+    assert count_fullest(computes) <= 3
 
 
-def test_sets_leave_whole_computes_to_those_ahead() -> None:
-    answer = offer(500)
-    computes = [c for seed in range(8) for c in placed(answer, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
-    assert most(computes) == 1
+def test_sets_leave_whole_computes_to_older_attempts() -> None:
+    answer = make_offer(500)
+    computes = [c for seed in range(8) for c in place_order(answer, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
+    assert count_fullest(computes) == 1
 
 
-def test_where_room_is_scarce_each_leaves_the_first_places_to_those_ahead() -> None:
-    answer = offer(SCARCE // EACH // 2)
-    room = SCARCE // 2
-    computes = [placed(answer, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
-    assert Counter(computes) == dict.fromkeys(answer.rooms, EACH)  # every place once, with any shuffling
+def test_scarce_first_places_are_left_to_older_attempts() -> None:
+    answer = make_offer(MIN_SPARE_PLACES // INSTANCES_PER_COMPUTE // 2)
+    room = MIN_SPARE_PLACES // 2
+    computes = [place_order(answer, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
+    assert Counter(computes) == dict.fromkeys(
+        answer.rooms, INSTANCES_PER_COMPUTE
+    )  # every place once, with any shuffling
 
 
 @pytest.mark.parametrize('weigh', [PACK, FIRST])
-def test_those_who_pack_fill_the_same_computes(weigh: str) -> None:
-    answer = offer(200)
-    computes = [placed(answer, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * EACH)]
-    assert Counter(computes) == dict.fromkeys(list(answer.rooms)[:3], EACH)
+def test_packing_attempts_fill_the_same_computes(weigh: str) -> None:
+    answer = make_offer(200)
+    computes = [place_order(answer, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * INSTANCES_PER_COMPUTE)]
+    assert Counter(computes) == dict.fromkeys(list(answer.rooms)[:3], INSTANCES_PER_COMPUTE)
 
 
-def test_alone_it_spreads_over_all() -> None:
-    assert most(placed(offer(20), 1, SPREAD, ahead=0, count=20)) == 1
+def test_single_attempt_spreads_over_all_computes() -> None:
+    assert count_fullest(place_order(make_offer(20), 1, SPREAD, ahead=0, count=20)) == 1
 
 
-def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others() -> None:
+def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
     """The GPUs are child providers of the compute; other attempts win all of them but the last."""
     compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
     free_gpus = set(gpus)
 
     @dataclass(frozen=True)
-    class Late(Claimer):
+    class RacedClaimer(Claimer):
         """Other attempts are faster as long as there is another free GPU."""
 
-        def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
-            ((instance, candidate),) = wanted.items()
+        def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
+            ((instance, candidate),) = candidates.items()
             (gpu,) = candidate.allocations.keys() - {compute}
             if len(free_gpus) == 1:
                 return {instance}
@@ -305,23 +337,25 @@ def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others()
         return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(free_gpus)], {})
 
     set_order = SetOrder(str(uuid.uuid4()), query='query', image='image')
-    (chosen,) = placing(Late, read_offer, set_order, [compute]).place(read_offer(), Terms(None, None), {}).values()
+    (chosen,) = (
+        make_placer(RacedClaimer, read_offer, set_order, [compute]).place(read_offer(), Terms(None, None), {}).values()
+    )
     assert chosen.allocations.keys() == {compute, *free_gpus}
 
 
-def test_a_place_on_two_computes_is_said_to_be_one() -> None:
+def test_candidate_on_two_computes_is_explained() -> None:
     """Placement proposes this if a compute shares its disk with another through an aggregate."""
-    answer = offer(2)
+    answer = make_offer(2)
     one, other = answer.rooms
     shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], answer.rooms)
     with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
-        placed(shared, 1, SPREAD, ahead=0)
+        place_order(shared, 1, SPREAD, ahead=0)
 
 
-def test_a_claim_that_was_taken_over_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopted_claim_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set that restarts, or whose group changed, may claim on the same compute again."""
     monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
-    answer = offer(1)
+    answer = make_offer(1)
     (compute,) = answer.rooms
     set_order = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
     claimer = Claimer(None, '', '', lambda: True)  # type: ignore[arg-type]  # placement is not asked
@@ -341,79 +375,82 @@ names = st.sets(st.sampled_from('abcdefgh'))
 
 
 @given(names, names, names, names)
-def test_an_orphan_is_held_and_nothing_else(
-    held: set[str], wished: set[str], guests: set[str], at_it: set[str]
+def test_orphans_are_claims_without_request_guest_or_attempt(
+    held: set[str], wished: set[str], guests: set[str], in_flight: set[str]
 ) -> None:
-    assert orphans(held, wished, guests, at_it) == {
-        name for name in held if name not in wished and name not in guests and name not in at_it
+    assert find_orphans(held, wished, guests, in_flight) == {
+        name for name in held if name not in wished and name not in guests and name not in in_flight
     }
 
 
 @given(st.lists(st.tuples(st.floats(0, 1000), names), max_size=8))
 @example([(100.0, {'a', 'b'})])
-@example([(100.0, {'a'}), (100.0 + APART - 0.1, {'a', 'b'}), (100.0 + APART, {'a', 'b'})])
-@example([(0.0, {'a'}), (30.0, set()), (APART + 1, {'a'})])
-def test_what_is_seen_at_each_look_is_due_when_its_time_has_come(looks: list[tuple[float, set[str]]]) -> None:
+@example([(100.0, {'a'}), (100.0 + CONFIRMATION_SECONDS - 0.1, {'a', 'b'}), (100.0 + CONFIRMATION_SECONDS, {'a', 'b'})])
+@example([(0.0, {'a'}), (30.0, set()), (CONFIRMATION_SECONDS + 1, {'a'})])
+def test_orphan_seen_for_long_enough_is_due(checks: list[tuple[float, set[str]]]) -> None:
     first_seen: dict[str, float] = {}
     expected: dict[str, float] = {}
-    for now, orphan_names in sorted(looks, key=lambda look: look[0]):
+    for now, orphan_names in sorted(checks, key=lambda look: look[0]):
         expected = {name: expected.get(name, now) for name in orphan_names}
-        first_seen, ready = due(first_seen, orphan_names, now)
+        first_seen, ready = confirm_sightings(first_seen, orphan_names, now)
         assert first_seen == expected
-        assert ready == {name for name in orphan_names if now - expected[name] >= APART}
+        assert ready == {name for name in orphan_names if now - expected[name] >= CONFIRMATION_SECONDS}
 
 
-def test_whom_living_eschedules_are_at() -> None:
+def test_instances_of_living_attempts_are_listed() -> None:
     def entry(name: str, value: bytes) -> tuple[str, Entry]:
         return f'/requests/{name}', Entry(f'/requests/{name}', value, 1, LEASE)
 
     of_a_set = json.dumps({'instances': ['a', 'b']}).encode()
     values = [('a', of_a_set), ('c', b'\xff'), ('d', b'[]'), ('e', b'{"instances": 5}'), ('f', b''), ('g', b'null')]
     entries = dict(entry(*item) for item in values)
-    assert in_requests(Snapshot(1, entries)) == {*'abcdefg'}
+    assert list_attempted_instances(Snapshot(1, entries)) == {*'abcdefg'}
     # An attempt without a lease, written manually, would never expire.
     entries |= {'/requests/h': Entry('/requests/h', of_a_set, 1), '/requests/a': Entry('/requests/a', of_a_set, 2)}
-    assert in_requests(Snapshot(1, entries)) == {*'cdefg'}
+    assert list_attempted_instances(Snapshot(1, entries)) == {*'cdefg'}
 
 
 # Splitting a set's claims into calls, and the error that is raised if some of the calls fail.
 
 
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64}
-SECONDS = 10.0
+BARRIER_TIMEOUT_SECONDS = 10.0
 
 
-def wanted(*computes: str, shared: str | None = None) -> dict[str, Candidate]:
+def make_candidates(*computes: str, shared: str | None = None) -> dict[str, Candidate]:
     """Make a candidate for an instance on each of these; `shared` provides the disk of all."""
     disk = {} if shared is None else {shared: {'DISK_GB': 1}}
     return {f'{number}': Candidate(compute, {compute: SMALL, **disk}, None) for number, compute in enumerate(computes)}
 
 
-@given(st.lists(st.sampled_from('abcdefgh'), min_size=1, max_size=3 * BLOCK))
-def test_blocks_are_all_of_it_and_no_two_have_a_compute(computes: list[str]) -> None:
-    claims = wanted(*computes)
-    parts = blocks(claims)
+@given(st.lists(st.sampled_from('abcdefgh'), min_size=1, max_size=3 * MAX_INSTANCES_PER_CALL))
+def test_blocks_are_complete_and_share_no_compute(computes: list[str]) -> None:
+    claims = make_candidates(*computes)
+    parts = split_into_blocks(claims)
     assert {instance: candidate for part in parts for instance, candidate in part.items()} == claims
     assert sum(map(len, parts)) == len(claims)
     block_computes = [{candidate.compute for candidate in part.values()} for part in parts]
     assert sum(map(len, block_computes)) == len(set(computes))
     for part, block in zip(parts, block_computes, strict=True):
-        assert len(part) <= BLOCK or len(block) == 1
+        assert len(part) <= MAX_INSTANCES_PER_CALL or len(block) == 1
 
 
 @pytest.mark.parametrize(
-    ('computes', 'each', 'sizes'), [(10, 5, [50]), (10, 10, [50, 50]), (5, 20, [40, 40, 20]), (1, 100, [100])]
+    ('computes', 'instances_per_compute', 'sizes'),
+    [(10, 5, [50]), (10, 10, [50, 50]), (5, 20, [40, 40, 20]), (1, 100, [100])],
 )
-def test_a_block_is_filled_with_whole_computes(computes: int, each: int, sizes: list[int]) -> None:
-    assert [len(part) for part in blocks(wanted(*'abcdefghij'[:computes] * each))] == sizes
+def test_a_block_is_filled_with_whole_computes(computes: int, instances_per_compute: int, sizes: list[int]) -> None:
+    assert [
+        len(part) for part in split_into_blocks(make_candidates(*'abcdefghij'[:computes] * instances_per_compute))
+    ] == sizes
 
 
-def test_who_shares_a_disk_is_claimed_for_in_one_call() -> None:
-    assert len(blocks(wanted(*'abcdefghij' * 10, shared='disks'))) == 1
+def test_claims_on_a_shared_disk_are_one_call() -> None:
+    assert len(split_into_blocks(make_candidates(*'abcdefghij' * 10, shared='disks'))) == 1
 
 
 @dataclass(frozen=True)
-class Failing(Claimer):
+class FailingClaimer(Claimer):
     """A claimer whose calls may fail.
 
     Attributes:
@@ -423,54 +460,56 @@ class Failing(Claimer):
     """
 
     errors: Mapping[str, EcompError] = field(default_factory=dict)
-    together: threading.Barrier = field(default_factory=lambda: threading.Barrier(AT_ONCE))
-    asked: list[str] = field(default_factory=list)
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(MAX_CONCURRENT_CALLS))
+    called_computes: list[str] = field(default_factory=list)
 
-    def claim(self, wanted: Mapping[str, Allocations]) -> None:
+    def claim(self, claims: Mapping[str, Allocations]) -> None:
         """Wait until the concurrent calls have all begun, so that sequential calls would fail."""
-        first = next(iter(next(iter(wanted.values()))))
-        self.asked.append(first)
-        if len(self.asked) <= AT_ONCE:
-            self.together.wait(SECONDS)
+        first = next(iter(next(iter(claims.values()))))
+        self.called_computes.append(first)
+        if len(self.called_computes) <= MAX_CONCURRENT_CALLS:
+            self.barrier.wait(BARRIER_TIMEOUT_SECONDS)
         else:
             time.sleep(0.1)
         if first in self.errors:
             raise self.errors[first]
 
 
-def failing(**errors: EcompError) -> Failing:
-    return Failing(None, '', '', lambda: True, errors=errors)  # type: ignore[arg-type]  # placement is not asked
+def make_failing_claimer(**errors: EcompError) -> FailingClaimer:
+    return FailingClaimer(None, '', '', lambda: True, errors=errors)  # type: ignore[arg-type]  # placement is not asked
 
 
-TWO = wanted(*'a' * BLOCK, *'b' * BLOCK)
+TWO = make_candidates(*'a' * MAX_INSTANCES_PER_CALL, *'b' * MAX_INSTANCES_PER_CALL)
 
 
-def test_two_calls_are_under_way_at_once_and_all_is_claimed() -> None:
-    claimer = failing()
+def test_two_calls_run_concurrently() -> None:
+    claimer = make_failing_claimer()
     assert claimer.claim_what_fits(TWO) == TWO.keys()
-    assert sorted(claimer.asked) == ['a', 'b']
+    assert sorted(claimer.called_computes) == ['a', 'b']
 
 
 @pytest.mark.parametrize('unknown', ['a', 'b'])
-def test_what_is_not_known_counts_more_than_any_other_error(unknown: str) -> None:
+def test_unknown_outcome_precedes_any_other_error(unknown: str) -> None:
     """Rule 1: release no claim while the outcome of a write is unknown."""
     errors: dict[str, EcompError] = {'a': Unreachable('gone'), 'b': Unreachable('gone')}
     errors[unknown] = UnknownOutcome('nobody knows')
     with pytest.raises(UnknownOutcome):
-        failing(**errors).claim_what_fits(TWO)
+        make_failing_claimer(**errors).claim_what_fits(TWO)
 
 
 def test_after_an_error_no_further_call_is_begun() -> None:
-    claimer = failing(a=Unreachable('gone'), b=Unreachable('gone'))
+    claimer = make_failing_claimer(a=Unreachable('gone'), b=Unreachable('gone'))
     with pytest.raises(Unreachable):
-        claimer.claim_what_fits(wanted(*(compute for compute in 'abcdefghij' for _ in range(BLOCK))))
-    assert len(claimer.asked) < 10
+        claimer.claim_what_fits(
+            make_candidates(*(compute for compute in 'abcdefghij' for _ in range(MAX_INSTANCES_PER_CALL)))
+        )
+    assert len(claimer.called_computes) < 10
 
 
 def test_a_refusal_of_one_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Failing, '_is_there', lambda *_: True)
+    monkeypatch.setattr(FailingClaimer, '_has_providers', lambda *_: True)
     with pytest.raises(PlacementRefusal):
-        failing(b=PlacementRefusal('no such class')).claim_what_fits(TWO)
+        make_failing_claimer(b=PlacementRefusal('no such class')).claim_what_fits(TWO)
 
 
 # Allocations: placement's format, sums, and the sentence that explains a difference.
@@ -486,11 +525,11 @@ allocations = st.dictionaries(
 
 
 @given(allocations)
-def test_placement_s_shape_there_and_back(given_: Allocations) -> None:
-    assert parse_allocations(to_wire(given_)) == given_
+def test_wire_format_round_trips(original: Allocations) -> None:
+    assert parse_allocations(to_wire(original)) == original
 
 
-def test_what_placement_adds_is_passed_over() -> None:
+def test_extra_fields_of_placement_are_ignored() -> None:
     # GET /allocations has a generation beside the resources; candidates have mappings.
     wire = {A: {'resources': {'VCPU': 1}, 'generation': 7}}
     assert parse_allocations(wire) == {A: {'VCPU': 1}}
@@ -499,19 +538,19 @@ def test_what_placement_adds_is_passed_over() -> None:
 @pytest.mark.parametrize(
     'value', [None, 7, [], 'x', {A: 7}, {A: {}}, {A: {'resources': {}}}, {A: {'resources': {'VCPU': True}}}]
 )
-def test_another_shape_is_refused(value: Any) -> None:
+def test_malformed_allocations_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match='allocations: '):
         parse_allocations(value)
 
 
-def test_a_sum_is_over_all_providers() -> None:
-    assert total({A: {'VCPU': 1, 'DISK_GB': 1}, B: {'DISK_GB': 2}}) == {'VCPU': 1, 'DISK_GB': 3}
-    assert total({}) == {}
+def test_total_sums_all_providers() -> None:
+    assert sum_allocations({A: {'VCPU': 1, 'DISK_GB': 1}, B: {'DISK_GB': 2}}) == {'VCPU': 1, 'DISK_GB': 3}
+    assert sum_allocations({}) == {}
 
 
-def test_what_a_guest_needs() -> None:
-    assert missing({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'CUSTOM_X': 1}) == []
-    assert missing({'MEMORY_MB': 1}) == ['VCPU', 'DISK_GB']
+def test_missing_lists_the_classes_a_guest_needs() -> None:
+    assert list_missing_classes({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'CUSTOM_X': 1}) == []
+    assert list_missing_classes({'MEMORY_MB': 1}) == ['VCPU', 'DISK_GB']
 
 
 DIFFERENCES: list[tuple[Allocations, Allocations, str | None]] = [
@@ -537,18 +576,18 @@ DIFFERENCES: list[tuple[Allocations, Allocations, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(('asked', 'held', 'sentence'), DIFFERENCES)
-def test_a_difference_is_one_sentence(asked: Allocations, held: Allocations, sentence: str | None) -> None:
-    assert difference(asked, held) == sentence
+@pytest.mark.parametrize(('requested', 'held', 'sentence'), DIFFERENCES)
+def test_a_difference_is_one_sentence(requested: Allocations, held: Allocations, sentence: str | None) -> None:
+    assert describe_difference(requested, held) == sentence
 
 
 @given(allocations, allocations)
-def test_no_difference_means_the_same(asked: Allocations, held: Allocations) -> None:
-    assert (difference(asked, held) is None) == (asked == held)
+def test_equal_allocations_have_no_difference(requested: Allocations, held: Allocations) -> None:
+    assert (describe_difference(requested, held) is None) == (requested == held)
 
 
-def test_an_allocation_is_on_the_compute_that_gives_its_vcpus() -> None:
+def test_compute_of_is_the_provider_of_vcpus() -> None:
     shared, compute = 'a-shared-disk', 'a-compute'
-    assert compute_of({shared: {'DISK_GB': 1}, compute: {'VCPU': 1, 'MEMORY_MB': 1}}) == compute
-    assert compute_of({shared: {'DISK_GB': 1}}) == ''
-    assert compute_of({}) == ''
+    assert find_compute({shared: {'DISK_GB': 1}, compute: {'VCPU': 1, 'MEMORY_MB': 1}}) == compute
+    assert find_compute({shared: {'DISK_GB': 1}}) == ''
+    assert find_compute({}) == ''

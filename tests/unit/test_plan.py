@@ -9,23 +9,23 @@ import pytest
 
 from ecomp.agent.instance.instances import Shutdowns
 from ecomp.agent.instance.plan import (
-    GONE_BOTH,
-    GONE_DISK,
-    GONE_DOMAIN,
+    DISK_GONE,
+    DOMAIN_AND_DISK_GONE,
+    DOMAIN_GONE,
     UNDEFINED,
     Kind,
-    Patience,
-    Sightings,
+    Observations,
+    ShutdownAction,
     Task,
     Wish,
-    fault_of,
-    news,
-    pending,
+    find_fault,
+    has_new_address,
+    is_address_pending,
     plan,
 )
 from ecomp.model.guest import (
     CRASHED,
-    MOST_INTERFACES,
+    MAX_INTERFACES,
     NO_SPACE,
     PAUSED,
     REFUSED_METADATA,
@@ -36,23 +36,23 @@ from ecomp.model.guest import (
     Guest,
     GuestFailure,
     GuestSpec,
-    all_macs,
-    mac_address,
+    list_macs,
+    make_mac_address,
 )
 from ecomp.model.guest import BaseImage as Base
 from ecomp.model.order import (
     ACTIONS,
-    ASKED,
-    NOT_STARTED,
-    OFF,
     REBOOT,
+    SHUT_OFF,
+    SHUTDOWN_ASKED,
     START,
+    START_FAILED,
     STOP,
-    Invalid,
-    Power,
+    InvalidRequest,
+    PowerAction,
     Request,
-    action_id,
-    phase,
+    parse_action_id,
+    parse_phase,
 )
 from ecomp.model.record import (
     ACTIVE,
@@ -73,14 +73,14 @@ HERE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 ELSEWHERE = '0a1b2c3d-0000-4000-8000-000000000001'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NEIGHBOUR = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
-MAC = mac_address(INSTANCE, 0)
+MAC = make_mac_address(INSTANCE, 0)
 
-ASKED_STATES = Request(
+REQUEST = Request(
     INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
 )
 TOMBSTONE = Request(INSTANCE, {}, image=None, user_id='u', project_id='p')
-UNREADABLE = Invalid(INSTANCE, 'not JSON')
-WISHES: dict[str, Wish] = {'asked': ASKED_STATES, 'tombstone': TOMBSTONE, 'unreadable': UNREADABLE}
+MALFORMED = InvalidRequest(INSTANCE, 'not JSON')
+WISHES: dict[str, Wish] = {'asked': REQUEST, 'tombstone': TOMBSTONE, 'unreadable': MALFORMED}
 
 GUESTS = {
     'nothing': None,
@@ -93,11 +93,13 @@ GUESTS = {
     'runs no more, it is paused': Guest(INSTANCE, HERE, defined=True, running=True, disk=True, trouble=NO_SPACE),
     'is off, killed': Guest(INSTANCE, HERE, defined=True, running=False, disk=True, trouble=CRASHED),
 }
-NOTHING = Sightings(guests={}, addresses={}, patience={}, vanished=(), before_reboot=(), ready=(), now='')
+NO_OBSERVATIONS = Observations(
+    guests={}, addresses={}, shutdown_actions={}, vanished=(), before_reboot=(), ready=(), now=''
+)
 STATES = (None, SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR)
 
 # {state: task for a request, with any guest}. ACTIVE and STOPPED depend on the guest, see get_expected_kind().
-OF_A_REQUEST = {
+KIND_BY_STATE = {
     None: Kind.BUILD,
     SCHEDULED: Kind.BUILD,
     BUILDING: Kind.BUILD,
@@ -107,19 +109,19 @@ OF_A_REQUEST = {
 }
 
 
-def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') -> Record:
+def make_record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') -> Record:
     return Record(INSTANCE, compute, state, image='http://h/i', addresses=(Interface('default', MAC, address),))
 
 
-def planned(
-    wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
+def plan_instance(
+    wish: Wish, record: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
-    observations = replace(NOTHING, guests={INSTANCE: guest} if guest else {})
+    observations = replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {})
     observations = replace(observations, addresses={INSTANCE: addresses} if addresses else {})
-    return plan({INSTANCE: wish}, {INSTANCE: known} if known else {}, observations)
+    return plan({INSTANCE: wish}, {INSTANCE: record} if record else {}, observations)
 
 
-def expected(wish: str, state: str | None, guest: str) -> Kind | None:
+def get_expected_kind(wish: str, state: str | None, guest: str) -> Kind | None:
     if state == GONE:
         return Kind.CLEAR  # a uuid is never used twice, not even to be destroyed
     if wish == 'unreadable':
@@ -130,13 +132,13 @@ def expected(wish: str, state: str | None, guest: str) -> Kind | None:
         # The records of both have no fault yet.
         fine = guest == {ACTIVE: 'runs', STOPPED: 'is off'}[state]
         return None if fine else Kind.POWER
-    return OF_A_REQUEST[state]
+    return KIND_BY_STATE[state]
 
 
 @pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES, GUESTS)))
-def test_the_table(wish: str, state: str | None, guest: str) -> None:
-    tasks = planned(WISHES[wish], record(state) if state else None, GUESTS[guest])
-    kind = expected(wish, state, guest)
+def test_plan_table(wish: str, state: str | None, guest: str) -> None:
+    tasks = plan_instance(WISHES[wish], make_record(state) if state else None, GUESTS[guest])
+    kind = get_expected_kind(wish, state, guest)
     assert [task.kind for task in tasks] == ([kind] if kind else [])
     for task in tasks:
         assert task.instance == INSTANCE
@@ -144,25 +146,25 @@ def test_the_table(wish: str, state: str | None, guest: str) -> None:
 
 
 @pytest.mark.parametrize('guest', GUESTS.values())
-def test_a_guest_nobody_asks_for_is_kept(guest: Guest | None) -> None:
-    assert plan({}, {}, replace(NOTHING, guests={INSTANCE: guest} if guest else {})) == []
+def test_guest_without_a_request_is_kept(guest: Guest | None) -> None:
+    assert plan({}, {}, replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {})) == []
 
 
 @pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
 def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> None:
-    tasks = planned(WISHES[wish], record(state) if state else None, GUESTS[guest])
+    tasks = plan_instance(WISHES[wish], make_record(state) if state else None, GUESTS[guest])
     assert Kind.DESTROY not in [task.kind for task in tasks]
 
 
-def test_instances_are_planned_each_by_itself() -> None:
-    neighbour = Request(NEIGHBOUR, ASKED_STATES.allocations, image='http://h/i', user_id='u', project_id='p')
-    observations = replace(NOTHING, guests={INSTANCE: GUESTS['runs']})
-    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, observations)
+def test_instances_are_planned_independently() -> None:
+    neighbour = Request(NEIGHBOUR, REQUEST.allocations, image='http://h/i', user_id='u', project_id='p')
+    observations = replace(NO_OBSERVATIONS, guests={INSTANCE: GUESTS['runs']})
+    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: make_record(ACTIVE)}, observations)
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
 
 
-def test_power_says_what_is_wrong() -> None:
-    reasons = {name: planned(ASKED_STATES, record(ACTIVE), guest) for name, guest in GUESTS.items()}
+def test_power_task_names_the_fault() -> None:
+    reasons = {name: plan_instance(REQUEST, make_record(ACTIVE), guest) for name, guest in GUESTS.items()}
     assert {name: tasks[0].reason for name, tasks in reasons.items() if tasks} == {
         'nothing': 'its domain and its disk are gone',
         'is off': 'it is off',
@@ -173,25 +175,28 @@ def test_power_says_what_is_wrong() -> None:
         'is off without a disk': 'its disk is gone',
         'only a disk': 'its domain is gone, its disk is there',
     }
-    assert planned(ASKED_STATES, record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
+    assert plan_instance(REQUEST, make_record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
 
 
-def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
-    assert fault_of(record(ACTIVE), GUESTS['is off']) is None
-    assert fault_of(record(ACTIVE), GUESTS['runs']) is None
+def test_guest_that_is_off_or_runs_has_no_fault() -> None:
+    assert find_fault(make_record(ACTIVE), GUESTS['is off']) is None
+    assert find_fault(make_record(ACTIVE), GUESTS['runs']) is None
 
 
 # Faults that end once their cause is gone.
-ENDING = (PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
+TRANSIENT_FAULTS = (PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
 
 
-@pytest.mark.parametrize('known', [None, GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED, NO_SPACE, *ENDING, 'another'])
-def test_a_fault_says_what_is_seen_now(known: str | None) -> None:
-    before = replace(record(STOPPED), fault=known)
-    assert fault_of(before, None) == GONE_BOTH
-    assert fault_of(before, GUESTS['only a disk']) == GONE_DOMAIN
+@pytest.mark.parametrize(
+    'recorded_fault',
+    [None, DOMAIN_AND_DISK_GONE, DISK_GONE, DOMAIN_GONE, UNDEFINED, NO_SPACE, *TRANSIENT_FAULTS, 'another'],
+)
+def test_fault_is_what_is_observed_now(recorded_fault: str | None) -> None:
+    before = replace(make_record(STOPPED), fault=recorded_fault)
+    assert find_fault(before, None) == DOMAIN_AND_DISK_GONE
+    assert find_fault(before, GUESTS['only a disk']) == DOMAIN_GONE
     # A repaired fault is removed; one that cannot be observed in a guest (an adopted one's claim) stays.
-    assert fault_of(before, GUESTS['runs']) == (known if known == 'another' else None)
+    assert find_fault(before, GUESTS['runs']) == (recorded_fault if recorded_fault == 'another' else None)
 
 
 SIZE = {'VCPU': 2, 'MEMORY_MB': 256, 'MEMORY_MB now': 256, 'DISK_GB': 4}
@@ -211,52 +216,52 @@ SIZE = {'VCPU': 2, 'MEMORY_MB': 256, 'MEMORY_MB now': 256, 'DISK_GB': 4}
     ],
 )
 @pytest.mark.parametrize('guest', ['runs', 'is off'])
-def test_a_domain_that_differs_from_its_claim_is_a_fault(
+def test_domain_that_differs_from_its_claim_is_a_fault(
     guest: str, changed: dict[str, int], differs: str | None
 ) -> None:
     resources = {'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 4, 'CUSTOM_GPU': 1}
-    before = replace(record(ACTIVE), resources=resources, fault='its domain differs from its claim: VCPU:9 for 2')
+    before = replace(make_record(ACTIVE), resources=resources, fault='its domain differs from its claim: VCPU:9 for 2')
     observed = GUESTS[guest]
     assert observed is not None
     expected = differs and f'{UNLIKE}: {differs}'
-    assert fault_of(before, replace(observed, size={**SIZE, **changed})) == expected
+    assert find_fault(before, replace(observed, size={**SIZE, **changed})) == expected
     # An older record contains no resources to compare with.
-    assert fault_of(replace(before, resources={}), replace(observed, size={**SIZE, **changed})) is None
+    assert find_fault(replace(before, resources={}), replace(observed, size={**SIZE, **changed})) is None
     paused = replace(observed, size={**SIZE, **changed}, trouble=PAUSED)
-    assert fault_of(before, paused) == '; '.join(filter(None, (PAUSED, expected)))
+    assert find_fault(before, paused) == '; '.join(filter(None, (PAUSED, expected)))
 
 
-def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:
-    killed = replace(record(STOPPED), fault=CRASHED)
-    assert fault_of(killed, GUESTS['is off']) == CRASHED
-    assert fault_of(killed, GUESTS['runs']) is None
-    assert planned(ASKED_STATES, killed, GUESTS['is off']) == []
+def test_crash_is_remembered_while_the_guest_is_off() -> None:
+    killed = replace(make_record(STOPPED), fault=CRASHED)
+    assert find_fault(killed, GUESTS['is off']) == CRASHED
+    assert find_fault(killed, GUESTS['runs']) is None
+    assert plan_instance(REQUEST, killed, GUESTS['is off']) == []
 
 
-def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
-    stopped = replace(record(STOPPED), fault=GONE_BOTH)
-    wishes, records = {INSTANCE: ASKED_STATES}, {INSTANCE: stopped}
-    assert plan(wishes, records, NOTHING) == []
-    observations = replace(NOTHING, vanished=[INSTANCE])
+def test_vanished_instance_ends_and_missed_one_does_not() -> None:
+    stopped = replace(make_record(STOPPED), fault=DOMAIN_AND_DISK_GONE)
+    wishes, records = {INSTANCE: REQUEST}, {INSTANCE: stopped}
+    assert plan(wishes, records, NO_OBSERVATIONS) == []
+    observations = replace(NO_OBSERVATIONS, vanished=[INSTANCE])
     assert [task.kind for task in plan(wishes, records, observations)] == [Kind.VANISHED]
     for guest in filter(None, GUESTS.values()):
         tasks = plan(wishes, records, replace(observations, guests={INSTANCE: guest}))
         assert Kind.VANISHED not in [task.kind for task in tasks]
 
 
-def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
+def test_reboot_resumes_only_guests_that_ran() -> None:
     for state, guest in product((ACTIVE, STOPPED), GUESTS):
         guests = {INSTANCE: observed} if (observed := GUESTS[guest]) else {}
         for before in ([], [INSTANCE]):
-            observations = replace(NOTHING, guests=guests, before_reboot=before)
-            tasks = plan({INSTANCE: ASKED_STATES}, {INSTANCE: record(state)}, observations)
+            observations = replace(NO_OBSERVATIONS, guests=guests, before_reboot=before)
+            tasks = plan({INSTANCE: REQUEST}, {INSTANCE: make_record(state)}, observations)
             resumed = Kind.RESUME in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
     off = GUESTS['is off']
     assert off is not None
-    observations = replace(NOTHING, guests={INSTANCE: off}, before_reboot=[INSTANCE])
-    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, observations)
+    observations = replace(NO_OBSERVATIONS, guests={INSTANCE: off}, before_reboot=[INSTANCE])
+    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: make_record(ACTIVE)}, observations)
     assert [task.kind for task in tasks] == [Kind.DESTROY]
 
 
@@ -270,22 +275,22 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize(('known', 'found', 'new'), ADDRESSES)
-def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dict[str, Address], new: bool) -> None:
-    active = record(ACTIVE, address=known)
-    assert news(active, found) is new
-    tasks = planned(ASKED_STATES, active, GUESTS['runs'], found)
+@pytest.mark.parametrize(('recorded', 'observed', 'new'), ADDRESSES)
+def test_only_a_new_address_is_recorded(recorded: str | None, observed: dict[str, Address], new: bool) -> None:
+    active = make_record(ACTIVE, address=recorded)
+    assert has_new_address(active, observed) is new
+    tasks = plan_instance(REQUEST, active, GUESTS['runs'], observed)
     assert [task.kind for task in tasks] == ([Kind.ADDRESS] if new else [])
     # A guest that is off is first recorded as off.
-    assert planned(ASKED_STATES, active, GUESTS['is off'], found)[0].kind is Kind.POWER
+    assert plan_instance(REQUEST, active, GUESTS['is off'], observed)[0].kind is Kind.POWER
 
 
-def test_cloud_init_is_through_once() -> None:
-    active, wishes = record(ACTIVE), {INSTANCE: ASKED_STATES}
-    runs = replace(NOTHING, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
+def test_ready_report_is_recorded_once() -> None:
+    active, wishes = make_record(ACTIVE), {INSTANCE: REQUEST}
+    runs = replace(NO_OBSERVATIONS, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
     tasks = plan(wishes, {INSTANCE: active}, runs)
     assert [task.kind for task in tasks] == [Kind.READY]
-    ready_record = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
+    ready_record = active.enter_state(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
     assert plan(wishes, {INSTANCE: ready_record}, runs) == []
     failed = replace(active, cloud_init=GuestFailure('init', 'it broke'))
     assert plan(wishes, {INSTANCE: failed}, runs) == []
@@ -294,46 +299,65 @@ def test_cloud_init_is_through_once() -> None:
     assert [task.kind for task in off] == [Kind.POWER]
 
 
-def test_an_address_is_waited_for_only_while_the_guest_runs() -> None:
-    assert pending(record(ACTIVE, address=None))
-    assert not pending(record(ACTIVE))
-    assert not any(pending(record(state, address=None)) for state in STATES if state and state != ACTIVE)
-    assert not pending(Record(INSTANCE, HERE, ACTIVE))
+def test_address_is_awaited_only_while_the_guest_runs() -> None:
+    assert is_address_pending(make_record(ACTIVE, address=None))
+    assert not is_address_pending(make_record(ACTIVE))
+    assert not any(
+        is_address_pending(make_record(state, address=None)) for state in STATES if state and state != ACTIVE
+    )
+    assert not is_address_pending(Record(INSTANCE, HERE, ACTIVE))
 
 
-def test_macs_are_those_the_guest_is_made_with() -> None:
-    for count in (1, 2, MOST_INTERFACES):
+def test_macs_of_the_spec_are_those_of_the_instance() -> None:
+    for count in (1, 2, MAX_INTERFACES):
         networks = tuple(Attachment('bridge', f'br{number}') for number in range(count))
         spec = GuestSpec(INSTANCE, HERE, 1, 256, 1, Base('', '', 0), 'qemu', networks)
-        assert spec.macs == all_macs(INSTANCE)[:count]
-    assert len({*all_macs(INSTANCE), *all_macs(NEIGHBOUR)}) == 2 * MOST_INTERFACES
+        assert spec.macs == list_macs(INSTANCE)[:count]
+    assert len({*list_macs(INSTANCE), *list_macs(NEIGHBOUR)}) == 2 * MAX_INTERFACES
 
 
 # Stop, start and reboot: every step, for every state of the guest and of its record.
 
 
-SHOWN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-THIS = '0a1b2c3d-0000-4000-8000-000000000001'
-EARLIER = '0a1b2c3d-0000-4000-8000-000000000002'
-RUNS = Guest(SUBJECT, SHOWN, defined=True, running=True, disk=True)
+THIS_ACTION = '0a1b2c3d-0000-4000-8000-000000000001'
+EARLIER_ACTION = '0a1b2c3d-0000-4000-8000-000000000002'
+RUNS = Guest(SUBJECT, COMPUTE, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
 FROZEN = replace(RUNS, trouble=NO_SPACE)
-SAID = (None, EARLIER, f'{EARLIER}:{ASKED}', f'{EARLIER}:{OFF}', THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')
+RECORDED_POWERS = (
+    None,
+    EARLIER_ACTION,
+    f'{EARLIER_ACTION}:{SHUTDOWN_ASKED}',
+    f'{EARLIER_ACTION}:{SHUT_OFF}',
+    THIS_ACTION,
+    f'{THIS_ACTION}:{SHUTDOWN_ASKED}',
+    f'{THIS_ACTION}:{SHUT_OFF}',
+)
 
 # Tasks for a running guest by its record's power. A guest that is off gets the same task for each of them.
-RUNNING: dict[str, dict[str | None, Kind]] = {
-    STOP: dict.fromkeys(SAID, Kind.SHUTDOWN),
-    START: {**dict.fromkeys(SAID, Kind.DONE), f'{EARLIER}:{ASKED}': Kind.SHUTDOWN, f'{THIS}:{ASKED}': Kind.SHUTDOWN},
-    REBOOT: {**dict.fromkeys(SAID, Kind.SHUTDOWN), f'{THIS}:{OFF}': Kind.DONE},
+RUNNING_KINDS: dict[str, dict[str | None, Kind]] = {
+    STOP: dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN),
+    START: {
+        **dict.fromkeys(RECORDED_POWERS, Kind.DONE),
+        f'{EARLIER_ACTION}:{SHUTDOWN_ASKED}': Kind.SHUTDOWN,
+        f'{THIS_ACTION}:{SHUTDOWN_ASKED}': Kind.SHUTDOWN,
+    },
+    REBOOT: {**dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN), f'{THIS_ACTION}:{SHUT_OFF}': Kind.DONE},
 }
-IN_TURN = {None: Kind.SHUTDOWN, Patience.ASK_AGAIN: Kind.SHUTDOWN, Patience.NO_MORE: Kind.SWITCH_OFF}
+KIND_BY_PATIENCE = {
+    None: Kind.SHUTDOWN,
+    ShutdownAction.ASK_AGAIN: Kind.SHUTDOWN,
+    ShutdownAction.SWITCH_OFF: Kind.SWITCH_OFF,
+}
 
-def planned_power(
-    power: Power | None,
-    said: str | None,
+
+def plan_power(
+    power: PowerAction | None,
+    recorded_power: str | None,
     guest: Guest | None,
-    patience: Patience | None = None,
+    patience: ShutdownAction | None = None,
     state: str = '',
     fault: str | None = None,
     before_reboot: bool = False,
@@ -341,18 +365,18 @@ def planned_power(
 ) -> list[Kind]:
     request = Request(
         SUBJECT,
-        {SHOWN: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}},
+        {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}},
         image='http://h/i',
         user_id='u',
         project_id='p',
         power=power,
     )
     state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
-    record = Record(SUBJECT, SHOWN, state, image='http://h/i', power=said, fault=fault)
+    record = Record(SUBJECT, COMPUTE, state, image='http://h/i', power=recorded_power, fault=fault)
     observations = replace(
-        NOTHING,
+        NO_OBSERVATIONS,
         guests={SUBJECT: guest} if guest else {},
-        patience={SUBJECT: patience} if patience else {},
+        shutdown_actions={SUBJECT: patience} if patience else {},
         before_reboot=[SUBJECT] if before_reboot else [],
         vanished=[SUBJECT] if vanished else [],
     )
@@ -361,90 +385,105 @@ def planned_power(
     return [task.kind for task in tasks]
 
 
-@pytest.mark.parametrize(('action', 'said', 'patience'), list(product(ACTIONS, SAID, (None, *Patience))))
-def test_the_table_of_power(action: str, said: str | None, patience: Patience | None) -> None:
-    power = Power(action, THIS)
-    is_done = said == THIS
-    planned = planned_power(power, said, IS_OFF, patience)
+@pytest.mark.parametrize(
+    ('action', 'recorded_power', 'patience'), list(product(ACTIONS, RECORDED_POWERS, (None, *ShutdownAction)))
+)
+def test_power_table(action: str, recorded_power: str | None, patience: ShutdownAction | None) -> None:
+    power = PowerAction(action, THIS_ACTION)
+    is_done = recorded_power == THIS_ACTION
+    planned = plan_power(power, recorded_power, IS_OFF, patience)
     assert planned == ([] if is_done else [Kind.DONE if action == STOP else Kind.START])
-    expected: Kind | None = RUNNING[action][said]
+    expected: Kind | None = RUNNING_KINDS[action][recorded_power]
     if expected is Kind.SHUTDOWN:
-        expected = IN_TURN.get(patience)
-    assert planned_power(power, said, RUNS, patience) == ([] if is_done or expected is None else [expected])
+        expected = KIND_BY_PATIENCE.get(patience)
+    assert plan_power(power, recorded_power, RUNS, patience) == ([] if is_done or expected is None else [expected])
 
 
-@pytest.mark.parametrize('said', SAID)
-def test_what_was_not_asked_for_is_not_done(said: str | None) -> None:
+@pytest.mark.parametrize('recorded_power', RECORDED_POWERS)
+def test_finished_or_missing_action_changes_nothing(recorded_power: str | None) -> None:
     """A guest that powers itself off stays off; a finished action changes nothing."""
-    for power in (None, *(Power(action, said) for action in ACTIONS if said)):
-        assert planned_power(power, said, RUNS) == []
-        assert planned_power(power, said, IS_OFF) == []
-        assert planned_power(power, said, IS_OFF, state=ACTIVE) == [Kind.POWER]
-        assert planned_power(power, said, RUNS, state=STOPPED) == [Kind.POWER]
+    for power in (None, *(PowerAction(action, recorded_power) for action in ACTIONS if recorded_power)):
+        assert plan_power(power, recorded_power, RUNS) == []
+        assert plan_power(power, recorded_power, IS_OFF) == []
+        assert plan_power(power, recorded_power, IS_OFF, state=ACTIVE) == [Kind.POWER]
+        assert plan_power(power, recorded_power, RUNS, state=STOPPED) == [Kind.POWER]
 
 
 @pytest.mark.parametrize('state', [SCHEDULED, BUILDING])
-def test_what_is_not_built_is_built_first(state: str) -> None:
+def test_unbuilt_instance_is_built_before_any_power_action(state: str) -> None:
     for action, guest in product(ACTIONS, (RUNS, IS_OFF, None)):
-        assert planned_power(Power(action, THIS), None, guest, state=state) == [Kind.BUILD]
+        assert plan_power(PowerAction(action, THIS_ACTION), None, guest, state=state) == [Kind.BUILD]
 
 
-def test_what_is_waited_for_hinders_nothing_else() -> None:
-    recorded_power, stop = f'{THIS}:{ASKED}', Power(STOP, THIS)
-    assert planned_power(stop, recorded_power, RUNS, Patience.WAIT) == []
-    assert planned_power(stop, recorded_power, FROZEN, Patience.WAIT) == [Kind.POWER]  # its fault is recorded
+def test_pending_shutdown_does_not_block_a_fault() -> None:
+    recorded_power, stop = f'{THIS_ACTION}:{SHUTDOWN_ASKED}', PowerAction(STOP, THIS_ACTION)
+    assert plan_power(stop, recorded_power, RUNS, ShutdownAction.WAIT) == []
+    assert plan_power(stop, recorded_power, FROZEN, ShutdownAction.WAIT) == [Kind.POWER]  # its fault is recorded
 
 
-def test_what_was_stopped_stays_so_after_a_reboot_of_its_host() -> None:
-    assert planned_power(Power(STOP, THIS), THIS, IS_OFF, state=STOPPED, before_reboot=True) == []
+def test_stopped_guest_stays_off_after_a_host_reboot() -> None:
+    assert plan_power(PowerAction(STOP, THIS_ACTION), THIS_ACTION, IS_OFF, state=STOPPED, before_reboot=True) == []
     # The host's reboot turned it off before the stop did, so the stop is done.
-    assert planned_power(Power(STOP, THIS), f'{THIS}:{ASKED}', IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.DONE]
+    assert plan_power(
+        PowerAction(STOP, THIS_ACTION), f'{THIS_ACTION}:{SHUTDOWN_ASKED}', IS_OFF, state=ACTIVE, before_reboot=True
+    ) == [Kind.DONE]
     for action in (START, REBOOT):
-        assert planned_power(Power(action, THIS), EARLIER, IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.START]
-    assert planned_power(Power(STOP, EARLIER), EARLIER, IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.RESUME]
+        assert plan_power(
+            PowerAction(action, THIS_ACTION), EARLIER_ACTION, IS_OFF, state=ACTIVE, before_reboot=True
+        ) == [Kind.START]
+    assert plan_power(PowerAction(STOP, EARLIER_ACTION), EARLIER_ACTION, IS_OFF, state=ACTIVE, before_reboot=True) == [
+        Kind.RESUME
+    ]
 
 
 @pytest.mark.parametrize('action', ACTIONS)
-def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
+def test_unseen_guest_gets_no_power_task(action: str) -> None:
     """A missed guest gets its action when it is seen again; a vanished one ends."""
-    power = Power(action, THIS)
-    assert planned_power(power, None, None, fault=GONE_BOTH) == []
-    assert planned_power(power, None, None, fault=GONE_BOTH, vanished=True) == [Kind.VANISHED]
+    power = PowerAction(action, THIS_ACTION)
+    assert plan_power(power, None, None, fault=DOMAIN_AND_DISK_GONE) == []
+    assert plan_power(power, None, None, fault=DOMAIN_AND_DISK_GONE, vanished=True) == [Kind.VANISHED]
 
 
-def test_a_start_that_failed_is_a_fault_until_the_guest_runs() -> None:
-    for fault in (f'{NOT_STARTED}: no room', f'{NOT_STARTED} after the host was rebooted: no room'):
-        record = Record(SUBJECT, SHOWN, STOPPED, image='http://h/i', fault=fault)
-        assert fault_of(record, IS_OFF) == fault
-        assert fault_of(record, RUNS) is None
-        assert fault_of(record, FROZEN) == NO_SPACE
-        assert fault_of(record, replace(IS_OFF, trouble=CRASHED)) == CRASHED
+def test_failed_start_is_a_fault_until_the_guest_runs() -> None:
+    for fault in (f'{START_FAILED}: no room', f'{START_FAILED} after the host was rebooted: no room'):
+        record = Record(SUBJECT, COMPUTE, STOPPED, image='http://h/i', fault=fault)
+        assert find_fault(record, IS_OFF) == fault
+        assert find_fault(record, RUNS) is None
+        assert find_fault(record, FROZEN) == NO_SPACE
+        assert find_fault(record, replace(IS_OFF, trouble=CRASHED)) == CRASHED
 
 
-def test_which_and_how_far() -> None:
-    assert [phase(power) for power in (None, THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')] == ['', '', ASKED, OFF]
-    assert [action_id(power) for power in (None, THIS, f'{THIS}:{OFF}')] == ['', THIS, THIS]
+def test_action_id_and_phase() -> None:
+    assert [
+        parse_phase(power)
+        for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUTDOWN_ASKED}', f'{THIS_ACTION}:{SHUT_OFF}')
+    ] == ['', '', SHUTDOWN_ASKED, SHUT_OFF]
+    assert [parse_action_id(power) for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUT_OFF}')] == [
+        '',
+        THIS_ACTION,
+        THIS_ACTION,
+    ]
 
 
 # Patience with a guest that shuts down
 
 
-def test_a_guest_is_asked_again_and_then_no_more() -> None:
-    shutdowns = Shutdowns(grace=60, again=10)
-    assert shutdowns.patience(100) == {}
-    assert shutdowns.next(after=0) == []
-    shutdowns.note_asked(SUBJECT, 100)
-    assert shutdowns.patience(109.9) == {SUBJECT: Patience.WAIT}
-    assert sorted(shutdowns.next(after=100)) == [110, 160]
-    assert shutdowns.patience(110) == {SUBJECT: Patience.ASK_AGAIN}
-    shutdowns.note_asked(SUBJECT, 110)
-    assert shutdowns.patience(115) == {SUBJECT: Patience.WAIT}
-    assert sorted(shutdowns.next(after=110)) == [120, 160]
+def test_shutdown_is_requested_again_until_the_grace_period_ends() -> None:
+    shutdowns = Shutdowns(grace_seconds=60, retry_seconds=10)
+    assert shutdowns.find_actions(100) == {}
+    assert shutdowns.find_times(after=0) == []
+    shutdowns.note_request(SUBJECT, 100)
+    assert shutdowns.find_actions(109.9) == {SUBJECT: ShutdownAction.WAIT}
+    assert sorted(shutdowns.find_times(after=100)) == [110, 160]
+    assert shutdowns.find_actions(110) == {SUBJECT: ShutdownAction.ASK_AGAIN}
+    shutdowns.note_request(SUBJECT, 110)
+    assert shutdowns.find_actions(115) == {SUBJECT: ShutdownAction.WAIT}
+    assert sorted(shutdowns.find_times(after=110)) == [120, 160]
     # A time that was due at the last check is no reason to wake up again.
-    assert shutdowns.next(after=120) == [160]
-    assert shutdowns.patience(160) == {SUBJECT: Patience.NO_MORE}
-    assert shutdowns.next(after=160) == []
-    shutdowns.keep([SUBJECT])
-    assert shutdowns.patience(160) == {SUBJECT: Patience.NO_MORE}
-    shutdowns.keep([])
-    assert shutdowns.patience(160) == {}
+    assert shutdowns.find_times(after=120) == [160]
+    assert shutdowns.find_actions(160) == {SUBJECT: ShutdownAction.SWITCH_OFF}
+    assert shutdowns.find_times(after=160) == []
+    shutdowns.forget_all_but([SUBJECT])
+    assert shutdowns.find_actions(160) == {SUBJECT: ShutdownAction.SWITCH_OFF}
+    shutdowns.forget_all_but([])
+    assert shutdowns.find_actions(160) == {}

@@ -13,13 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.host.provider import Machine, closed, default_cache, inventory, look, with_ratios
-from ecomp.agent.host.provider import given as stated
+from ecomp.agent.host.provider import (
+    MachineUsage,
+    add_ratios,
+    choose_cache_gib,
+    make_inventory,
+    measure_machine,
+    reserve_all_vcpus,
+)
+from ecomp.agent.host.provider import make_fixed_inventory as stated
 from ecomp.errors import UsageError
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.status import BY_OPERATOR, DISABLED, STATUS, changed, ours_then
-from ecomp.model.traits import CPU, check_trait, cpu_traits
+from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR, STATUS_TRAITS, find_managed_names, merge_names
+from ecomp.model.traits import CPU_TRAITS, check_trait, list_cpu_traits
 from ecomp.virt import xml
 
 # Features of a processor, and their traits in placement.
@@ -40,55 +47,64 @@ CAPABILITIES = """<domainCapabilities><cpu>
 </cpu></domainCapabilities>"""
 
 
-def test_features_and_their_traits() -> None:
-    assert cpu_traits([]) == frozenset()
-    assert cpu_traits(['avx2', 'pni', 'sse4.1', 'cmov', 'no-such']) == {
+def test_cpu_traits() -> None:
+    assert list_cpu_traits([]) == frozenset()
+    assert list_cpu_traits(['avx2', 'pni', 'sse4.1', 'cmov', 'no-such']) == {
         'HW_CPU_X86_AVX2',
         'HW_CPU_X86_SSE3',
         'HW_CPU_X86_SSE41',
     }
     # Some features have two traits.
-    assert cpu_traits(['vmx']) == {'HW_CPU_X86_VMX', 'HW_CPU_X86_INTEL_VMX'}
-    assert cpu_traits(['svm']) == {'HW_CPU_X86_SVM', 'HW_CPU_X86_AMD_SVM'}
+    assert list_cpu_traits(['vmx']) == {'HW_CPU_X86_VMX', 'HW_CPU_X86_INTEL_VMX'}
+    assert list_cpu_traits(['svm']) == {'HW_CPU_X86_SVM', 'HW_CPU_X86_AMD_SVM'}
 
 
-def test_every_trait_is_one_of_os_traits_and_of_one_feature() -> None:
-    traits = [trait for names in CPU.values() for trait in names]
+def test_every_trait_is_in_os_traits_and_has_one_feature() -> None:
+    traits = [trait for names in CPU_TRAITS.values() for trait in names]
     assert set(traits) <= set(os_traits.get_traits('HW_CPU_X86_'))
     assert len(traits) == len(set(traits))
 
 
 @pytest.mark.skipif(not FEATURES.exists(), reason='libvirt is not installed')
-def test_every_feature_is_one_that_libvirt_knows() -> None:
+def test_every_feature_is_known_to_libvirt() -> None:
     libvirt_names = {element.get('name') for element in ET.parse(FEATURES).getroot().iter('feature')}
     libvirt_names |= {element.get('name') for element in ET.parse(FEATURES).getroot().iter('alias')}
     newer = {'amx-bf16', 'amx-int8', 'amx-tile'}
-    assert set(CPU) - libvirt_names <= newer
+    assert set(CPU_TRAITS) - libvirt_names <= newer
 
 
-def test_what_may_be_configured() -> None:
+def test_check_trait() -> None:
     for name in ('HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7'):
         assert check_trait(name) == name
-    for name in ('HW_CPU_X86_AVX3', 'avx2', '', 'CUSTOM_', 'CUSTOM_a', 'CUSTOM_' + 'A' * 249, DISABLED, BY_OPERATOR):
+    for name in (
+        'HW_CPU_X86_AVX3',
+        'avx2',
+        '',
+        'CUSTOM_',
+        'CUSTOM_a',
+        'CUSTOM_' + 'A' * 249,
+        DISABLED,
+        DISABLED_BY_OPERATOR,
+    ):
         with pytest.raises(ValueError, match='os-traits|CUSTOM_|eschedule'):
             check_trait(name)
 
 
-def test_the_processor_a_guest_gets() -> None:
+def test_guest_cpu() -> None:
     cpu = xml.Cpu('EPYC', frozenset({'vaes', 'hypervisor'}), frozenset({'sha-ni'}))
-    assert xml.guest_cpu(CAPABILITIES) == cpu
+    assert xml.parse_guest_cpu(CAPABILITIES) == cpu
     without = CAPABILITIES.replace("'host-model' supported='yes'", "'host-model' supported='no'")
-    assert xml.guest_cpu(without) is None
-    assert xml.guest_cpu('<domainCapabilities/>') is None
+    assert xml.parse_guest_cpu(without) is None
+    assert xml.parse_guest_cpu('<domainCapabilities/>') is None
 
 
-def test_a_processor_as_libvirt_takes_and_gives_it() -> None:
-    assert ET.fromstring(xml.cpu_xml('EPYC')).findtext('model') == 'EPYC'
+def test_cpu_xml_and_cpu_features() -> None:
+    assert ET.fromstring(xml.make_cpu_xml('EPYC')).findtext('model') == 'EPYC'
     answer = "<cpu><model>x</model><feature policy='require' name='avx'/><feature policy='disable' name='svm'/></cpu>"
-    assert xml.cpu_features(answer) == {'avx'}
+    assert xml.parse_cpu_features(answer) == {'avx'}
 
 
-LIGHT = """
+IMPORT_SCRIPT = """
 import sys
 import {module}
 assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' in each]
@@ -103,8 +119,8 @@ assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' 
         'ecomp.agent.host.provider',
     ],
 )
-def test_who_does_not_wait_for_os_traits(module: str) -> None:
-    subprocess.run([sys.executable, '-c', LIGHT.format(module=module)], check=True, timeout=60)
+def test_module_does_not_import_os_traits(module: str) -> None:
+    subprocess.run([sys.executable, '-c', IMPORT_SCRIPT.format(module=module)], check=True, timeout=60)
 
 
 # Owners of traits, and the traits that disable a compute.
@@ -113,122 +129,124 @@ def test_who_does_not_wait_for_os_traits(module: str) -> None:
 NAMES = st.frozensets(st.sampled_from('ABCDEF'))
 
 
-def test_the_name_is_that_of_os_traits() -> None:
+def test_disabled_is_a_trait_of_os_traits() -> None:
     assert os_traits.COMPUTE_STATUS_DISABLED == DISABLED
 
 
 @given(NAMES, NAMES, NAMES)
-def test_what_is_wanted_is_there_and_what_is_others_stays(
+def test_own_traits_are_set_and_others_stay(
     theirs: frozenset[str], before: frozenset[str], now: frozenset[str]
 ) -> None:
     """The compute sets `before`, then `now`, then nothing, beside the traits of others."""
-    ours = ours_then(theirs, before, frozenset())
+    ours = find_managed_names(theirs, before, frozenset())
     assert not ours & theirs
-    traits = changed(theirs, before, ours)
+    traits = merge_names(theirs, before, ours)
     assert traits == theirs | before
-    later = ours_then(traits, now, ours)
-    traits = changed(traits, now, ours | later)
+    later = find_managed_names(traits, now, ours)
+    traits = merge_names(traits, now, ours | later)
     assert traits == theirs | now
-    assert changed(traits, frozenset(), later) == theirs
+    assert merge_names(traits, frozenset(), later) == theirs
 
 
 @given(NAMES, NAMES, NAMES)
-def test_killed_before_or_after_the_write_nothing_of_ours_is_forgotten(
+def test_kill_around_the_write_loses_no_own_trait(
     theirs: frozenset[str], before: frozenset[str], now: frozenset[str]
 ) -> None:
     """Old and new traits are noted before the write, so the next start knows both."""
-    ours = ours_then(theirs, before, frozenset())
-    noted = ours | ours_then(theirs | before, now, ours)
+    ours = find_managed_names(theirs, before, frozenset())
+    noted = ours | find_managed_names(theirs | before, now, ours)
     for traits in (theirs | before, theirs | now):
-        assert changed(traits, now, noted) == theirs | now
-        assert changed(traits, frozenset(), noted) == theirs
+        assert merge_names(traits, now, noted) == theirs | now
+        assert merge_names(traits, frozenset(), noted) == theirs
 
 
 def test_disabled_and_enabled() -> None:
-    assert status.disabled({'A'}) == {'A', *STATUS}
-    assert status.enabled({'A', *STATUS}, alive=True) == {'A'}
-    assert status.enabled({'A', *STATUS}, alive=False) == {'A', DISABLED}
-    assert status.enabled({'A', DISABLED}, alive=True) == {'A'}
+    assert status.apply_disable({'A'}) == {'A', *STATUS_TRAITS}
+    assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=True) == {'A'}
+    assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=False) == {'A', DISABLED}
+    assert status.apply_enable({'A', DISABLED}, is_alive=True) == {'A'}
 
 
 def test_a_stop_and_a_start() -> None:
-    assert status.stopped({'A'}) == {'A', DISABLED}
-    assert status.opened({'A', DISABLED}) == {'A'}
-    assert status.opened(status.stopped({'A', *STATUS})) == {'A', *STATUS}, 'an operator disabled it'
+    assert status.apply_stop({'A'}) == {'A', DISABLED}
+    assert status.apply_start({'A', DISABLED}) == {'A'}
+    assert status.apply_start(status.apply_stop({'A', *STATUS_TRAITS})) == {'A', *STATUS_TRAITS}, (
+        'an operator disabled it'
+    )
 
 
 # The inventory of a machine, and the reserved share of it.
 
 
-MACHINE = Machine(
+MACHINE = MachineUsage(
     cores=4,
     memory=8 * GIB,
     memory_used=3 * GIB,
-    memory_ours=1 * GIB,
+    memory_guests=1 * GIB,
     disk=100 * GIB,
     disk_used=40 * GIB,
-    disk_ours=10 * GIB,
+    disk_guests=10 * GIB,
     disk_cached=2 * GIB,
 )
 
 
-def test_what_others_use_is_reserved_and_what_ours_use_is_not() -> None:
-    assert inventory(MACHINE, 5) == {
+def test_only_what_others_use_is_reserved() -> None:
+    assert make_inventory(MACHINE, 5) == {
         'VCPU': {'total': 4, 'reserved': 0},
         'MEMORY_MB': {'total': 8192, 'reserved': 2048},
         'DISK_GB': {'total': 100, 'reserved': 28 + 5},
     }
 
 
-def test_room_for_images_is_reserved_before_it_is_used_and_beyond_if_more_is() -> None:
-    assert inventory(replace(MACHINE, disk_used=38 * GIB, disk_cached=0), 5)['DISK_GB']['reserved'] == 28 + 5
-    assert inventory(replace(MACHINE, disk_used=45 * GIB, disk_cached=7 * GIB), 5)['DISK_GB']['reserved'] == 28 + 7
-    assert inventory(MACHINE, 1000)['DISK_GB'] == {'total': 100, 'reserved': 100}
+def test_image_cache_is_reserved_before_and_beyond_its_use() -> None:
+    assert make_inventory(replace(MACHINE, disk_used=38 * GIB, disk_cached=0), 5)['DISK_GB']['reserved'] == 28 + 5
+    assert make_inventory(replace(MACHINE, disk_used=45 * GIB, disk_cached=7 * GIB), 5)['DISK_GB']['reserved'] == 28 + 7
+    assert make_inventory(MACHINE, 1000)['DISK_GB'] == {'total': 100, 'reserved': 100}
 
 
-def test_a_unit_somebody_uses_a_part_of_cannot_be_given() -> None:
-    almost = replace(MACHINE, memory=8 * GIB + MIB - 1, memory_used=2 * GIB + 1, memory_ours=GIB)
-    assert inventory(almost, 1)['MEMORY_MB'] == {'total': 8192, 'reserved': 1025}
+def test_partly_used_unit_is_reserved() -> None:
+    almost = replace(MACHINE, memory=8 * GIB + MIB - 1, memory_used=2 * GIB + 1, memory_guests=GIB)
+    assert make_inventory(almost, 1)['MEMORY_MB'] == {'total': 8192, 'reserved': 1025}
 
 
 amounts = st.integers(0, 2**50)
 
 
 @given(amounts, amounts, amounts)
-def test_placement_takes_whatever_a_machine_says(total: int, used: int, ours: int) -> None:
-    for entry in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours), 1).values():
+def test_any_inventory_is_valid_for_placement(total: int, used: int, ours: int) -> None:
+    for entry in make_inventory(replace(MACHINE, memory=total, memory_used=used, memory_guests=ours), 1).values():
         assert entry['total'] >= 1
         assert 0 <= entry['reserved'] <= entry['total']
 
 
-def test_what_a_person_states_is_theirs_to_give() -> None:
+def test_stated_inventory_reserves_nothing() -> None:
     assert stated({'VCPU': 4, 'CUSTOM_X': 2}) == {
         'VCPU': {'total': 4, 'reserved': 0},
         'CUSTOM_X': {'total': 2, 'reserved': 0},
     }
 
 
-def test_a_closed_inventory_has_no_vcpu_left_and_is_otherwise_the_same() -> None:
-    before = inventory(MACHINE, 1)
-    shut = closed(before)
+def test_closed_inventory_only_reserves_all_vcpus() -> None:
+    before = make_inventory(MACHINE, 1)
+    shut = reserve_all_vcpus(before)
     assert shut == {**before, 'VCPU': {'total': 4, 'reserved': 4}}
     assert before['VCPU']['reserved'] == 0
-    assert closed({'DISK_GB': {'total': 1, 'reserved': 0}}) == {'DISK_GB': {'total': 1, 'reserved': 0}}
+    assert reserve_all_vcpus({'DISK_GB': {'total': 1, 'reserved': 0}}) == {'DISK_GB': {'total': 1, 'reserved': 0}}
 
 
-def test_ratios() -> None:
+def test_allocation_ratios() -> None:
     totals = {'VCPU': {'total': 4, 'reserved': 0}, 'DISK_GB': {'total': 10, 'reserved': 1}}
-    rated = with_ratios(totals, {'VCPU': 16})
+    rated = add_ratios(totals, {'VCPU': 16})
     assert rated == {
         'VCPU': {'total': 4, 'reserved': 0, 'allocation_ratio': 16},
         'DISK_GB': {'total': 10, 'reserved': 1, 'allocation_ratio': 1},
     }
-    assert closed(rated)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
+    assert reserve_all_vcpus(rated)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
     with pytest.raises(UsageError, match='allocation_ratios: there is no VGPU here, only VCPU, DISK_GB'):
-        with_ratios(totals, {'VCPU': 16, 'VGPU': 2})
+        add_ratios(totals, {'VCPU': 16, 'VGPU': 2})
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_measurements_of_this_machine(tmp_path: Path) -> None:
     overlays = tmp_path / 'images'
     overlays.mkdir()
     (overlays / 'ours.qcow2').write_bytes(b'x' * 10_000)
@@ -236,11 +254,11 @@ def test_this_machine(tmp_path: Path) -> None:
     (overlays / 'base-1.qcow2').write_bytes(b'x' * 200_000)
     (overlays / 'base-2.raw').write_bytes(b'x' * 200_000)
     (overlays / 'base-3.part').write_bytes(b'x' * 200_000)
-    machine = look(tmp_path, ['ours'])
+    machine = measure_machine(tmp_path, ['ours'])
     assert machine.cores >= 1
     assert 0 < machine.memory_used < machine.memory
     assert 0 < machine.disk_used < machine.disk
-    assert 10_000 <= machine.disk_ours < 100_000
+    assert 10_000 <= machine.disk_guests < 100_000
     assert 600_000 <= machine.disk_cached < 700_000
-    assert machine.memory_ours == 0
-    assert 1 <= default_cache(tmp_path) <= 20
+    assert machine.memory_guests == 0
+    assert 1 <= choose_cache_gib(tmp_path) <= 20

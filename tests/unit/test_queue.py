@@ -15,39 +15,39 @@ from hypothesis import strategies as st
 
 from ecomp.model import keys, queue
 from ecomp.model.allocation import Inventory
-from ecomp.model.choose import Why
+from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.host import Left, living_in, parse_room_hint, room_hint, share_left
-from ecomp.model.host import fits as fits_there
-from ecomp.model.order import SIZE_LIMIT, Invalid, Shares, parse_request
+from ecomp.model.host import ClassHint, estimate_free_share, make_room_hint, parse_presence, parse_room_hint
+from ecomp.model.host import has_room as fits_there
+from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.queue import (
-    FIRST,
-    JITTER,
-    LONGEST,
-    MOST,
-    WIDER,
+    INITIAL_TAKERS,
+    MAX_JITTER_SECONDS,
+    MAX_LOAD_DELAY_SECONDS,
+    MIN_JITTER_SECONDS,
+    WIDEN_SECONDS,
     Backlog,
-    Place,
     QueueEntry,
     Takers,
-    backlog_of,
-    fits,
-    mark_to_json,
-    marked_by,
-    next_of,
-    opens_after,
-    order,
-    parse_waiting,
-    patience,
-    record_of,
-    subscribed,
-    takers_allowed,
-    takers_of,
+    WaitingEntry,
+    adjust_limit,
+    can_take,
+    check_flavors,
+    choose_delay,
+    choose_next,
+    count_allowed_takers,
+    get_opening_seconds,
+    make_queued_record,
+    parse_queue_entry,
+    parse_taker,
+    rank_takers,
+    taker_to_json,
     to_json,
-    widened,
+    update_backlog,
+    update_takers,
 )
 from ecomp.model.record import QUEUED, STATES
 from ecomp.model.status import DISABLED
@@ -74,32 +74,32 @@ WAITING = QueueEntry(
 )
 
 
-def changed(**fields: Any) -> bytes:
+def change_value(**fields: Any) -> bytes:
     """Return the value of WAITING with these fields changed."""
     return json.dumps({**json.loads(to_json(WAITING)), **fields}).encode()
 
 
-def refused(value: bytes) -> Invalid:
-    result = parse_waiting(WAITING.key, value)
-    assert isinstance(result, Invalid)
+def parse_refused(value: bytes) -> InvalidRequest:
+    result = parse_queue_entry(WAITING.key, value)
+    assert isinstance(result, InvalidRequest)
     return result
 
 
-def test_what_is_written_is_read() -> None:
-    assert parse_waiting(WAITING.key, to_json(WAITING).encode()) == WAITING
+def test_queue_entry_round_trips() -> None:
+    assert parse_queue_entry(WAITING.key, to_json(WAITING).encode()) == WAITING
     ungrouped = QueueEntry(INSTANCE, SMALL, image=IMAGE, user_id='u', project_id='p')
-    assert parse_waiting(ungrouped.key, to_json(ungrouped).encode()) == ungrouped
+    assert parse_queue_entry(ungrouped.key, to_json(ungrouped).encode()) == ungrouped
     grouped = replace(ungrouped, group=Membership('web', ANTI_AFFINITY, True))
-    assert parse_waiting(grouped.key, to_json(grouped).encode()) == grouped
-    request = grouped.request(COMPUTE, 'now')
-    assert (request.group, request.why) == (grouped.group, Why('queue', None, 1))
+    assert parse_queue_entry(grouped.key, to_json(grouped).encode()) == grouped
+    request = grouped.make_request(COMPUTE, 'now')
+    assert (request.group, request.why) == (grouped.group, PlacementReason('queue', None, 1))
     assert set(json.loads(to_json(ungrouped))) == {
         'version', 'instance', 'flavor', 'query', 'image', 'user_id', 'project_id', 'stages'
     }  # fmt: skip
 
 
-def test_what_a_taker_makes_of_it_is_a_request() -> None:
-    request = WAITING.request(COMPUTE, 'now')
+def test_taker_turns_an_entry_into_a_request() -> None:
+    request = WAITING.make_request(COMPUTE, 'now')
     assert parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), request_to_json(request).encode()) == request
     assert (request.allocations, request.query) == ({COMPUTE: SIZE}, WAITING.flavor.query)
     assert request.stages == {'requested': 'then', 'scheduled': 'now'}
@@ -107,82 +107,82 @@ def test_what_a_taker_makes_of_it_is_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ('value', 'said'),
+    ('value', 'reason'),
     [
         (b'', 'not JSON'),
         (b'[]', 'expected a JSON object'),
         (b'\xff', 'not text in UTF-8'),
         (b'[' * 100_000, 'nested too deeply'),
-        (b' ' * (SIZE_LIMIT + 1), 'the limit is'),
-        (changed(version=2), 'version 2 of a waiting request is not known here'),
-        (changed(version=True), 'version True'),
-        (changed(instance=COMPUTE), f"its key says small/{INSTANCE}, and it says 'small' and '{COMPUTE}'"),
-        (changed(flavor='large'), "and it says 'large'"),
-        (changed(query=None), 'lacks query'),
-        (changed(query='resources=VCPU:1'), 'no MEMORY_MB, DISK_GB'),
-        (changed(query='resources=VCPU:1&in_tree=x'), 'a flavor has resources'),
-        (changed(query=7), 'query: expected text'),
-        (changed(image=None), 'lacks image'),
-        (changed(image='ftp://x/y'), 'ftp'),
-        (changed(user_id=''), 'lacks user_id'),
-        (changed(project_id=[]), 'project_id: expected text'),
-        (changed(stages=[]), 'stages: expected an object of times'),
-        (changed(name='no name'), 'is no host name'),
-        (changed(ssh_keys='x'), 'ssh_keys: expected a list'),
-        (changed(user_data_sha256='x'), 'expected 64 hexadecimal digits'),
+        (b' ' * (MAX_REQUEST_BYTES + 1), 'the limit is'),
+        (change_value(version=2), 'version 2 of a waiting request is not known here'),
+        (change_value(version=True), 'version True'),
+        (change_value(instance=COMPUTE), f"its key says small/{INSTANCE}, and it says 'small' and '{COMPUTE}'"),
+        (change_value(flavor='large'), "and it says 'large'"),
+        (change_value(query=None), 'lacks query'),
+        (change_value(query='resources=VCPU:1'), 'no MEMORY_MB, DISK_GB'),
+        (change_value(query='resources=VCPU:1&in_tree=x'), 'a flavor has resources'),
+        (change_value(query=7), 'query: expected text'),
+        (change_value(image=None), 'lacks image'),
+        (change_value(image='ftp://x/y'), 'ftp'),
+        (change_value(user_id=''), 'lacks user_id'),
+        (change_value(project_id=[]), 'project_id: expected text'),
+        (change_value(stages=[]), 'stages: expected an object of times'),
+        (change_value(name='no name'), 'is no host name'),
+        (change_value(ssh_keys='x'), 'ssh_keys: expected a list'),
+        (change_value(user_data_sha256='x'), 'expected 64 hexadecimal digits'),
     ],
 )
-def test_what_cannot_be_understood_has_a_reason(value: bytes, said: str) -> None:
-    result = parse_waiting(WAITING.key, value)
-    assert isinstance(result, Invalid)
-    assert said in result.reason
-    shown = record_of(WAITING.key, value)
+def test_malformed_entry_is_refused_with_a_reason(value: bytes, reason: str) -> None:
+    result = parse_queue_entry(WAITING.key, value)
+    assert isinstance(result, InvalidRequest)
+    assert reason in result.reason
+    shown = make_queued_record(WAITING.key, value)
     assert (shown.instance, shown.state, shown.compute) == (INSTANCE, QUEUED, '')
-    assert said in (shown.fault or '')
+    assert reason in (shown.fault or '')
 
 
-def test_what_cannot_be_understood_says_what_it_shares_as_far_as_it_can_be_told() -> None:
+def test_malformed_entry_reports_its_valid_shares() -> None:
     group = {'name': 'g', 'policy': ANTI_AFFINITY, 'strict': True}
-    newer = changed(version=2, group=group)
-    assert refused(newer).shares == Shares('web1', 'g', 'a project', SIZE)
-    shown = record_of(WAITING.key, newer)
+    newer = change_value(version=2, group=group)
+    assert parse_refused(newer).holdings == Holdings('web1', 'g', 'a project', SIZE)
+    shown = make_queued_record(WAITING.key, newer)
     assert (shown.name, shown.group_name, shown.project_id, shown.resources) == ('web1', 'g', 'a project', SIZE)
-    assert refused(changed(query='x', name=3, group=group)).shares == Shares(None, 'g')
-    assert refused(b'[').shares == Shares()
+    assert parse_refused(change_value(query='x', name=3, group=group)).holdings == Holdings(None, 'g')
+    assert parse_refused(b'[').holdings == Holdings()
 
 
 @pytest.mark.parametrize('place', ['small', 'small/', '/x', 'small/a/b', 'small/x'])
-def test_a_key_that_is_none(place: str) -> None:
-    assert isinstance(parse_waiting(keys.QUEUES + place, to_json(WAITING).encode()), Invalid)
+def test_invalid_key_is_refused(place: str) -> None:
+    assert isinstance(parse_queue_entry(keys.QUEUES + place, to_json(WAITING).encode()), InvalidRequest)
 
 
 @given(st.binary(max_size=300))
-def test_nothing_breaks_the_parser(value: bytes) -> None:
-    assert isinstance(parse_waiting(WAITING.key, value), Invalid)
+def test_arbitrary_bytes_never_raise(value: bytes) -> None:
+    assert isinstance(parse_queue_entry(WAITING.key, value), InvalidRequest)
 
 
-def test_what_is_shown_of_it() -> None:
-    shown = record_of(WAITING.key, to_json(WAITING).encode())
+def test_record_of_a_queued_request() -> None:
+    shown = make_queued_record(WAITING.key, to_json(WAITING).encode())
     assert (shown.state, shown.compute, shown.name, shown.query) == ('queued', '', 'web1', WAITING.flavor.query)
     assert shown.resources == SIZE
     assert QUEUED not in STATES, 'no record in etcd says so'
 
 
-def test_keys_of_the_queues() -> None:
+def test_keys_of_queues_and_takers() -> None:
     key, mark = WAITING.key, keys.taker(WAITING.key)
     assert key == f'/queues/small/{INSTANCE}'
-    assert keys.queued(key) == ('small', INSTANCE)
-    assert keys.queued(mark) is None
-    assert keys.in_queue(key) == keys.in_queue(mark) == INSTANCE
-    assert marked_by(mark_to_json(COMPUTE).encode()) == COMPUTE
+    assert keys.parse_queue_key(key) == ('small', INSTANCE)
+    assert keys.parse_queue_key(mark) is None
+    assert keys.get_queued_instance(key) == keys.get_queued_instance(mark) == INSTANCE
+    assert parse_taker(taker_to_json(COMPUTE).encode()) == COMPUTE
     for rubbish in (b'no mark', b'[]', b'{}', b'{"compute": 1}', b'\xff', b'[' * 100_000):
-        assert marked_by(rubbish) is None
+        assert parse_taker(rubbish) is None
 
 
 # The backlog of all queues, and the request that a compute takes.
 
 
-def provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Provider:
+def make_provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Provider:
     whole = {'VCPU': 4, 'MEMORY_MB': 512, 'DISK_GB': 10, **totals}
     usage = {name: amount * used for name, amount in SIZE.items()}
     return Provider(COMPUTE, {name: Inventory(total, used=usage.get(name, 0)) for name, total in whole.items()}, traits)
@@ -191,7 +191,7 @@ def provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Prov
 # Backlogs
 
 
-def state(waiting: Iterable[Place], **marks: str) -> dict[str, Entry]:
+def make_entries(waiting: Iterable[WaitingEntry], **marks: str) -> dict[str, Entry]:
     """Return the entries of these requests, youngest first.
 
     `marks` maps f<revision of a request> to the compute of its taker key.
@@ -202,72 +202,76 @@ def state(waiting: Iterable[Place], **marks: str) -> dict[str, Entry]:
         entries[entry.key] = Entry(entry.key, to_json(entry).encode(), revision)
         if f'f{revision}' in marks:
             key = keys.taker(entry.key)
-            entries[key] = Entry(key, mark_to_json(marks[f'f{revision}']).encode(), revision + 1000)
+            entries[key] = Entry(key, taker_to_json(marks[f'f{revision}']).encode(), revision + 1000)
     return entries
 
 
-def test_a_backlog_is_in_order_and_says_who_takes_what() -> None:
-    one, two, three = waiting = places(SMALL, LARGE, SMALL)
-    backlog = backlog_of(state(waiting, f2=COMPUTE), Backlog())
-    assert list(backlog.places.items()) == [(place.waiting.key, place) for place in (one, three)]
+def test_backlog_is_in_order_and_lists_takers() -> None:
+    one, two, three = waiting = make_places(SMALL, LARGE, SMALL)
+    backlog = update_backlog(make_entries(waiting, f2=COMPUTE), Backlog())
+    assert list(backlog.entries.items()) == [(place.entry.key, place) for place in (one, three)]
     assert backlog.flavors == {SMALL.query: SMALL}
-    assert backlog.marks == {COMPUTE: {two.waiting.key: (1002, two)}}
-    assert backlog.has_more
+    assert backlog.taken == {COMPUTE: {two.entry.key: (1002, two)}}
+    assert backlog.has_new
 
 
-def test_a_backlog_has_more_when_somebody_could_take_what_nobody_could_before() -> None:
-    waiting = places(SMALL, SMALL)
-    whole = backlog_of(state(waiting), Backlog())
-    assert not backlog_of(state(waiting), whole).has_more
-    marked = backlog_of(state(waiting, f1=COMPUTE), whole)
-    assert not marked.has_more
-    assert backlog_of(state(waiting), marked).has_more, 'it was given back'
-    assert not backlog_of(state(waiting[1:]), marked).has_more, 'it was taken'
-    assert backlog_of(state(places(SMALL, SMALL, LARGE)), whole).has_more
+def test_backlog_has_more_if_a_request_became_available() -> None:
+    waiting = make_places(SMALL, SMALL)
+    whole = update_backlog(make_entries(waiting), Backlog())
+    assert not update_backlog(make_entries(waiting), whole).has_new
+    marked = update_backlog(make_entries(waiting, f1=COMPUTE), whole)
+    assert not marked.has_new
+    assert update_backlog(make_entries(waiting), marked).has_new, 'it was given back'
+    assert not update_backlog(make_entries(waiting[1:]), marked).has_new, 'it was taken'
+    assert update_backlog(make_entries(make_places(SMALL, SMALL, LARGE)), whole).has_new
     # Cancelled and queued again.
-    queued_again = [waiting[0], Place(9, waiting[1].waiting)]
-    assert backlog_of(state(queued_again), whole).has_more
+    queued_again = [waiting[0], WaitingEntry(9, waiting[1].entry)]
+    assert update_backlog(make_entries(queued_again), whole).has_new
 
 
-def test_a_backlog_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, parsed_keys = places(SMALL, LARGE, FAST), list[str]()
-    parse = queue.parse_waiting
-    monkeypatch.setattr(queue, 'parse_waiting', lambda key, value: [parsed_keys.append(key), parse(key, value)][1])
-    backlog = backlog_of(state(waiting[:2]), Backlog())
-    backlog = backlog_of(state(waiting), backlog)
-    backlog = backlog_of(state([waiting[0], Place(9, waiting[1].waiting), waiting[2]]), backlog)
-    requeued = waiting[1].waiting.key
-    assert sorted(parsed_keys) == sorted([*(place.waiting.key for place in waiting), requeued])
-    assert [place.revision for place in backlog.places.values()] == [1, 3, 9]
+def test_backlog_parses_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, parsed_keys = make_places(SMALL, LARGE, FAST), list[str]()
+    parse = queue.parse_queue_entry
+    monkeypatch.setattr(queue, 'parse_queue_entry', lambda key, value: [parsed_keys.append(key), parse(key, value)][1])
+    backlog = update_backlog(make_entries(waiting[:2]), Backlog())
+    backlog = update_backlog(make_entries(waiting), backlog)
+    backlog = update_backlog(make_entries([waiting[0], WaitingEntry(9, waiting[1].entry), waiting[2]]), backlog)
+    requeued = waiting[1].entry.key
+    assert sorted(parsed_keys) == sorted([*(place.entry.key for place in waiting), requeued])
+    assert [place.revision for place in backlog.entries.values()] == [1, 3, 9]
 
 
 CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 'scrawl', 'unmark']), st.integers(0, 5))
 
 
 @given(st.lists(st.lists(CHANGE, max_size=4), max_size=12))
-def test_a_backlog_made_from_the_one_before_is_the_same_as_one_made_anew(steps: list[list[tuple[str, int]]]) -> None:
+def test_updated_backlog_equals_a_rebuilt_one(steps: list[list[tuple[str, int]]]) -> None:
     entries, revision, backlog = dict[str, Entry](), 0, Backlog()
-    candidates = places(SMALL, LARGE, SMALL, FAST, SMALL, LARGE)
+    candidates = make_places(SMALL, LARGE, SMALL, FAST, SMALL, LARGE)
     for changes in steps:
         for change, number in changes:
             revision += 1
-            key, request = candidates[number].waiting.key, to_json(candidates[number].waiting)
+            key, request = candidates[number].entry.key, to_json(candidates[number].entry)
             values = {'put': request, 'other': request.replace('i.qcow2', 'j.qcow2'), 'junk': '{}'}
-            marks = {'mark': mark_to_json(COMPUTE), 'scrawl': '[]'}
+            marks = {'mark': taker_to_json(COMPUTE), 'scrawl': '[]'}
             if change in values:
                 entries[key] = Entry(key, values[change].encode(), revision)
             elif change in marks:
                 entries[keys.taker(key)] = Entry(keys.taker(key), marks[change].encode(), revision)
             else:
                 entries.pop(key if change == 'delete' else keys.taker(key), None)
-        before, backlog = backlog, backlog_of(dict(entries), backlog)
-        rebuilt = backlog_of(dict(entries), Backlog())
-        assert list(backlog.places.items()) == list(rebuilt.places.items())
-        assert (backlog.flavors, backlog.marks, backlog.counts) == (rebuilt.flavors, rebuilt.marks, rebuilt.counts)
-        assert backlog.has_more == any(before.places.get(key) is not place for key, place in backlog.places.items())
+        before, backlog = backlog, update_backlog(dict(entries), backlog)
+        rebuilt = update_backlog(dict(entries), Backlog())
+        assert list(backlog.entries.items()) == list(rebuilt.entries.items())
+        assert (backlog.flavors, backlog.taken, backlog.counts_by_query) == (
+            rebuilt.flavors,
+            rebuilt.taken,
+            rebuilt.counts_by_query,
+        )
+        assert backlog.has_new == any(before.entries.get(key) is not place for key, place in backlog.entries.items())
 
 
-def test_what_an_event_is_not_about_is_not_looked_at() -> None:
+def test_backlog_update_reads_only_changed_entries() -> None:
     """With 10,000 queued requests, reading all of them for each event would load every compute."""
     accessed: list[str] = []
 
@@ -277,42 +281,42 @@ def test_what_an_event_is_not_about_is_not_looked_at() -> None:
                 accessed.append(super().__getattribute__('key'))
             return super().__getattribute__(name)
 
-    waiting = places(*[SMALL] * 100)
-    entries = {key: Watched(key, entry.value, entry.revision) for key, entry in state(waiting).items()}
-    backlog = backlog_of(dict(entries), Backlog())
+    waiting = make_places(*[SMALL] * 100)
+    entries = {key: Watched(key, entry.value, entry.revision) for key, entry in make_entries(waiting).items()}
+    backlog = update_backlog(dict(entries), Backlog())
     assert len(set(accessed)) == 100
     accessed.clear()
-    mark = keys.taker(waiting[7].waiting.key)
-    entries[mark] = Watched(mark, mark_to_json(COMPUTE).encode(), 1000)
-    backlog = backlog_of(dict(entries), backlog)
+    mark = keys.taker(waiting[7].entry.key)
+    entries[mark] = Watched(mark, taker_to_json(COMPUTE).encode(), 1000)
+    backlog = update_backlog(dict(entries), backlog)
     assert set(accessed) == {mark}
-    assert len(backlog.places) == 99
+    assert len(backlog.entries) == 99
 
 
-def test_what_makes_no_sense_is_in_nobodys_way() -> None:
-    (good,) = places(SMALL)
-    key = keys.taker(good.waiting.key)
+def test_malformed_entries_do_not_block_others() -> None:
+    (good,) = make_places(SMALL)
+    key = keys.taker(good.entry.key)
     entries = {
         '/queues/small/no-uuid': Entry('/queues/small/no-uuid', b'{}', 1),
         f'/queues/small/{INSTANCE}': Entry('', b'no request', 2),
-        f'/queues/small/{INSTANCE}/taker': Entry('', mark_to_json(COMPUTE).encode(), 3),
+        f'/queues/small/{INSTANCE}/taker': Entry('', taker_to_json(COMPUTE).encode(), 3),
         '/queues/': Entry('', b'', 4),
-        **state([good]),
+        **make_entries([good]),
     }
-    backlog = backlog_of(entries, Backlog())
-    assert list(backlog.places.values()) == [good]
-    assert backlog.marks == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
+    backlog = update_backlog(entries, Backlog())
+    assert list(backlog.entries.values()) == [good]
+    assert backlog.taken == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
     for rubbish in (b'', b'[]', b'{"compute": ["x"]}', b'{"compute": null}'):
-        marked = backlog_of({**entries, key: Entry(key, rubbish, 5)}, backlog)
-        assert (marked.places, set(marked.marks)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
+        marked = update_backlog({**entries, key: Entry(key, rubbish, 5)}, backlog)
+        assert (marked.entries, set(marked.taken)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
 
 
 # The request that a compute takes
 
 
-def places(*flavors: Flavor) -> list[Place]:
+def make_places(*flavors: Flavor) -> list[WaitingEntry]:
     return [
-        Place(
+        WaitingEntry(
             number,
             QueueEntry(f'{number:08}-0000-4000-8000-000000000000', flavor, image=IMAGE, user_id='u', project_id='p'),
         )
@@ -320,8 +324,8 @@ def places(*flavors: Flavor) -> list[Place]:
     ]
 
 
-def flavors(waiting: Iterable[Place]) -> dict[str, Flavor]:
-    return {place.waiting.flavor.query: place.waiting.flavor for place in waiting}
+def collect_flavors(waiting: Iterable[WaitingEntry]) -> dict[str, Flavor]:
+    return {place.entry.flavor.query: place.entry.flavor for place in waiting}
 
 
 LARGE = Flavor('large', {**SIZE, 'VCPU': 3})
@@ -330,109 +334,121 @@ SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
 
 
 @pytest.mark.parametrize(
-    ('there', 'taken'),
+    ('taker', 'revision'),
     [
-        (provider(), 2),
-        (provider(used=1), 2),
-        (provider(used=2), 3),
-        (provider(used=4), None),
-        (provider(traits=('CUSTOM_FAST',)), 1),
-        (provider(used=2, traits=('CUSTOM_FAST',)), 1),
-        (provider(traits=('CUSTOM_FAST', DISABLED)), None),
-        (provider(MEMORY_MB=64), None),
+        (make_provider(), 2),
+        (make_provider(used=1), 2),
+        (make_provider(used=2), 3),
+        (make_provider(used=4), None),
+        (make_provider(traits=('CUSTOM_FAST',)), 1),
+        (make_provider(used=2, traits=('CUSTOM_FAST',)), 1),
+        (make_provider(traits=('CUSTOM_FAST', DISABLED)), None),
+        (make_provider(MEMORY_MB=64), None),
         (Provider(COMPUTE), None),
     ],
 )
-def test_the_oldest_that_fits(there: Provider, taken: int | None) -> None:
-    waiting = places(FAST, LARGE, SMALL, SLOW)
-    takes = subscribed(flavors(waiting), there, {})
-    place = first_of(waiting, takes)
-    assert (place.revision if place else None) == taken
-    assert takes == {flavor.query: fits(flavor, there) for flavor in (FAST, LARGE, SMALL, SLOW)}
-    assert subscribed(flavors(waiting[:1]), there, {FAST.query: True, LARGE.query: True}) == {FAST.query: True}
+def test_oldest_fitting_request_is_taken(taker: Provider, revision: int | None) -> None:
+    waiting = make_places(FAST, LARGE, SMALL, SLOW)
+    takes = check_flavors(collect_flavors(waiting), taker, {})
+    place = find_first(waiting, takes)
+    assert (place.revision if place else None) == revision
+    assert takes == {flavor.query: can_take(flavor, taker) for flavor in (FAST, LARGE, SMALL, SLOW)}
+    assert check_flavors(collect_flavors(waiting[:1]), taker, {FAST.query: True, LARGE.query: True}) == {
+        FAST.query: True
+    }
 
 
-def test_what_is_passed_over_and_what_is_not_taken() -> None:
-    waiting = places(SMALL, SMALL, LARGE)
-    takes = subscribed(flavors(waiting), provider(), {})
-    assert first_of(waiting, takes, [waiting[0].waiting.instance]) == waiting[1]
-    assert first_of(waiting, takes | {SMALL.query: False}) == waiting[2]
-    assert first_of(waiting, takes, [place.waiting.instance for place in waiting]) is None
-    assert first_of([], {}) is None
+def test_skipped_and_unfit_requests_are_not_taken() -> None:
+    waiting = make_places(SMALL, SMALL, LARGE)
+    takes = check_flavors(collect_flavors(waiting), make_provider(), {})
+    assert find_first(waiting, takes, [waiting[0].entry.instance]) == waiting[1]
+    assert find_first(waiting, takes | {SMALL.query: False}) == waiting[2]
+    assert find_first(waiting, takes, [place.entry.instance for place in waiting]) is None
+    assert find_first([], {}) is None
 
 
-def test_who_loses_races_looks_further_back() -> None:
-    waiting, rng = places(SMALL, LARGE, *[SMALL] * 200), random.Random(2026)
-    takes = subscribed(flavors(waiting), provider(), {}) | {LARGE.query: False}
+def test_lost_races_widen_the_window() -> None:
+    waiting, rng = make_places(SMALL, LARGE, *[SMALL] * 200), random.Random(2026)
+    takes = check_flavors(collect_flavors(waiting), make_provider(), {}) | {LARGE.query: False}
     window, windows = 1, []
     for _ in range(10):
-        picked = [next_of(waiting, takes, (), window, rng) for _ in range(2000)]
+        picked = [choose_next(waiting, takes, (), window, rng) for _ in range(2000)]
         revisions = {place.revision for place in picked if place}
         assert revisions == {1, *range(3, window + 2)}  # all of the first ones that fit, and no others
         windows.append(window)
-        window = widened(window, False)
+        window = adjust_limit(window, False)
     assert windows == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
     for _ in range(6):
         assert window > 1
-        window = widened(window, True)
-    assert widened(window, True) == window == 1
+        window = adjust_limit(window, True)
+    assert adjust_limit(window, True) == window == 1
 
 
-def first_of(waiting: list[Place], takes: dict[str, bool], passed_over: Sequence[str] = ()) -> Place | None:
-    return next_of(waiting, takes, passed_over, 1, random.Random())
+def find_first(
+    waiting: list[WaitingEntry], takes: dict[str, bool], passed_over: Sequence[str] = ()
+) -> WaitingEntry | None:
+    return choose_next(waiting, takes, passed_over, 1, random.Random())
 
 
 @given(st.lists(st.integers(1, 5), max_size=12))
-def test_what_is_taken_one_after_the_other_fits_together(amounts: list[int]) -> None:
-    room, waiting, taken_places = provider(), places(*(Flavor(f'f{n}', {**SIZE, 'VCPU': n}) for n in amounts)), []
-    while (chosen := first_of(waiting, subscribed(flavors(waiting), room, {}))) is not None:
+def test_requests_taken_in_sequence_fit_together(amounts: list[int]) -> None:
+    room, waiting, taken_places = (
+        make_provider(),
+        make_places(*(Flavor(f'f{n}', {**SIZE, 'VCPU': n}) for n in amounts)),
+        [],
+    )
+    while (chosen := find_first(waiting, check_flavors(collect_flavors(waiting), room, {}))) is not None:
         taken_places.append(chosen)
         waiting.remove(chosen)
-        before, room = room, room.less([chosen.waiting.flavor.resources])
-        assert not any(fits(place.waiting.flavor, room) and not fits(place.waiting.flavor, before) for place in waiting)
-    assert sum(place.waiting.flavor.resources['VCPU'] for place in taken_places) <= 4
+        before, room = room, room.with_usage([chosen.entry.flavor.resources])
+        assert not any(
+            can_take(place.entry.flavor, room) and not can_take(place.entry.flavor, before) for place in waiting
+        )
+    assert sum(place.entry.flavor.resources['VCPU'] for place in taken_places) <= 4
     assert len(taken_places) <= 4
-    assert not any(fits(place.waiting.flavor, room) for place in waiting)
+    assert not any(can_take(place.entry.flavor, room) for place in waiting)
 
 
 def test_patience_grows_with_the_load() -> None:
     rng = random.Random(1)
-    waits = [patience(provider(used=used), None, 1, rng) for used in range(5)]
+    waits = [choose_delay(make_provider(used=used), None, 1, rng) for used in range(5)]
     assert waits == sorted(waits)
-    assert 0 <= waits[0] <= JITTER
-    assert LONGEST <= waits[4] <= LONGEST + JITTER
+    assert 0 <= waits[0] <= MIN_JITTER_SECONDS
+    assert MAX_LOAD_DELAY_SECONDS <= waits[4] <= MAX_LOAD_DELAY_SECONDS + MIN_JITTER_SECONDS
     # The scarcest class counts, a class that no guest needs does not, and more than full counts as full.
-    assert patience(provider(used=3, MEMORY_MB=384), None, 1, rng) >= LONGEST
-    assert patience(provider(used=9), None, 1, rng) <= LONGEST + JITTER
-    spare = provider(CUSTOM_X=0)
-    assert patience(spare, None, 1, rng) <= JITTER
+    assert choose_delay(make_provider(used=3, MEMORY_MB=384), None, 1, rng) >= MAX_LOAD_DELAY_SECONDS
+    assert choose_delay(make_provider(used=9), None, 1, rng) <= MAX_LOAD_DELAY_SECONDS + MIN_JITTER_SECONDS
+    spare = make_provider(CUSTOM_X=0)
+    assert choose_delay(spare, None, 1, rng) <= MIN_JITTER_SECONDS
 
 
 @pytest.mark.parametrize('computes', [1, 10, 30, 100, 300, 1000])
-def test_of_many_equal_ones_a_few_go_for_it_at_once_and_the_first_waits_no_longer(computes: int) -> None:
+def test_few_of_many_equal_computes_try_concurrently(computes: int) -> None:
     rng, concurrent, shortest = random.Random(2026), [], []
     for _ in range(100):
-        waits = sorted(patience(provider(), None, computes, rng) for _ in range(computes))
+        waits = sorted(choose_delay(make_provider(), None, computes, rng) for _ in range(computes))
         concurrent.append(sum(wait <= waits[0] + 0.01 for wait in waits))  # before they learn that it is taken
         shortest.append(waits[0])
     assert sum(concurrent) / len(concurrent) <= 8
     assert sum(shortest) / len(shortest) <= 0.015
 
 
-def test_among_many_the_idlest_still_goes_first() -> None:
+def test_idlest_of_many_computes_is_first() -> None:
     rng = random.Random(1)
-    half = [patience(provider(used=2), None, 1000, rng) for _ in range(1000)]
-    assert min(half) >= LONGEST / 2 + MOST / 2
-    assert {patience(provider(used=4), None, 10_000, rng) for _ in range(10)} == {LONGEST + MOST}
+    half = [choose_delay(make_provider(used=2), None, 1000, rng) for _ in range(1000)]
+    assert min(half) >= MAX_LOAD_DELAY_SECONDS / 2 + MAX_JITTER_SECONDS / 2
+    assert {choose_delay(make_provider(used=4), None, 10_000, rng) for _ in range(10)} == {
+        MAX_LOAD_DELAY_SECONDS + MAX_JITTER_SECONDS
+    }
 
 
-def test_whom_a_soft_group_prefers_goes_first() -> None:
+def test_compute_preferred_by_a_soft_group_is_first() -> None:
     rng = random.Random(1)
     here, elsewhere = {INSTANCE: COMPUTE}, {INSTANCE: 'b8756be5-0000-4000-8000-000000000000'}
     for policy, first, later in ((AFFINITY, here, elsewhere), (ANTI_AFFINITY, elsewhere, here)):
-        assert patience(provider(), Group('web', policy, False, first), 1, rng) <= JITTER
-        assert patience(provider(), Group('web', policy, False, later), 1, rng) >= LONGEST
-        assert patience(provider(), Group('web', policy, False), 1, rng) <= JITTER
+        assert choose_delay(make_provider(), Group('web', policy, False, first), 1, rng) <= MIN_JITTER_SECONDS
+        assert choose_delay(make_provider(), Group('web', policy, False, later), 1, rng) >= MAX_LOAD_DELAY_SECONDS
+        assert choose_delay(make_provider(), Group('web', policy, False), 1, rng) <= MIN_JITTER_SECONDS
 
 
 # Computes that may take a queued request immediately, and those that may later.
@@ -441,101 +457,110 @@ def test_whom_a_soft_group_prefers_goes_first() -> None:
 ONE = {'VCPU': 1, 'MEMORY_MB': 64}
 
 
-def computes(number: int) -> list[str]:
+def name_computes(number: int) -> list[str]:
     return [f'c{index}' for index in range(number)]
 
 
-def state_text(**said: object) -> dict[str, Entry]:
+def make_compute_entries(**texts: object) -> dict[str, Entry]:
     """Return the entries below /computes/ with these values."""
-    values = {keys.compute(name): json.dumps(text).encode() for name, text in said.items()}
+    values = {keys.compute(name): json.dumps(text).encode() for name, text in texts.items()}
     return {key: Entry(key, value, 7, 1) for key, value in values.items()}
 
 
-def alive(*names: str, **room: object) -> Takers:
+def make_takers(*names: str, **room: object) -> Takers:
     """Return Takers of these computes, some with hints of their room."""
     with_hints = {name: {'queues': True, 'room': hint} for name, hint in room.items()}
-    return takers_of(state_text(**{name: {'queues': True} for name in names}, **with_hints), Takers())
+    return update_takers(make_compute_entries(**{name: {'queues': True} for name in names}, **with_hints), Takers())
 
 
-def first(instance: str, takers: Takers) -> set[str]:
-    return {compute for compute, number in order(instance, ONE, takers).items() if number < FIRST}
+def get_first_computes(instance: str, takers: Takers) -> set[str]:
+    return {compute for compute, number in rank_takers(instance, ONE, takers).items() if number < INITIAL_TAKERS}
 
 
-def test_each_request_is_another_few_s_and_none_is_everybody_s() -> None:
-    takers = alive(*computes(100))
-    chosen = Counter(compute for number in range(1000) for compute in first(f'instance {number}', takers))
-    assert chosen.keys() == set(computes(100))
+def test_first_computes_differ_per_request() -> None:
+    takers = make_takers(*name_computes(100))
+    chosen = Counter(compute for number in range(1000) for compute in get_first_computes(f'instance {number}', takers))
+    assert chosen.keys() == set(name_computes(100))
     # The mean is 40; the limits are about four standard deviations away.
     assert 15 < min(chosen.values()) <= max(chosen.values()) < 66
-    assert len({frozenset(first(f'instance {number}', takers)) for number in range(100)}) > 95
+    assert len({frozenset(get_first_computes(f'instance {number}', takers)) for number in range(100)}) > 95
 
 
 @given(st.integers(5, 60), st.integers(0, 59), st.uuids())
-def test_one_that_dies_moves_no_other(number: int, dead: int, instance: object) -> None:
+def test_dead_compute_moves_no_other(number: int, dead: int, instance: object) -> None:
     """Processes that see it alive and processes that do not agree on all other computes."""
-    living = computes(number)
-    before = order(str(instance), ONE, alive(*living))
+    living = name_computes(number)
+    before = rank_takers(str(instance), ONE, make_takers(*living))
     dead_compute = living[dead % number]
-    after = order(str(instance), ONE, alive(*(compute for compute in living if compute != dead_compute)))
+    after = rank_takers(str(instance), ONE, make_takers(*(compute for compute in living if compute != dead_compute)))
     assert list(after) == [compute for compute in before if compute != dead_compute]
 
 
-def test_who_has_no_room_is_asked_last_and_who_says_nothing_has_some() -> None:
+def test_computes_without_room_are_last() -> None:
     full, some = {'VCPU': [4, 10], 'MEMORY_MB': [512, 100]}, {'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}
-    takers = alive('unknown', full=full, some=some, none={'VCPU': [4, 100]}, odd='all of it')
+    takers = make_takers('unknown', full=full, some=some, none={'VCPU': [4, 100]}, odd='all of it')
     assert [takers.has_room(name, ONE) for name in ('unknown', 'full', 'some', 'none', 'odd')] == [
         *(True, False, True, False, True),
     ]
-    for instance in computes(20):
-        assert set(list(order(instance, ONE, takers))[-2:]) == {'full', 'none'}
+    for instance in name_computes(20):
+        assert set(list(rank_takers(instance, ONE, takers))[-2:]) == {'full', 'none'}
 
 
-def test_only_the_living_that_take_from_queues_count() -> None:
-    entries = state_text(a={'queues': True}, b={'queues': False}, c={}, d=7)
+def test_takers_are_living_computes_that_take_from_queues() -> None:
+    entries = make_compute_entries(a={'queues': True}, b={'queues': False}, c={}, d=7)
     entries['/computes/e'] = Entry('/computes/e', b'not JSON', 7, 1)
     entries['/computes/f'] = Entry('/computes/f', b'{"queues": true}', 7)  # without a lease it is not alive
-    takers = takers_of(entries, Takers())
-    assert takers.points.keys() == {'a'}
+    takers = update_takers(entries, Takers())
+    assert takers.hashes.keys() == {'a'}
     # One compute is added, one changes its value, one is removed.
-    entries |= state_text(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
+    entries |= make_compute_entries(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
     del entries['/computes/a']
-    takers = takers_of(entries, takers)
-    assert (takers.points.keys(), dict(takers.left)) == ({'b', 'g'}, {'g': {'VCPU': Left(1, 0)}})
-    assert takers == takers_of(entries, Takers())
+    takers = update_takers(entries, takers)
+    assert (takers.hashes.keys(), dict(takers.hints)) == ({'b', 'g'}, {'g': {'VCPU': ClassHint(1, 0)}})
+    assert takers == update_takers(entries, Takers())
 
 
-def test_what_did_not_change_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = state_text(**{name: {'queues': True} for name in computes(50)})
-    takers = takers_of(entries, Takers())
+def test_takers_update_parses_only_changed_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = make_compute_entries(**{name: {'queues': True} for name in name_computes(50)})
+    takers = update_takers(entries, Takers())
     parsed: list[object] = []
-    monkeypatch.setattr(queue, 'load_if_object', lambda value: parsed.append(value) or json.loads(value))
-    updated = takers_of({**entries, **state_text(c7={'queues': False}, new={'queues': True})}, takers)
+    monkeypatch.setattr(queue, 'load_object_or_empty', lambda value: parsed.append(value) or json.loads(value))
+    updated = update_takers({**entries, **make_compute_entries(c7={'queues': False}, new={'queues': True})}, takers)
     assert len(parsed) == 2
-    assert updated.points.keys() == {*computes(50), 'new'} - {'c7'}
+    assert updated.hashes.keys() == {*name_computes(50), 'new'} - {'c7'}
 
 
-def test_circles_grow_until_they_are_all() -> None:
-    opened = [opens_after(position) for position in (0, FIRST - 1, FIRST, 2 * FIRST, 4 * FIRST)]
-    assert opened == [0, 0, WIDER, 2 * WIDER, 3 * WIDER]
-    assert opens_after(999) <= 2.0
-    assert opens_after(9_999) <= 3.0
-    allowed = [takers_allowed(seconds, 100) for seconds in (0.0, WIDER, 2 * WIDER, 3600.0)]
-    assert allowed == [FIRST, 2 * FIRST, 4 * FIRST, 100]
-    assert takers_allowed(0.0, 0) == 1
+def test_circles_grow_until_all_computes_are_included() -> None:
+    opened = [
+        get_opening_seconds(position)
+        for position in (0, INITIAL_TAKERS - 1, INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS)
+    ]
+    assert opened == [0, 0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3 * WIDEN_SECONDS]
+    assert get_opening_seconds(999) <= 2.0
+    assert get_opening_seconds(9_999) <= 3.0
+    allowed = [count_allowed_takers(seconds, 100) for seconds in (0.0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3600.0)]
+    assert allowed == [INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS, 100]
+    assert count_allowed_takers(0.0, 0) == 1
 
 
 @given(st.integers(1, 5000), st.integers(0, 20))
-def test_how_many_may_take_it_and_which_is_one_rule(takers: int, widened: int) -> None:
-    seconds = widened * WIDER
-    assert sum(opens_after(number) <= seconds for number in range(takers)) == takers_allowed(seconds, takers)
+def test_takers_allowed_agrees_with_opens_after(takers: int, widened: int) -> None:
+    seconds = widened * WIDEN_SECONDS
+    assert sum(get_opening_seconds(number) <= seconds for number in range(takers)) == count_allowed_takers(
+        seconds, takers
+    )
 
 
-def test_so_many_have_room_and_who_says_nothing_counts() -> None:
-    takers = alive('a', 'b', c={'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}, d={'VCPU': [4, 0], 'MEMORY_MB': [512, 100]})
+def test_computes_without_a_hint_count_as_having_room() -> None:
+    takers = make_takers(
+        'a', 'b', c={'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}, d={'VCPU': [4, 0], 'MEMORY_MB': [512, 100]}
+    )
     for _ in range(2):
-        assert takers.with_room(ONE) == 3
-        assert takers.with_room({**ONE, 'VCPU': 2}) == 2
-    assert takers_of(state_text(a={'queues': True}), takers).with_room(ONE) == 1, 'of others it is another number'
+        assert takers.count_with_room(ONE) == 3
+        assert takers.count_with_room({**ONE, 'VCPU': 2}) == 2
+    assert update_takers(make_compute_entries(a={'queues': True}), takers).count_with_room(ONE) == 1, (
+        'of others it is another number'
+    )
 
 
 # A compute's hint of its free room, and its use.
@@ -548,42 +573,42 @@ INVENTORY = {
 }
 
 
-def test_what_is_left_is_what_was_not_given() -> None:
-    assert room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
+def test_room_hint_is_capacity_less_allocations() -> None:
+    assert make_room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
     allocated = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
-    assert room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
-    assert room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
+    assert make_room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
+    assert make_room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
 
 
 @pytest.mark.parametrize(('name', 'capacity'), [('DISK_GB', 0), ('MEMORY_MB', 8000)])
-def test_where_more_is_given_than_there_is_that_is_said_however_little_it_is(name: str, capacity: int) -> None:
+def test_any_overcommitment_is_a_negative_hint(name: str, capacity: int) -> None:
     for more in (1, 11, 10**12):
-        hint = parse_room_hint(room_hint(INVENTORY, [{name: capacity + more}]))
+        hint = parse_room_hint(make_room_hint(INVENTORY, [{name: capacity + more}]))
         assert hint is not None
-        assert hint[name].hundredths < 0
+        assert hint[name].free_percent < 0
         assert not fits_there(hint, {name: 1})
 
 
 @pytest.mark.parametrize('used', range(7))
-def test_what_is_free_is_never_said_not_to_be(used: int) -> None:
-    hint = parse_room_hint(room_hint(INVENTORY, [{'VCPU': used}]))
+def test_free_room_is_never_hinted_as_used(used: int) -> None:
+    hint = parse_room_hint(make_room_hint(INVENTORY, [{'VCPU': used}]))
     assert hint is not None
     for vcpus in range(1, 7):
         assert fits_there(hint, {'VCPU': vcpus}) == (used + vcpus <= 6)
     for amount in range(1, 8000, 7):
-        hint = parse_room_hint(room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
+        hint = parse_room_hint(make_room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
         assert hint is not None
         assert fits_there(hint, {'MEMORY_MB': amount})
         assert not fits_there(hint, {'MEMORY_MB': amount + 80})
 
 
-def test_the_class_with_least_counts() -> None:
-    hint = {'VCPU': Left(4, 50), 'MEMORY_MB': Left(1000, 80), 'DISK_GB': Left(0, 0)}
-    assert share_left(hint, {'VCPU': 1, 'MEMORY_MB': 100, 'DISK_GB': 1}) == 0.25
-    assert share_left(hint, {'MEMORY_MB': 100}) == 0.7
-    assert share_left(hint, {'VCPU': 3}) == 0
+def test_share_left_is_that_of_the_scarcest_class() -> None:
+    hint = {'VCPU': ClassHint(4, 50), 'MEMORY_MB': ClassHint(1000, 80), 'DISK_GB': ClassHint(0, 0)}
+    assert estimate_free_share(hint, {'VCPU': 1, 'MEMORY_MB': 100, 'DISK_GB': 1}) == 0.25
+    assert estimate_free_share(hint, {'MEMORY_MB': 100}) == 0.7
+    assert estimate_free_share(hint, {'VCPU': 3}) == 0
     assert not fits_there(hint, {'VGPU': 1})
-    assert not fits_there({'VCPU': Left(4, -25)}, {'VCPU': 1})
+    assert not fits_there({'VCPU': ClassHint(4, -25)}, {'VCPU': 1})
 
 
 @pytest.mark.parametrize('rubbish', [
@@ -591,12 +616,12 @@ def test_the_class_with_least_counts() -> None:
     {'VCPU': [True, 1]}, {'VCPU': [4, True]}, {'VCPU': [4, None]}, {'VCPU': [10**40, 1]}, {'VCPU': [4, -(10**20)]},
     {'v cpu': [4, 4]}, {'A' * 300: [4, 4]}, {f'CUSTOM_{each}': [1, 1] for each in range(100)},
 ])  # fmt: skip
-def test_rubbish_is_no_hint(rubbish: object) -> None:
+def test_malformed_hint_is_ignored(rubbish: object) -> None:
     assert parse_room_hint(rubbish) is None
-    living = living_in(json.dumps({'hostname': 'hv1', 'token': 'x', 'room': rubbish}).encode())
+    living = parse_presence(json.dumps({'hostname': 'hv1', 'token': 'x', 'room': rubbish}).encode())
     assert (living.hostname, living.room) == ('hv1', None)
 
 
-def test_a_living_compute_s_value_has_it() -> None:
-    living = living_in(json.dumps({'hostname': 'hv1', 'room': room_hint(INVENTORY, [])}).encode())
-    assert living.room == {'VCPU': Left(6, 100), 'MEMORY_MB': Left(8000, 100), 'DISK_GB': Left(0, 0)}
+def test_presence_value_holds_the_hint() -> None:
+    living = parse_presence(json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode())
+    assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}

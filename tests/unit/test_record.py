@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.instance.plan import news, pending, unready
-from ecomp.model.allocation import MOST
-from ecomp.model.boots import AFTER_HOST, BY_HAND, CREATED, KEPT, Boot, numbered, off_until, parse
-from ecomp.model.guest import Address, Guest, GuestFailure, mac_address
-from ecomp.model.order import Power, Request
+from ecomp.agent.instance.plan import has_new_address, is_address_pending, is_unready
+from ecomp.model.allocation import MAX_SUM
+from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, MAX_BOOTS, Boot, find_boot, find_previous_stop, parse
+from ecomp.model.guest import Address, Guest, GuestFailure, make_mac_address
+from ecomp.model.order import PowerAction, Request
 from ecomp.model.planes import (
     PAGE_BYTES,
     Digest,
     Leftover,
     clearance_from_json,
     clearance_to_json,
-    failed,
     from_pages,
+    make_error_page,
     to_pages,
 )
 from ecomp.model.record import (
@@ -39,14 +39,14 @@ from ecomp.model.record import (
     Interface,
     Progress,
     Record,
+    format_time,
     from_json,
-    new_record,
-    timestamp,
+    make_record,
     to_dict,
     to_json,
 )
 from ecomp.scheduler.changing.wait import is_before_boot, is_pending
-from tests.kit.hostile import JSON
+from tests.kit.hostile import JSON_VALUES
 
 # Records: written and read back whole, refused if malformed or of a newer version.
 
@@ -66,7 +66,7 @@ records = st.builds(
     compute=uuids,
     state=st.sampled_from([SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR]),
     image=st.none() | texts,
-    resources=st.dictionaries(texts, st.integers(0, MOST)),
+    resources=st.dictionaries(texts, st.integers(0, MAX_SUM)),
     query=st.none() | texts,
     user_id=texts,
     project_id=texts,
@@ -82,7 +82,7 @@ records = st.builds(
 
 
 @given(records)
-def test_what_is_written_is_what_is_read(record: Record) -> None:
+def test_record_round_trips(record: Record) -> None:
     assert from_json(to_json(record).encode()) == record
     assert to_dict(record) == json.loads(to_json(record)) | {'addresses': tuple(to_dict(record)['addresses'])}
 
@@ -90,7 +90,7 @@ def test_what_is_written_is_what_is_read(record: Record) -> None:
 FIELDS = json.loads(to_json(RECORD))
 
 
-def stored(**changed: Any) -> bytes:
+def make_stored_record(**changed: Any) -> bytes:
     return json.dumps({**FIELDS, **changed}).encode()
 
 
@@ -114,45 +114,57 @@ OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
         ),
     ],
 )
-def test_what_an_older_or_newer_ecomp_wrote_is_read(value: dict[str, Any], record: Record) -> None:
+def test_record_of_an_older_or_newer_ecomp_is_read(value: dict[str, Any], record: Record) -> None:
     """A missing field has its default; an unknown field is ignored."""
     assert from_json(json.dumps(value).encode()) == record
 
 
 @pytest.mark.parametrize(
-    ('value', 'said'),
+    ('value', 'message'),
     [
-        *((stored(version=version), 'install a newer one') for version in (2, 99, None, '1', True, 1.5)),
-        *((value, 'record|JSON|UTF-8') for value in (
-            b'', b'\xff', b'null', b'[]', b'{}', b'{"version": 1}', b'{"version": 1, "version": 1}',
-        )),
-        *((stored(**{name: value}), 'record') for name, value in (
-            *(('version', 0), ('version', -1), ('instance', '../x'), ('instance', None)),
-            *(('compute', '../x'), ('compute', []), ('state', 'migrating'), ('state', 7)),
-            *(('image', 7), ('query', []), ('user_id', None), ('fault', {}), ('attempts', True), ('attempts', '1')),
-            *(('resources', {'VCPU': 'x'}), ('resources', {'VCPU': True}), ('resources', 'VCPU:1')),
-            *(('addresses', 5), ('addresses', None), ('addresses', ['x']), ('addresses', [{'network': 'default'}])),
-            *(('addresses', [{'network': 'd', 'mac': 7}]), ('error', 'it broke'), ('error', {'stage': 'image'})),
-            *(('error', {'stage': 'image', 'reason': None, 'cleaned': ''}), ('error', [])),
-            *(('stages', []), ('stages', {'requested': 7}), ('name', 7), ('name', '../x'), ('power', {'id': 'x'})),
-        )),
+        *((make_stored_record(version=version), 'install a newer one') for version in (2, 99, None, '1', True, 1.5)),
+        *(
+            (value, 'record|JSON|UTF-8')
+            for value in (
+                b'',
+                b'\xff',
+                b'null',
+                b'[]',
+                b'{}',
+                b'{"version": 1}',
+                b'{"version": 1, "version": 1}',
+            )
+        ),
+        *(
+            (make_stored_record(**{name: value}), 'record')
+            for name, value in (
+                *(('version', 0), ('version', -1), ('instance', '../x'), ('instance', None)),
+                *(('compute', '../x'), ('compute', []), ('state', 'migrating'), ('state', 7)),
+                *(('image', 7), ('query', []), ('user_id', None), ('fault', {}), ('attempts', True), ('attempts', '1')),
+                *(('resources', {'VCPU': 'x'}), ('resources', {'VCPU': True}), ('resources', 'VCPU:1')),
+                *(('addresses', 5), ('addresses', None), ('addresses', ['x']), ('addresses', [{'network': 'default'}])),
+                *(('addresses', [{'network': 'd', 'mac': 7}]), ('error', 'it broke'), ('error', {'stage': 'image'})),
+                *(('error', {'stage': 'image', 'reason': None, 'cleaned': ''}), ('error', [])),
+                *(('stages', []), ('stages', {'requested': 7}), ('name', 7), ('name', '../x'), ('power', {'id': 'x'})),
+            )
+        ),
     ],
 )
-def test_what_is_no_record_is_refused_in_words(value: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_malformed_record_is_refused_with_a_reason(value: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_json(value)
 
 
-@given(st.sampled_from([*to_dict(RECORD)]), JSON)
-def test_no_field_raises_anything_else(name: str, value: Any) -> None:
+@given(st.sampled_from([*to_dict(RECORD)]), JSON_VALUES)
+def test_arbitrary_field_values_raise_only_value_error(name: str, value: Any) -> None:
     try:
-        record = from_json(stored(**{name: value}))
+        record = from_json(make_stored_record(**{name: value}))
     except ValueError:
         return
     assert from_json(to_json(record).encode()) == record
 
 
-def test_a_new_record_says_what_was_asked() -> None:
+def test_new_record_contains_the_request() -> None:
     allocations = {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 256}, 'a sharing provider': {'DISK_GB': 2}}
     request = Request(
         INSTANCE,
@@ -163,24 +175,24 @@ def test_a_new_record_says_what_was_asked() -> None:
         query='resources=…',
         stages={'requested': NOW},
     )
-    record = new_record(COMPUTE, request, LATER)
+    record = make_record(COMPUTE, request, LATER)
     assert (record.state, record.compute, record.query) == (SCHEDULED, COMPUTE, 'resources=…')
     assert record.resources == {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 2}
     assert record.stages == {'requested': NOW, 'scheduled': LATER}
 
 
-def test_the_scheduler_s_own_time_of_scheduling_counts() -> None:
+def test_schedulers_time_of_scheduling_is_kept() -> None:
     request = Request(INSTANCE, {}, image=None, user_id='u', project_id='p', query=None, stages={'scheduled': NOW})
-    assert new_record(COMPUTE, request, LATER).stages == {'scheduled': NOW}
+    assert make_record(COMPUTE, request, LATER).stages == {'scheduled': NOW}
 
 
 def test_a_stage_keeps_its_first_time() -> None:
-    record = RECORD.at(BUILDING, NOW, 'image').at(BUILDING, LATER, 'image', 'disk')
+    record = RECORD.enter_state(BUILDING, NOW, 'image').enter_state(BUILDING, LATER, 'image', 'disk')
     assert record.state == BUILDING
     assert record.stages == {'image': NOW, 'disk': LATER}
 
 
-def test_the_address_is_the_first_interface_s() -> None:
+def test_address_is_that_of_the_first_interface() -> None:
     assert RECORD.address is None
     both = (Interface('default', 'm0', '10.0.0.1'), Interface('br0', 'm1', '10.1.0.1'))
     assert replace(RECORD, addresses=both).address == '10.0.0.1'
@@ -189,19 +201,19 @@ def test_the_address_is_the_first_interface_s() -> None:
 
 def test_times_are_utc_and_sort_as_text() -> None:
     moment = datetime(2026, 1, 31, 13, 0, 0, 123456, timezone(timedelta(hours=1)))
-    assert timestamp(moment) == '2026-01-31T12:00:00.123Z'
-    assert timestamp(moment.astimezone(UTC)) == timestamp(moment)
+    assert format_time(moment) == '2026-01-31T12:00:00.123Z'
+    assert format_time(moment.astimezone(UTC)) == format_time(moment)
 
 
-def test_a_record_is_of_its_key_s_instance() -> None:
-    assert from_json(stored(), INSTANCE) == RECORD
+def test_record_of_another_instance_is_refused() -> None:
+    assert from_json(make_stored_record(), INSTANCE) == RECORD
     with pytest.raises(ValueError, match=f'a record of instance {INSTANCE}, not of {COMPUTE}'):
-        from_json(stored(), COMPUTE)
+        from_json(make_stored_record(), COMPUTE)
 
 
-def test_progress_is_of_a_stage_and_goes_when_it_is_reached() -> None:
+def test_progress_is_removed_when_its_stage_is_reached() -> None:
     for progress in (Progress('image', 34_000_000, 600_000_000), Progress('image', 1)):
-        assert replace(RECORD, state=BUILDING, progress=progress).at(BUILDING, NOW, 'image').progress is None
+        assert replace(RECORD, state=BUILDING, progress=progress).enter_state(BUILDING, NOW, 'image').progress is None
     assert str(Progress('image', 34_400_000, 600_000_000)) == 'image, 34 of 600 MB'
     assert str(Progress('image', 34_400_000)) == 'image, 34 MB'
 
@@ -212,8 +224,8 @@ def test_progress_is_of_a_stage_and_goes_when_it_is_reached() -> None:
      {'stage': 'image', 'done': True}, {'stage': 'image', 'done': -1}, {'stage': 'image', 'done': 10**400},
      {'stage': 'image', 'done': 1, 'total': 'x'}, {'stage': 'image', 'done': 1, 'total': 10**400}],
 )  # fmt: skip
-def test_progress_that_is_not_understood_is_none(value: Any) -> None:
-    assert from_json(stored(progress=value)) == RECORD
+def test_malformed_progress_is_ignored(value: Any) -> None:
+    assert from_json(make_stored_record(progress=value)) == RECORD
 
 
 # Boots of a guest: their stages, the limit of five, and strict parsing.
@@ -223,78 +235,88 @@ BOOTED = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 ITS_HOST = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 MAC = '52:54:00:00:00:01'
 NEW = Record(BOOTED, ITS_HOST, 'building', image='http://h/i', stages={'requested': '2026-01-31T12:00:00.000Z'})
-REBOOT = Power('reboot', ITS_HOST)
-STOP = Power('stop', BOOTED)
+REBOOT = PowerAction('reboot', ITS_HOST)
+STOP = PowerAction('stop', BOOTED)
 
 
-def at(minute: int) -> str:
+def format_minute(minute: int) -> str:
     return f'2026-01-31T12:{minute:02}:00.000Z'
 
 
-FIRST = NEW.on(CREATED, at(1)).has('addressed', at(2)).has('ready', at(3))
-OFF = FIRST.off(at(4))
-SECOND = OFF.on('reboot', at(5))
+FIRST = (
+    NEW.mark_running(CREATED, format_minute(1))
+    .mark_stage('addressed', format_minute(2))
+    .mark_stage('ready', format_minute(3))
+)
+OFF = FIRST.mark_off(format_minute(4))
+SECOND = OFF.mark_running('reboot', format_minute(5))
 
 
-def test_a_guest_that_is_seen_on_and_off_has_a_boot_for_each_time() -> None:
-    assert FIRST.boots == (Boot(1, CREATED, {'started': at(1), 'addressed': at(2), 'ready': at(3)}),)
-    assert (OFF.state, OFF.boots[-1].stages['stopped']) == (STOPPED, at(4))
+def test_each_start_of_a_guest_is_a_boot() -> None:
+    assert FIRST.boots == (
+        Boot(1, CREATED, {'started': format_minute(1), 'addressed': format_minute(2), 'ready': format_minute(3)}),
+    )
+    assert (OFF.state, OFF.boots[-1].stages['stopped']) == (STOPPED, format_minute(4))
     assert SECOND.state == ACTIVE
-    assert SECOND.boots == (OFF.boots[0], Boot(2, 'reboot', {'started': at(5)}))
+    assert SECOND.boots == (OFF.boots[0], Boot(2, 'reboot', {'started': format_minute(5)}))
     # A second sighting, on or off, is the same boot and keeps the first time.
-    assert SECOND.on(BY_HAND, at(6)) == SECOND
-    assert OFF.off(at(9)).boots == OFF.boots
-    assert FIRST.has('ready', at(9)) == FIRST
+    assert SECOND.mark_running(MANUAL, format_minute(6)) == SECOND
+    assert OFF.mark_off(format_minute(9)).boots == OFF.boots
+    assert FIRST.mark_stage('ready', format_minute(9)) == FIRST
 
 
-def test_the_stages_are_those_of_the_last_boot_and_the_record_s_of_the_first() -> None:
-    assert SECOND.reached == {'requested': at(0), 'started': at(5)}
-    assert SECOND.has('addressed', at(7)).reached['addressed'] == at(7)
-    assert SECOND.has('addressed', at(7)).stages['addressed'] == at(2)
+def test_reached_is_of_the_last_boot_and_stages_of_the_first() -> None:
+    assert SECOND.reached_stages == {'requested': format_minute(0), 'started': format_minute(5)}
+    assert SECOND.mark_stage('addressed', format_minute(7)).reached_stages['addressed'] == format_minute(7)
+    assert SECOND.mark_stage('addressed', format_minute(7)).stages['addressed'] == format_minute(2)
 
 
-def test_five_are_kept() -> None:
+def test_only_the_last_boots_are_kept() -> None:
     record = FIRST
-    for number in range(2, KEPT + 4):
-        record = record.off(at(number)).on(AFTER_HOST, at(number))
-    assert [boot.number for boot in record.boots] == list(range(4, KEPT + 4))
-    assert numbered(record.boots, 3) is None
-    assert numbered(record.boots, 4) == record.boots[0]
-    assert numbered(record.boots, None) == record.boots[-1] == record.boot
+    for number in range(2, MAX_BOOTS + 4):
+        record = record.mark_off(format_minute(number)).mark_running(HOST_REBOOT, format_minute(number))
+    assert [boot.number for boot in record.boots] == list(range(4, MAX_BOOTS + 4))
+    assert find_boot(record.boots, 3) is None
+    assert find_boot(record.boots, 4) == record.boots[0]
+    assert find_boot(record.boots, None) == record.boots[-1] == record.last_boot
     assert from_json(to_json(record).encode()) == record
 
 
-def test_what_an_older_ecompute_wrote_has_its_first_boot_in_its_stages() -> None:
-    older = replace(FIRST, boots=(), stages={**FIRST.stages, 'started': at(1)})
+def test_first_boot_of_an_older_record_is_read_from_its_stages() -> None:
+    older = replace(FIRST, boots=(), stages={**FIRST.stages, 'started': format_minute(1)})
     assert 'boots' not in json.loads(to_json(older))
-    assert older.known_boots == FIRST.boots
-    assert older.off(at(4)).on('reboot', at(5)).boots == SECOND.boots
+    assert older.all_boots == FIRST.boots
+    assert older.mark_off(format_minute(4)).mark_running('reboot', format_minute(5)).boots == SECOND.boots
     # The older record of a guest that is off does not contain when it stopped.
-    restarted = replace(older, state=STOPPED).on('start', at(5))
+    restarted = replace(older, state=STOPPED).mark_running('start', format_minute(5))
     assert [boot.number for boot in restarted.boots] == [1, 2]
-    assert restarted.boots[0].stages['stopped'] == at(5)
-    assert NEW.known_boots == ()
+    assert restarted.boots[0].stages['stopped'] == format_minute(5)
+    assert NEW.all_boots == ()
 
 
-def test_a_new_boot_is_ready_and_addressed_anew() -> None:
+def test_new_boot_awaits_its_own_address_and_report() -> None:
     interface = Interface('default', MAC, '10.0.0.1', 'lease')
     first, second = replace(FIRST, addresses=(interface,)), replace(SECOND, addresses=(interface,))
-    assert (pending(first), unready(first)) == (False, False)
-    assert (pending(second), unready(second)) == (True, True)
-    assert off_until(second.boots) == at(4)
-    leases = {'10.0.0.1 of before': (at(3), False), '10.0.0.1 since': (at(5), True), 'unknown': ('', True)}
+    assert (is_address_pending(first), is_unready(first)) == (False, False)
+    assert (is_address_pending(second), is_unready(second)) == (True, True)
+    assert find_previous_stop(second.boots) == format_minute(4)
+    leases = {
+        '10.0.0.1 of before': (format_minute(3), False),
+        '10.0.0.1 since': (format_minute(5), True),
+        'unknown': ('', True),
+    }
     for since, new in leases.values():
-        assert news(second, {MAC: Address('10.0.0.1', 'lease', since)}) is new
-    assert news(second, {MAC: Address('10.0.0.2', 'lease', at(3))})
-    assert not news(first, {MAC: Address('10.0.0.1', 'lease', at(5))})
-    assert not news(second, {})
+        assert has_new_address(second, {MAC: Address('10.0.0.1', 'lease', since)}) is new
+    assert has_new_address(second, {MAC: Address('10.0.0.2', 'lease', format_minute(3))})
+    assert not has_new_address(first, {MAC: Address('10.0.0.1', 'lease', format_minute(5))})
+    assert not has_new_address(second, {})
     # The clock was set back after the stop, so times do not tell what came later.
-    assert news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(3))
-    assert not news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(5))
+    assert has_new_address(second, {MAC: Address('10.0.0.1', 'lease', format_minute(2))}, format_minute(3))
+    assert not has_new_address(second, {MAC: Address('10.0.0.1', 'lease', format_minute(2))}, format_minute(5))
 
 
-def test_who_waits_after_a_reboot_waits_for_the_boot_it_brings() -> None:
-    requested = replace(FIRST, power=REBOOT.at('asked'))
+def test_wait_after_a_reboot_is_for_the_new_boot() -> None:
+    requested = replace(FIRST, power=REBOOT.format_phase('asked'))
     completed = replace(SECOND, power=REBOOT.id)
     assert is_before_boot('ready', FIRST, FIRST, REBOOT)
     assert is_before_boot('ready', FIRST, requested, REBOOT)
@@ -307,26 +329,28 @@ def test_who_waits_after_a_reboot_waits_for_the_boot_it_brings() -> None:
     assert not is_pending(REBOOT, FIRST, replace(SECOND, power=STOP.id))
 
 
-def test_who_waits_for_one_that_is_off_waits_for_its_next_boot() -> None:
+def test_wait_for_a_stopped_guest_is_for_its_next_boot() -> None:
     assert is_before_boot('addressed', OFF, OFF, None)
     assert not is_before_boot('addressed', OFF, SECOND, None)
     # The stage was reached during the wait, and the guest is off again.
     assert not is_before_boot('ready', FIRST, OFF, None)
-    assert not is_before_boot('ready', OFF, SECOND.has('ready', at(6)).off(at(7)), None)
+    assert not is_before_boot(
+        'ready', OFF, SECOND.mark_stage('ready', format_minute(6)).mark_off(format_minute(7)), None
+    )
 
 
-def test_a_failure_of_cloud_init_is_of_its_boot() -> None:
+def test_cloud_init_failure_belongs_to_its_boot() -> None:
     failed = replace(FIRST, cloud_init=GuestFailure('init', 'no'))
-    assert not unready(failed)
-    assert failed.on(BY_HAND, at(4)).cloud_init == failed.cloud_init
-    restarted = failed.off(at(4)).on('reboot', at(5))
+    assert not is_unready(failed)
+    assert failed.mark_running(MANUAL, format_minute(4)).cloud_init == failed.cloud_init
+    restarted = failed.mark_off(format_minute(4)).mark_running('reboot', format_minute(5))
     assert restarted.cloud_init is None
-    assert unready(restarted)
+    assert is_unready(restarted)
 
 
-def test_a_console_is_no_more_once_it_has_ended() -> None:
-    assert replace(FIRST, console='hv1:/c').at(GONE, at(9), 'gone').console is None
-    assert replace(FIRST, console='hv1:/c').off(at(9)).console == 'hv1:/c'
+def test_console_is_removed_when_the_instance_is_gone() -> None:
+    assert replace(FIRST, console='hv1:/c').enter_state(GONE, format_minute(9), 'gone').console is None
+    assert replace(FIRST, console='hv1:/c').mark_off(format_minute(9)).console == 'hv1:/c'
 
 
 @pytest.mark.parametrize(
@@ -338,12 +362,12 @@ def test_a_console_is_no_more_once_it_has_ended() -> None:
         [{'number': 10**99, 'reason': 'x', 'stages': {}}], [{'number': 1, 'reason': 'x', 'stages': {}}] * 2,
     ],
 )  # fmt: skip
-def test_what_is_no_list_of_boots_is_refused(junk: Any) -> None:
+def test_malformed_boots_are_refused(junk: Any) -> None:
     with pytest.raises(ValueError, match='not a record: boots'):
         parse(junk)
 
 
-def test_of_many_boots_the_last_are_read_and_of_a_boot_what_is_known() -> None:
+def test_only_the_last_boots_and_known_stages_are_read() -> None:
     many = [{'number': number, 'reason': 'later', 'stages': {'started': 'T', 'more': 7}} for number in range(1, 99)]
     assert parse(many) == tuple(Boot(number, 'later', {'started': 'T'}) for number in range(94, 99))
     assert parse(None) == ()
@@ -362,13 +386,13 @@ digests = st.builds(
 )
 
 
-def pages(digest: Digest) -> list[bytes]:
+def make_pages(digest: Digest) -> list[bytes]:
     return [page.encode() for page in to_pages(digest)]
 
 
 @given(digests)
-def test_there_and_back_and_no_page_is_longer_than_a_page_and_one_entry(digest: Digest) -> None:
-    parts = pages(digest)
+def test_digest_round_trips_in_pages_of_limited_size(digest: Digest) -> None:
+    parts = make_pages(digest)
     assert from_pages(parts) == digest
     assert max(map(len, parts)) < PAGE_BYTES + 1000
 
@@ -377,17 +401,17 @@ def test_ten_thousand_guests_fit_etcd() -> None:
     digest = Digest(
         {instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES},
         dict.fromkeys(INSTANCES, '/var/lib/ecompute/images/base-0123456789abcdef0123456789abcdef.qcow2'),
-        {mac_address(instance, number): instance for instance in INSTANCES for number in (0, 1)},
-        {mac_address(instance, 0): f'{instance} 192.168.122.200' for instance in INSTANCES},
+        {make_mac_address(instance, number): instance for instance in INSTANCES for number in (0, 1)},
+        {make_mac_address(instance, 0): f'{instance} 192.168.122.200' for instance in INSTANCES},
     )
-    parts = pages(digest)
+    parts = make_pages(digest)
     assert from_pages(parts) == digest
     assert max(map(len, parts)) <= 512 * 1024
     assert len(parts) <= 20
 
 
-def test_what_is_no_whole_digest() -> None:
-    parts = pages(Digest({instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES}))
+def test_incomplete_or_malformed_digest_is_refused() -> None:
+    parts = make_pages(Digest({instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES}))
     assert len(parts) > 2
     for wrong in ([], parts[:-1], parts[1:], [*parts, parts[-1]], [b'', *parts[1:]], [b'{}'], [b'{"version": 2}']):
         with pytest.raises(ValueError, match='.'):
@@ -396,10 +420,10 @@ def test_what_is_no_whole_digest() -> None:
         with pytest.raises(ValueError, match='not a digest'):
             from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': value}).encode()])
     with pytest.raises(ValueError, match='libvirt is away'):
-        from_pages([failed('libvirt is away').encode()])
+        from_pages([make_error_page('libvirt is away').encode()])
 
 
-def test_a_clearance() -> None:
+def test_clearance_round_trips() -> None:
     leftovers = [Leftover('disk', 'x'), Leftover('seed', '52:54:00:00:00:00', 'y'), Leftover('part', 'a.part', '1/2')]
     assert clearance_from_json(clearance_to_json(leftovers).encode()) == leftovers
     for wrong in ('', '{}', '{"version": 1}', '{"version": 1, "leftovers": [1]}', '{"version": 2, "leftovers": []}'):
@@ -410,7 +434,7 @@ def test_a_clearance() -> None:
 @pytest.mark.parametrize(
     'page', [{'pages': 'a\nb\x1b[2J'}, {'pages': 1, 'error': 'a\nb\x1b[2J'}, {'pages': 1, 'guests': [{'a\nb': 1}]}]
 )
-def test_what_is_said_of_one_that_is_none_is_one_line(page: dict[str, object]) -> None:
+def test_error_for_a_malformed_page_is_one_line(page: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r'a\\nb') as raised:
         from_pages([json.dumps({'version': 1, **page}).encode()])
     assert str(raised.value).isprintable()

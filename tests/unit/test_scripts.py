@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.servers import TOP, free_port
 
-DOCKER = """\
+OFFLINE_DOCKER = """\
 #!/bin/sh
 echo "$*" >>"$0.log"
 case "$1" in
@@ -24,7 +24,7 @@ esac
 
 
 # A docker that has all images but placement's. It logs the file modes of its build context, and fails.
-BUILDS = """\
+BUILDING_DOCKER = """\
 #!/bin/sh
 case "$*" in
     version*) echo 28.0.0 ;;
@@ -36,7 +36,9 @@ esac
 """
 
 
-def docker_sh(directory: Path, docker: str = DOCKER, umask: int = -1, **settings: str) -> tuple[int, str, str]:
+def run_docker_sh(
+    directory: Path, docker: str = OFFLINE_DOCKER, umask: int = -1, **settings: str
+) -> tuple[int, str, str]:
     """Run docker.sh with a fake docker, and return its exit code, its stderr and docker's log."""
     (directory / 'docker').write_text(docker)
     (directory / 'docker').chmod(0o755)
@@ -48,15 +50,15 @@ def docker_sh(directory: Path, docker: str = DOCKER, umask: int = -1, **settings
 
 
 @pytest.mark.parametrize('address', ['foo', 'localhost', '10.0.0', '10.0.0.1:80', '::1', '[::1', ' '])
-def test_an_address_that_is_none_is_refused_before_anything_is_pulled(tmp_path: Path, address: str) -> None:
-    code, stderr, docker_log = docker_sh(tmp_path, BIND_ADDRESS=address)
+def test_invalid_address_is_refused_before_any_pull(tmp_path: Path, address: str) -> None:
+    code, stderr, docker_log = run_docker_sh(tmp_path, BIND_ADDRESS=address)
     assert (code, stderr.count('\n')) == (2, 1)
     assert stderr.startswith(f"docker.sh: BIND_ADDRESS is '{address}', not an address")
     assert docker_log == 'version --format {{.Server.Version}}\n'
 
 
-def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> None:
-    code, stderr, docker_log = docker_sh(tmp_path)
+def test_alternatives_are_named_without_a_registry(tmp_path: Path) -> None:
+    code, stderr, docker_log = run_docker_sh(tmp_path)
     assert (code, stderr.count('\n')) == (1, 1)
     assert 'cannot pull quay.io/coreos/etcd' in stderr
     assert 'no such host; without a registry: docker load it' in stderr
@@ -65,7 +67,7 @@ def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> Non
 
 
 # A Docker older than 28 that has all images, and whose bridge is on another machine.
-OLD = """\
+OUTDATED_DOCKER = """\
 #!/bin/sh
 echo "$*" >>"$0.log"
 case "$1" in
@@ -75,29 +77,29 @@ esac
 """
 
 
-def test_old_docker_starts_nothing_where_no_rule_can_keep_guests_out(tmp_path: Path) -> None:
+def test_old_docker_without_a_firewall_rule_starts_nothing(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
-    code, stderr, docker_log = docker_sh(tmp_path, OLD, **ports)
+    code, stderr, docker_log = run_docker_sh(tmp_path, OUTDATED_DOCKER, **ports)
     assert (code, stderr.count('\n')) == (1, 1)
     assert stderr.startswith('docker.sh: Docker 20.10.24 lets guests and neighbours reach these containers')
     assert 'Fix: ' in stderr
     assert 'create' not in docker_log.split()
-    _, stderr, docker_log = docker_sh(tmp_path, OLD, INSECURE='1', **ports)
+    _, stderr, docker_log = run_docker_sh(tmp_path, OUTDATED_DOCKER, INSECURE='1', **ports)
     assert 'cannot make ecomp-etcd' in stderr
     assert 'create' in docker_log.split()
 
 
-def test_what_goes_into_the_image_is_read_by_its_user_whatever_the_umask(tmp_path: Path) -> None:
+def test_image_files_are_readable_with_any_umask(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
-    code, stderr, modes = docker_sh(tmp_path, BUILDS, 0o077, TMPDIR=str(tmp_path), **ports)
+    code, stderr, modes = run_docker_sh(tmp_path, BUILDING_DOCKER, 0o077, TMPDIR=str(tmp_path), **ports)
     assert (code, 'could not be built' in stderr) == (1, True)
     names = ('Dockerfile', 'gunicorn_tls.py', 'pins.txt', 'placement_server.py')
     assert modes.splitlines() == [f'644 {name}' for name in names]
 
 
-def test_all_that_is_installed_in_the_image_is_known_by_its_hash(tmp_path: Path) -> None:
+def test_all_packages_of_the_image_are_pinned_by_hash(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
-    docker_sh(tmp_path, BUILDS, TMPDIR=str(tmp_path), **ports)
+    run_docker_sh(tmp_path, BUILDING_DOCKER, TMPDIR=str(tmp_path), **ports)
     pins = re.split(r'\n(?=\S)', (tmp_path / 'docker.pins').read_text().strip())
     assert [pin for pin in pins if not re.match(r'[a-z0-9.-]+==\S+ .*--hash=sha256:[0-9a-f]{64}', pin, re.DOTALL)] == []
     script = (TOP / 'docker.sh').read_text()
@@ -107,7 +109,7 @@ def test_all_that_is_installed_in_the_image_is_known_by_its_hash(tmp_path: Path)
     assert '--require-hashes -r /build/pins.txt' in script
 
 
-def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
+def test_quickstart_proposes_to_destroy_only_its_own_instance() -> None:
     script = (TOP / 'quickstart.sh').read_text()
     functions = script[script.index('try_next() {') : script.index('case ${1-} in')]
     for assignment, is_proposed in (('', False), ('made=5ca1ab1e', True)):
@@ -118,7 +120,7 @@ def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
         assert 'elab status' in result.stdout
 
 
-def asked_by_make_venv(directory: Path, script: str, **settings: str) -> str:
+def run_make_venv(directory: Path, script: str, **settings: str) -> str:
     """Run only make_venv() of a script, and return the commands that it would have run."""
     text = (TOP / script).read_text()
     text = text[text.index('make_venv() {') :]
@@ -131,13 +133,13 @@ def asked_by_make_venv(directory: Path, script: str, **settings: str) -> str:
 
 
 @pytest.mark.parametrize(('script', 'stamp'), [('quickstart.sh', 'installed-quickstart'), ('tests/run', 'installed')])
-def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp_path: Path) -> None:
+def test_interrupted_venv_is_recreated(script: str, stamp: str, tmp_path: Path) -> None:
     """An interrupted venv has its Python before it has pip."""
     for name in ('setup.py', 'constraints.txt'):
         (tmp_path / name).write_text('')
 
     def run() -> str:
-        return asked_by_make_venv(tmp_path, script, PYTHON=sys.executable)
+        return run_make_venv(tmp_path, script, PYTHON=sys.executable)
 
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path / '.venv'], check=True)
     (packages,) = (tmp_path / '.venv/lib').glob('python*/site-packages')
@@ -151,12 +153,12 @@ def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp
     assert run() == ''
 
 
-def test_quickstart_installs_what_ecomp_was_tested_with_and_again_where_that_has_changed(tmp_path: Path) -> None:
+def test_quickstart_reinstalls_when_the_constraints_change(tmp_path: Path) -> None:
     subprocess.run([sys.executable, '-m', 'venv', tmp_path / '.venv'], check=True)
     (tmp_path / 'setup.py').write_text('')
     for constraints in ('one', 'another'):
         (tmp_path / 'constraints.txt').write_text(constraints)
-        first, second = asked_by_make_venv(tmp_path, 'quickstart.sh').splitlines()
+        first, second = run_make_venv(tmp_path, 'quickstart.sh').splitlines()
         assert '--require-hashes -r constraints.txt' in first
         assert '--no-deps -e .' in second
-        assert asked_by_make_venv(tmp_path, 'quickstart.sh') == ''
+        assert run_make_venv(tmp_path, 'quickstart.sh') == ''

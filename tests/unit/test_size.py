@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.cli.create import LARGE, is_large, remember
+from ecomp.cli.create import LARGE_CLUSTER_SIZE, is_large_cluster, remember_cluster_size
 from ecomp.conf import EtcdConfig
 
 ONE = EtcdConfig(('one:2379', 'two:2379'))
@@ -19,33 +19,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / 'cache'
 
 
-def test_what_was_seen_last_is_remembered_of_each_etcd(home: Path) -> None:
-    assert not is_large(ONE)
-    remember(ONE, LARGE)
+def test_large_cluster_is_remembered_per_etcd(home: Path) -> None:
+    assert not is_large_cluster(ONE)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE)
     assert not home.exists()  # small clusters, the usual case, write nothing
-    remember(ONE, LARGE + 1)
-    remember(ONE, LARGE + 1)
-    assert is_large(ONE)
-    assert not is_large(OTHER)
-    remember(OTHER, 5)
-    assert is_large(ONE)
-    remember(ONE, LARGE)
-    assert not is_large(ONE)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE + 1)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE + 1)
+    assert is_large_cluster(ONE)
+    assert not is_large_cluster(OTHER)
+    remember_cluster_size(OTHER, 5)
+    assert is_large_cluster(ONE)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE)
+    assert not is_large_cluster(ONE)
     assert list((home / 'ecomp').iterdir()) == []
 
 
-def test_what_cannot_be_remembered_is_no_error(home: Path) -> None:
+def test_unwritable_cache_is_ignored(home: Path) -> None:
     home.write_text('a file where a directory is to be')
-    remember(ONE, LARGE + 1)
-    assert not is_large(ONE)
-    remember(ONE, 1)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE + 1)
+    assert not is_large_cluster(ONE)
+    remember_cluster_size(ONE, 1)
 
 
-def test_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_no_home() -> Path:
         raise RuntimeError('no home')
 
     monkeypatch.delenv('XDG_CACHE_HOME')
     monkeypatch.setattr(Path, 'home', raise_no_home)
-    remember(ONE, LARGE + 1)
-    assert not is_large(ONE)
+    remember_cluster_size(ONE, LARGE_CLUSTER_SIZE + 1)
+    assert not is_large_cluster(ONE)

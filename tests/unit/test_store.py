@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import cluster
-from ecomp.model.cluster import Header, KnownCluster, holes
+from ecomp.model.cluster import Header, KnownCluster, describe_vulnerabilities
 from ecomp.store import messages
-from ecomp.store.connection import EASY, TooLong, pages
+from ecomp.store.connection import TARGET_PAGE_BYTES, AnswerTooLong, read_pages
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -29,7 +29,7 @@ from ecomp.store.messages import (
     WatchCreate,
     WatchProgress,
     Write,
-    answer,
+    parse_answer,
 )
 from ecomp.store.roles import etcdrpc  # imported from the module that makes protobuf load it
 
@@ -49,7 +49,7 @@ TRANSACTIONS = st.builds(Transaction, st.lists(COMPARISONS, max_size=4), OPERATI
 LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(Revoke, NUMBERS)
 
 
-def theirs(request: Any) -> Any:
+def convert_to_etcd3(request: Any) -> Any:
     """Return etcd3's message for one of ours."""
     match request:
         case Range(key, end, limit, revision, keys_only, count_only, since):
@@ -67,9 +67,9 @@ def theirs(request: Any) -> Any:
             return etcdrpc.Compare(key=key, target=target, result=result, mod_revision=revision)
         case Transaction(compare, success, failure):
             return etcdrpc.TxnRequest(
-                compare=[theirs(part) for part in compare],
-                success=[operation(part) for part in success],
-                failure=[operation(part) for part in failure],
+                compare=[convert_to_etcd3(part) for part in compare],
+                success=[convert_to_operation(part) for part in success],
+                failure=[convert_to_operation(part) for part in failure],
             )
         case Grant(seconds):
             return etcdrpc.LeaseGrantRequest(TTL=seconds)
@@ -85,28 +85,28 @@ def theirs(request: Any) -> Any:
     raise AssertionError(request)
 
 
-def operation(request: Any) -> Any:
+def convert_to_operation(request: Any) -> Any:
     kinds = {Range: 'request_range', Write: 'request_put', Removal: 'request_delete_range'}
-    return etcdrpc.RequestOp(**{kinds[type(request)]: theirs(request)})
+    return etcdrpc.RequestOp(**{kinds[type(request)]: convert_to_etcd3(request)})
 
 
 WATCHES = st.builds(WatchCreate, KEYS, KEYS, NUMBERS, st.booleans(), st.just(False))
 
 
 @given(RANGES | WRITES | REMOVALS | COMPARISONS | TRANSACTIONS | LEASES | WATCHES | st.just(Status()))
-def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
-    assert request.to_bytes() == theirs(request).SerializeToString()
+def test_our_requests_equal_those_of_etcd3(request: Any) -> None:
+    assert request.to_bytes() == convert_to_etcd3(request).SerializeToString()
 
 
 @given(WATCHES)
-def test_what_is_younger_than_etcd3_s_code_is_a_field_more(request: WatchCreate) -> None:
+def test_fields_newer_than_etcd3_are_written(request: WatchCreate) -> None:
     """The numbers of these fields are those of rpc.proto in etcd 3.4."""
     from google.protobuf.unknown_fields import UnknownFieldSet  # only after the module above has loaded protobuf
 
     creation = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
     assert [(field.field_number, field.data) for field in UnknownFieldSet(creation)] == [(8, 1)]
     creation.DiscardUnknownFields()
-    assert creation == theirs(request).create_request
+    assert creation == convert_to_etcd3(request).create_request
     progress = etcdrpc.WatchRequest.FromString(WatchProgress().to_bytes())
     assert [(field.field_number, field.data) for field in UnknownFieldSet(progress)] == [(3, b'')]
 
@@ -141,39 +141,39 @@ WATCHED = st.builds(
 )  # fmt: skip
 
 
-def same(ours: Any, other: Any) -> None:
+def check_same(ours: Any, other: Any) -> None:
     """Check that our message equals etcd3's, field by field."""
     for name, value in vars(ours).items():
         if isinstance(value, list):
             assert len(value) == len(getattr(other, name))
             for item, other_item in zip(value, getattr(other, name), strict=True):
-                same(item, other_item)
+                check_same(item, other_item)
         elif hasattr(value, '__dict__'):
-            same(value, getattr(other, name))
+            check_same(value, getattr(other, name))
         else:
             assert (type(value), value) == (type(getattr(other, name)), getattr(other, name)), name
 
 
 @given(ANSWERS)
-def test_what_etcd3_writes_we_read_as_it_does(message: Any) -> None:
-    same(answer(type(message).__name__, message.SerializeToString()), message)
+def test_answers_of_etcd3_are_parsed_equally(message: Any) -> None:
+    check_same(parse_answer(type(message).__name__, message.SerializeToString()), message)
 
 
 @given(WATCHED, st.sampled_from([(b'', False), (b'\x38\0', False), (b'\x38\1', True)]))
-def test_a_watch_s_answer_is_read_as_etcd3_reads_it(message: Any, piece: tuple[bytes, bool]) -> None:
+def test_watch_answer_is_parsed_like_etcd3(message: Any, piece: tuple[bytes, bool]) -> None:
     """The answer ends with `fragment`, a field that etcd3's code does not know."""
     data, fragment = message.SerializeToString() + piece[0], piece[1]
-    ours, other = answer('WatchResponse', data), etcdrpc.WatchResponse.FromString(data)
+    ours, other = parse_answer('WatchResponse', data), etcdrpc.WatchResponse.FromString(data)
     assert ours.fragment == fragment
     del ours.fragment
-    same(ours, other)
+    check_same(ours, other)
 
 
 @given(st.sampled_from([name for _, name in messages.METHODS.values()]), st.binary(max_size=200))
 def test_junk_is_a_value_error_or_a_message(name: str, junk: bytes) -> None:
     """Junk may parse as a message, whose revision is then below 2**63."""
     try:
-        message = answer(name, junk)
+        message = parse_answer(name, junk)
     except ValueError:
         return
     assert message.header.revision < 2**63
@@ -186,18 +186,18 @@ def test_junk_is_a_value_error_or_a_message(name: str, junk: bytes) -> None:
         *(b'\x1a\x01x', b'\x22\x01x', b'\x0a\x02\x1a\x00', b'\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01'),
     ],
 )
-def test_what_is_no_message_is_refused(junk: bytes) -> None:
+def test_malformed_message_is_refused(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r'.'):
-        answer('RangeResponse', junk)
+        parse_answer('RangeResponse', junk)
 
 
-def test_what_is_not_known_is_passed_over() -> None:
+def test_unknown_fields_are_ignored() -> None:
     unknown = b'\x78\x05' + b'\x79' + b'8 bytes!' + b'\x7d' + b'four' + b'\x7a\x03abc'
-    message = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
+    message = parse_answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
     assert (message.count, message.kvs, message.header.revision) == (7, [], 0)
 
 
-TINY = {
+TINY_PARTS = {
     'empty keys': ('RangeResponse', b'\x12\0'),
     'empty events': ('WatchResponse', b'\x5a\0'),
     'empty results': ('TxnResponse', b'\x1a\0'),
@@ -207,22 +207,22 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize('name', TINY)
-def test_answer_of_more_parts_than_any_real_one_has_is_refused_before_it_fills_memory(name: str) -> None:
+@pytest.mark.parametrize('name', TINY_PARTS)
+def test_answer_of_too_many_fields_is_refused_early(name: str) -> None:
     """8 MiB of empty keys used to take 1.1 GiB of memory."""
-    message, part = TINY[name]
+    message, part = TINY_PARTS[name]
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=f'more than {messages.MAX_FIELDS} fields'):
-            answer(message, part * (8 * 2**20 // len(part)))
+            parse_answer(message, part * (8 * 2**20 // len(part)))
         assert tracemalloc.get_traced_memory()[1] < 400 * 2**20
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize('name', TINY)
-def test_whoever_reads_an_answer_is_asked_again_and_again_whether_to_go_on(name: str) -> None:
-    message, part = TINY[name]
+@pytest.mark.parametrize('name', TINY_PARTS)
+def test_parsing_calls_its_check_repeatedly(name: str) -> None:
+    message, part = TINY_PARTS[name]
     calls: list[None] = []
 
     def check() -> None:
@@ -231,65 +231,69 @@ def test_whoever_reads_an_answer_is_asked_again_and_again_whether_to_go_on(name:
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        answer(message, part * 100_000, check)
+        parse_answer(message, part * 100_000, check)
 
 
-def test_answer_of_as_many_keys_as_are_asked_for_at_once_is_read() -> None:
+def test_answer_of_the_most_keys_is_parsed() -> None:
     kvs = [{'key': b'k', 'value': b'v', 'lease': 1, 'version': 1, 'create_revision': 1, 'mod_revision': 1}]
     data = etcdrpc.RangeResponse(kvs=20_000 * kvs).SerializeToString()
-    assert len(answer('RangeResponse', data).kvs) == 20_000
+    assert len(parse_answer('RangeResponse', data).kvs) == 20_000
 
 
 # Lists in pages: the size of the pages, and that each key is in exactly one.
 
 
-class Etcd:
+class FakeEtcd:
     """A fake etcd with `count` values of `size` bytes; no answer is longer than `longest`."""
 
     def __init__(self, count: int, size: int, longest: int) -> None:
         self.keys = [f'/instances/{number:032x}/{number:032x}'.encode() for number in range(count)]
         self.size = size
         self.longest = longest
-        self.asked: list[int] = []
+        self.limits: list[int] = []
 
-    def ask(self, wanted: Range) -> Any:
+    def read_page(self, range_request: Range) -> Any:
         """Return a page, or raise TooLong."""
-        self.asked.append(wanted.limit)
-        assert wanted.revision in (0, 7)
-        assert (wanted.revision == 7) == (wanted.key > self.keys[0])
-        matches = [key for key in self.keys if wanted.key <= key < wanted.end]
-        value = b'' if wanted.keys_only else b'.' * self.size
-        kvs = [SimpleNamespace(key=key, value=value) for key in matches[: wanted.limit]]
+        self.limits.append(range_request.limit)
+        assert range_request.revision in (0, 7)
+        assert (range_request.revision == 7) == (range_request.key > self.keys[0])
+        matches = [key for key in self.keys if range_request.key <= key < range_request.end]
+        value = b'' if range_request.keys_only else b'.' * self.size
+        kvs = [SimpleNamespace(key=key, value=value) for key in matches[: range_request.limit]]
         if sum(len(kv.key) + len(kv.value) for kv in kvs) > self.longest:
-            raise TooLong('too long')
+            raise AnswerTooLong('too long')
         return SimpleNamespace(header=SimpleNamespace(revision=7), kvs=kvs, more=len(matches) > len(kvs))
 
 
 @pytest.mark.parametrize(
-    ('count', 'size', 'keys_only', 'asked'),
+    ('count', 'size', 'keys_only', 'limits'),
     [
         pytest.param(20_000, 2000, True, [500, 2000, 5000, 5000, 5000, 5000], id='names'),
         pytest.param(1500, 200, False, [10, 40, 160, 500, 500, 500], id='small values'),
-        pytest.param(30, EASY // 20, False, [10, 19, 19], id='larger ones'),
-        pytest.param(25, EASY, False, [10, 10, 10], id='large ones'),
+        pytest.param(30, TARGET_PAGE_BYTES // 20, False, [10, 19, 19], id='larger ones'),
+        pytest.param(25, TARGET_PAGE_BYTES, False, [10, 10, 10], id='large ones'),
     ],
 )
-def test_each_key_is_in_one_page(count: int, size: int, keys_only: bool, asked: list[int]) -> None:
-    etcd = Etcd(count, size, 64 * 1024**2)
-    found_keys = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', keys_only) for kv in page.kvs]
+def test_pages_contain_each_key_once(count: int, size: int, keys_only: bool, limits: list[int]) -> None:
+    etcd = FakeEtcd(count, size, 64 * 1024**2)
+    found_keys = [
+        kv.key for page in read_pages(etcd.read_page, b'/instances/', b'/instances0', keys_only) for kv in page.kvs
+    ]
     assert found_keys == etcd.keys
-    assert etcd.asked == asked
+    assert etcd.limits == limits
 
 
-def test_a_page_that_is_too_long_is_asked_for_in_the_smallest_ones() -> None:
-    etcd = Etcd(40, 100, 20 * 200)
-    found_keys = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', False) for kv in page.kvs]
+def test_too_long_page_is_read_again_in_small_pages() -> None:
+    etcd = FakeEtcd(40, 100, 20 * 200)
+    found_keys = [
+        kv.key for page in read_pages(etcd.read_page, b'/instances/', b'/instances0', False) for kv in page.kvs
+    ]
     assert found_keys == etcd.keys
-    assert etcd.asked == [10, 40, 10, 40], 'all that is left, in vain, and after a small page once more'
-    etcd = Etcd(40, 100, 10)
-    with pytest.raises(TooLong):
-        list(pages(etcd.ask, b'/instances/', b'/instances0', False))
-    assert etcd.asked == [10]
+    assert etcd.limits == [10, 40, 10, 40], 'all that is left, in vain, and after a small page once more'
+    etcd = FakeEtcd(40, 100, 10)
+    with pytest.raises(AnswerTooLong):
+        list(read_pages(etcd.read_page, b'/instances/', b'/instances0', False))
+    assert etcd.limits == [10]
 
 
 # Checks of etcd's identity, as functions of values.
@@ -302,56 +306,60 @@ headers = st.builds(Header, st.integers(1, 3), st.integers(1, 50), st.integers(1
 
 
 @given(st.lists(headers, max_size=20), headers)
-def test_nothing_that_has_been_seen_is_seen_to_go_back(before: list[Header], header: Header) -> None:
+def test_unfamiliar_notices_a_step_back(before: list[Header], header: Header) -> None:
     cluster_seen = KnownCluster(IDENTITY)
     for earlier in before:
         cluster_seen = cluster_seen.with_header(earlier)
     goes_back = any(header.revision < earlier.revision or header.term < earlier.term for earlier in before)
     moved = bool(before) and header.cluster != before[-1].cluster
-    assert (cluster.unfamiliar(cluster_seen, header) is not None) == (goes_back or moved)
+    assert (cluster.explain_header_mismatch(cluster_seen, header) is not None) == (goes_back or moved)
 
 
-def test_who_knows_nothing_takes_any() -> None:
-    assert cluster.unfamiliar(KnownCluster(), Header(7, 1, 1)) is None
+def test_unknown_cluster_accepts_any_header() -> None:
+    assert cluster.explain_header_mismatch(KnownCluster(), Header(7, 1, 1)) is None
 
 
-def test_the_words_say_what_is_and_what_was_expected() -> None:
+def test_reason_contains_the_actual_and_the_expected_value() -> None:
     expected = KnownCluster(IDENTITY, 0xABC, 345, 7)
-    assert cluster.unfamiliar(expected, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
-    assert cluster.unfamiliar(expected, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
-    assert cluster.unfamiliar(expected, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
-    assert cluster.unlike(expected, None) == f'/cluster is not there, and identity {IDENTITY} was known'
-    other = cluster.new(OTHER, 'now').encode()
-    assert cluster.unlike(expected, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
-    assert cluster.unlike(expected, cluster.new(IDENTITY, 'later').encode()) is None
+    assert cluster.explain_header_mismatch(expected, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
+    assert cluster.explain_header_mismatch(expected, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
+    assert (
+        cluster.explain_header_mismatch(expected, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
+    )
+    assert (
+        cluster.explain_identity_mismatch(expected, None) == f'/cluster is not there, and identity {IDENTITY} was known'
+    )
+    other = cluster.make_identity_value(OTHER, 'now').encode()
+    assert cluster.explain_identity_mismatch(expected, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
+    assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
 
 
 @pytest.mark.parametrize(
     'value', [b'', b'x', b'[]', b'{}', b'{"identity": 7}', b'{"identity": "me"}', b'{"identity": null}', b'\xff']
 )
-def test_a_value_without_an_identity(value: bytes) -> None:
+def test_value_without_an_identity_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match='.'):
-        cluster.identity(value)
-    assert 'cannot be read' in (cluster.unlike(KnownCluster(IDENTITY), value) or '')
+        cluster.read_identity(value)
+    assert 'cannot be read' in (cluster.explain_identity_mismatch(KnownCluster(IDENTITY), value) or '')
 
 
-def test_what_is_written_once() -> None:
-    assert json.loads(cluster.new(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
+def test_new_cluster_value() -> None:
+    assert json.loads(cluster.make_identity_value(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
 
 
 @given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
-def test_the_file_says_what_is_known(known: KnownCluster) -> None:
-    assert cluster.from_json(cluster.to_json(known).encode()) == known
+def test_known_cluster_round_trips(known_cluster: KnownCluster) -> None:
+    assert cluster.from_json(cluster.to_json(known_cluster).encode()) == known_cluster
 
 
 @given(st.dictionaries(st.sampled_from(['version', 'identity', 'cluster', 'revision', 'term']), st.none() | numbers))
-def test_any_other_file_is_refused(data: dict[str, object]) -> None:
+def test_malformed_file_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ValueError, match='.'):
         cluster.from_json(json.dumps(data).encode())
 
 
-class Written(NamedTuple):
-    """A key in etcd, with the fields that accepted_in() reads."""
+class WrittenKey(NamedTuple):
+    """A key in etcd, with the fields that find_accepted_revision() reads."""
 
     value: bytes
     revision: int
@@ -359,30 +367,30 @@ class Written(NamedTuple):
     lease: int = 0
 
 
-def test_the_highest_acceptance_counts_and_none_is_above_its_own_key() -> None:
-    assert cluster.accepted_in([]) == 0
-    assert cluster.accepted_in([Written(b'5', 9), Written(b'8', 9), Written(b'7', 9)]) == 8
-    assert cluster.accepted_in([Written(b'9' * 19, 4), Written(b'9' * 5000, 6)]) == 4
+def test_highest_acceptance_counts_up_to_its_own_revision() -> None:
+    assert cluster.find_accepted_revision([]) == 0
+    assert cluster.find_accepted_revision([WrittenKey(b'5', 9), WrittenKey(b'8', 9), WrittenKey(b'7', 9)]) == 8
+    assert cluster.find_accepted_revision([WrittenKey(b'9' * 19, 4), WrittenKey(b'9' * 5000, 6)]) == 4
     rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
-    assert cluster.accepted_in([Written(value, 9) for value in rubbish]) == 0
+    assert cluster.find_accepted_revision([WrittenKey(value, 9) for value in rubbish]) == 0
 
 
 # Warnings about versions of etcd.
 
 
 @pytest.mark.parametrize('version', ['3.5.33', '3.5.40', '3.6.14', '3.7.1', '3.8.0', '4.0.0', '', 'HEAD', '3'])
-def test_nothing_is_known_of_these(version: str) -> None:
-    assert holes(version) is None
+def test_safe_versions_give_no_warning(version: str) -> None:
+    assert describe_vulnerabilities(version) is None
 
 
 @pytest.mark.parametrize('version', ['3.5.32', '3.5.16', '3.6.13', '3.7.0', '3.7.0-rc.0'])
-def test_holes_that_are_known(version: str) -> None:
+def test_versions_with_holes_give_a_warning(version: str) -> None:
     cure = '3.5.33, 3.6.14, 3.7.1 and newer have none that is known'
-    assert holes(version) == f'etcd {version} has holes that are known: {cure}'
+    assert describe_vulnerabilities(version) == f'etcd {version} has holes that are known: {cure}'
 
 
 @pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
-def test_end_of_life(version: str) -> None:
-    warning = holes(version)
+def test_end_of_life_versions_give_a_warning(version: str) -> None:
+    warning = describe_vulnerabilities(version)
     assert warning is not None
     assert warning.startswith(f'etcd {version} is end-of-life, and its roles are no boundary: ')

@@ -19,65 +19,65 @@ from ecomp import compute, systemd
 from ecomp.errors import UsageError
 from ecomp.lab import elab
 from ecomp.systemd import Service
-from tests.kit.ear import Ear
+from tests.kit.ear import NotifySocket
 
 CONTROL = ['control', '--bind', '10.0.0.5', '--data', 'd', '--unit']
 
 
-def test_its_words_are_datagrams_of_this_process() -> None:
-    with Ear() as ear:
-        service = Service.of(ear.environment())
-        service.ready('kvm guests\nREADY=0')
-        assert ear.heard() == (os.getpid(), ['READY=1', 'STATUS=kvm guests READY=0'])
-        service.stopping('the guests go on')
-        assert ear.heard() == (os.getpid(), ['STOPPING=1', 'STATUS=the guests go on'])
-        assert service.alive() == math.inf
+def test_notifications_are_datagrams_of_this_process() -> None:
+    with NotifySocket() as ear:
+        service = Service.from_environment(ear.make_environment())
+        service.notify_ready('kvm guests\nREADY=0')
+        assert ear.receive() == (os.getpid(), ['READY=1', 'STATUS=kvm guests READY=0'])
+        service.notify_stopping('the guests go on')
+        assert ear.receive() == (os.getpid(), ['STOPPING=1', 'STATUS=the guests go on'])
+        assert service.notify_alive() == math.inf
         assert ear.is_silent(0)
 
 
-def test_it_lives_twice_in_the_watchdogs_time() -> None:
-    with Ear() as ear:
-        service = Service.of(ear.environment(watchdog=1000) | {'WATCHDOG_PID': str(os.getpid())})
-        assert service.alive() == pytest.approx(500, abs=10)
-        assert ear.heard() == (os.getpid(), ['WATCHDOG=1'])
-        assert service.alive() == pytest.approx(500, abs=10)
+def test_watchdog_is_notified_twice_per_interval() -> None:
+    with NotifySocket() as ear:
+        service = Service.from_environment(ear.make_environment(watchdog=1000) | {'WATCHDOG_PID': str(os.getpid())})
+        assert service.notify_alive() == pytest.approx(500, abs=10)
+        assert ear.receive() == (os.getpid(), ['WATCHDOG=1'])
+        assert service.notify_alive() == pytest.approx(500, abs=10)
         assert ear.is_silent(0), 'it is due in 500 s, however often the loop goes around'
-        quick = Service.of(ear.environment(watchdog=1e-6))
-        quick.alive()
-        quick.alive()
-        assert [ear.heard()[1] for _ in range(2)] == [['WATCHDOG=1']] * 2
+        quick = Service.from_environment(ear.make_environment(watchdog=1e-6))
+        quick.notify_alive()
+        quick.notify_alive()
+        assert [ear.receive()[1] for _ in range(2)] == [['WATCHDOG=1']] * 2
 
 
 @pytest.mark.parametrize(
-    'told', [{}, {'WATCHDOG_USEC': '5000000', 'WATCHDOG_PID': '1'}, {'WATCHDOG_USEC': '0'}, {'WATCHDOG_USEC': 'x'}]
+    'variables', [{}, {'WATCHDOG_USEC': '5000000', 'WATCHDOG_PID': '1'}, {'WATCHDOG_USEC': '0'}, {'WATCHDOG_USEC': 'x'}]
 )
-def test_what_is_not_for_this_process_is_not_said(told: dict[str, str]) -> None:
-    with Ear() as ear:
-        assert Service.of({'NOTIFY_SOCKET': ear.path, **told}).alive() == math.inf
+def test_watchdog_of_another_process_is_ignored(variables: dict[str, str]) -> None:
+    with NotifySocket() as ear:
+        assert Service.from_environment({'NOTIFY_SOCKET': ear.path, **variables}).notify_alive() == math.inf
         assert ear.is_silent(0)
 
 
-def test_no_child_speaks_for_it() -> None:
+def test_children_do_not_inherit_the_notify_environment() -> None:
     environment = {'NOTIFY_SOCKET': '/nowhere', 'WATCHDOG_USEC': '5000000', 'WATCHDOG_PID': str(os.getpid()), 'A': 'b'}
-    service = Service.of(environment)
+    service = Service.from_environment(environment)
     assert environment == {'A': 'b'}
-    service.ready('and nobody hears it')
-    assert service.alive() == pytest.approx(2.5)  # it is the difference of two times
+    service.notify_ready('and nobody hears it')
+    assert service.notify_alive() == pytest.approx(2.5)  # it is the difference of two times
 
 
-def test_without_systemd_nothing_is_said() -> None:
-    service = Service.of({})
-    service.ready('')
-    service.stopping('')
-    assert service.alive() == math.inf
+def test_without_systemd_nothing_is_sent() -> None:
+    service = Service.from_environment({})
+    service.notify_ready('')
+    service.notify_stopping('')
+    assert service.notify_alive() == math.inf
 
 
-def test_an_abstract_socket() -> None:
+def test_abstract_socket_address() -> None:
     assert Service('@name')._address == '\0name'
 
 
 @pytest.mark.parametrize(
-    ('word', 'said'),
+    ('word', 'quoted_word'),
     [
         ('/opt/ecomp/bin/ecompute', '/opt/ecomp/bin/ecompute'),
         ('a b', '"a b"'),
@@ -88,31 +88,33 @@ def test_an_abstract_socket() -> None:
         (';', '";"'),
     ],
 )
-def test_a_word_of_a_command(word: str, said: str) -> None:
-    assert systemd.quoted(word) == said
+def test_command_argument_is_quoted(word: str, quoted_word: str) -> None:
+    assert systemd.quote_word(word) == quoted_word
 
 
-def test_the_program_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'bin').mkdir()
     (tmp_path / 'bin/ecompute').touch(mode=0o755)
     (tmp_path / 'compute.py').touch(mode=0o644)
-    assert systemd.program('bin/ecompute', '/python', 'ecomp.compute') == [str(tmp_path / 'bin/ecompute')]
-    assert systemd.program('compute.py', '/python', 'ecomp.compute') == ['/python', '-P', '-m', 'ecomp.compute']
+    assert systemd.make_command('bin/ecompute', '/python', 'ecomp.compute') == [str(tmp_path / 'bin/ecompute')]
+    assert systemd.make_command('compute.py', '/python', 'ecomp.compute') == ['/python', '-P', '-m', 'ecomp.compute']
 
 
 @pytest.fixture
-def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def unit_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Each unit as its --unit prints it, for a program whose directory name has to be quoted."""
-    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
+    monkeypatch.setattr(systemd, 'find_unsafe_directory', lambda _: None)
     directory = tmp_path / 'a $b %c'
     directory.mkdir()
     monkeypatch.chdir(directory)
     texts = {}
     for name in ('ecompute', 'elab', 'mdserver'):
         (directory / name).symlink_to('/bin/true')
-    options = compute.parser().parse_args(['--unit', '--config', '"c".yaml'])
-    texts['ecompute'] = compute.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
+    options = compute.make_parser().parse_args(['--unit', '--config', '"c".yaml'])
+    texts['ecompute'] = compute.render_unit(
+        options, systemd.make_command('./ecompute', sys.executable, 'ecomp.compute')
+    )
     monkeypatch.setattr(sys, 'argv', [str(directory / 'elab')])
     assert elab.main(CONTROL) == 0
     texts['ecomp-control'] = capsys.readouterr().out
@@ -122,10 +124,10 @@ def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return texts
 
 
-def test_systemd_takes_each_unit(units: dict[str, str], tmp_path: Path) -> None:
+def test_systemd_accepts_each_unit(unit_texts: dict[str, str], tmp_path: Path) -> None:
     assert shutil.which('systemd-analyze'), 'apt-get install systemd'
     paths = []
-    for name, text in units.items():
+    for name, text in unit_texts.items():
         paths.append(tmp_path / f'{name}.service')
         paths[-1].write_text(text)
         assert not re.search(r'@\w+@', text), 'each place of the unit is filled in'
@@ -133,14 +135,14 @@ def test_systemd_takes_each_unit(units: dict[str, str], tmp_path: Path) -> None:
     process = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, '')
     # The check itself must be able to fail.
-    paths[0].write_text(units['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
+    paths[0].write_text(unit_texts['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
     process = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert 'often' in process.stderr
     assert 'NoSuchThing' in process.stderr
 
 
-def test_what_each_unit_says(units: dict[str, str], tmp_path: Path) -> None:
-    for name, text in units.items():
+def test_content_of_each_unit(unit_texts: dict[str, str], tmp_path: Path) -> None:
+    for name, text in unit_texts.items():
         parser = configparser.RawConfigParser(strict=False)
         parser.read_string(text)
         assert parser['Service']['Type'] == 'notify', name
@@ -152,28 +154,31 @@ def test_what_each_unit_says(units: dict[str, str], tmp_path: Path) -> None:
         assert parser['Service'].get('ProtectProc') == (None if name == 'ecompute' else 'invisible'), name
     quoted = f'"{tmp_path}/a $$b %%c'
     program = quoted.replace('$$', '$')
-    assert f'ExecStart={program}/ecompute" --config {quoted}/\\"c\\".yaml"\n' in units['ecompute']
+    assert f'ExecStart={program}/ecompute" --config {quoted}/\\"c\\".yaml"\n' in unit_texts['ecompute']
     arguments = f'--data {quoted}/d" --etcd-port 2379 --placement-port 8080 --certs {quoted}/certs"'
-    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {arguments}\n' in units['ecomp-control']
-    assert f'ExecStart={program}/mdserver" {quoted}/mdserver.conf" --bridge virbr0 --user 65520\n' in units['mdserver']
+    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {arguments}\n' in unit_texts['ecomp-control']
+    assert (
+        f'ExecStart={program}/mdserver" {quoted}/mdserver.conf" --bridge virbr0 --user 65520\n'
+        in unit_texts['mdserver']
+    )
 
 
-def test_the_service_s_configuration_is_the_same_wherever_it_is_printed() -> None:
-    unit_text = compute.unit(compute.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
+def test_default_configuration_path_is_absolute() -> None:
+    unit_text = compute.render_unit(compute.make_parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
     assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in unit_text
 
 
 @pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
-def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
+def test_unit_refuses_options_other_than_config(words: list[str]) -> None:
     with pytest.raises(UsageError, match='--unit goes with --config alone'):
-        compute.unit(compute.parser().parse_args(['--unit', *words]), ['ecompute'])
+        compute.render_unit(compute.make_parser().parse_args(['--unit', *words]), ['ecompute'])
 
 
 @pytest.mark.parametrize(
     'words',
     [['--bridge', 'virbr7'], ['--guests', '/srv/x'], ['--listen', ''], ['--user', 'x'], ['--verbose']],
 )
-def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_unit_of_mdserver_refuses_other_options(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         server.main(['--unit', 'mdserver.conf', *words])
     out, stderr = capfd.readouterr()
@@ -183,10 +188,10 @@ def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], cap
 
 @pytest.mark.parametrize('more', [[], ['--unit']])
 @pytest.mark.parametrize('address', ['fe80::1%lo', '::1%lo'])
-def test_an_address_that_no_certificate_takes_is_refused(
+def test_address_that_cannot_be_certified_is_refused(
     address: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
+    monkeypatch.setattr(systemd, 'find_unsafe_directory', lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert elab.main(['control', '--bind', address, *more]) == 2
     reason = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
@@ -197,7 +202,7 @@ def test_an_address_that_no_certificate_takes_is_refused(
 
 
 @pytest.fixture
-def ann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ann_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that belongs to Ann; all other directories are root's."""
     home = tmp_path / 'home/ann'
     home.mkdir(parents=True)
@@ -212,39 +217,47 @@ def ann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def test_what_is_in_the_way_of_root_without_rights(ann: Path, tmp_path: Path) -> None:
+def test_paths_closed_to_root_without_rights(ann_home: Path, tmp_path: Path) -> None:
     (tmp_path / 'opt').mkdir()
-    (tmp_path / 'opt/ecomp').symlink_to(ann / 'clone')
-    (ann / 'own').symlink_to(tmp_path / 'opt')
+    (tmp_path / 'opt/ecomp').symlink_to(ann_home / 'clone')
+    (ann_home / 'own').symlink_to(tmp_path / 'opt')
     for path in (tmp_path / 'opt', tmp_path / 'var/lib/ecomp', Path('/')):
-        assert systemd.in_root_s_way(path) is None
-    for path in (ann, ann / 'clone/certs', tmp_path / 'opt/ecomp/bin', ann / 'own/bin', tmp_path / 'opt/../home/ann'):
-        assert systemd.in_root_s_way(path) == ann
+        assert systemd.find_unsafe_directory(path) is None
+    for path in (
+        ann_home,
+        ann_home / 'clone/certs',
+        tmp_path / 'opt/ecomp/bin',
+        ann_home / 'own/bin',
+        tmp_path / 'opt/../home/ann',
+    ):
+        assert systemd.find_unsafe_directory(path) == ann_home
     (tmp_path / 'opt').chmod(0o600)
-    assert systemd.in_root_s_way(tmp_path / 'opt/bin/elab') == tmp_path / 'opt'
+    assert systemd.find_unsafe_directory(tmp_path / 'opt/bin/elab') == tmp_path / 'opt'
 
 
-def test_a_unit_that_root_without_rights_could_not_run_is_refused(
-    ann: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_unit_that_root_without_rights_cannot_run_is_refused(
+    ann_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The unit is typed in a clone in a user's home, where systemd would restart it forever."""
     for name in ('clone', '.venv'):
-        (ann / name).mkdir()
-    for program in (ann / '.venv/elab', tmp_path / 'elab'):
+        (ann_home / name).mkdir()
+    for program in (ann_home / '.venv/elab', tmp_path / 'elab'):
         program.symlink_to('/bin/true')
     opt, var = str(tmp_path / 'elab'), tmp_path / 'var'
-    monkeypatch.chdir(ann / 'clone')
+    monkeypatch.chdir(ann_home / 'clone')
     monkeypatch.setattr(systemd, 'PACKAGE', tmp_path)
     cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
     for program, arguments, problem in (
-        (f'{ann}/.venv/elab', [], f'{ann}/.venv/elab'),
+        (f'{ann_home}/.venv/elab', [], f'{ann_home}/.venv/elab'),
         (opt, [], '--data elab-control'),
         (opt, ['--data', str(var)], '--certs certs'),
-        (opt, ['--data', str(var), '--certs', str(ann / 'x')], f'--certs {ann}/x'),
+        (opt, ['--data', str(var), '--certs', str(ann_home / 'x')], f'--certs {ann_home}/x'),
     ):
         monkeypatch.setattr(sys, 'argv', [program])
         assert elab.main(['control', '--bind', '10.0.0.5', *arguments, '--unit']) == 2
-        reason = f"{problem} is in {ann}, which is another user's or closed to root, and the service has no right there"
+        reason = (
+            f"{problem} is in {ann_home}, which is another user's or closed to root, and the service has no right there"
+        )
         expected = f'elab: --unit: {reason}: {cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)\n'
         assert capsys.readouterr() == ('', expected)
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
@@ -254,6 +267,6 @@ def test_a_unit_that_root_without_rights_could_not_run_is_refused(
     assert f': {cure} (docs' in capsys.readouterr().err
     for target, name, problem in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
         with monkeypatch.context() as patched:
-            patched.setattr(target, name, str(ann / 'clone'))
+            patched.setattr(target, name, str(ann_home / 'clone'))
             assert elab.main(['control', '--data', str(var), '--unit']) == 2
-        assert f'{problem} {ann}/clone is in {ann}, which' in capsys.readouterr().err
+        assert f'{problem} {ann_home}/clone is in {ann_home}, which' in capsys.readouterr().err

@@ -13,10 +13,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecomp.agent.turns import FIRST_DELAY, LAST_DELAY, Complaints, Delays, Threads, Turn, TurnThreads, Waker
+from ecomp.agent.turns import (
+    FIRST_BACKOFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
+    DaemonThreadPool,
+    Deferrals,
+    FailureLog,
+    ScheduledJob,
+    Threads,
+    Waker,
+)
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
-from tests.kit.servers import until
+from tests.kit.servers import wait_until
 
 # Scheduled jobs, run by few threads.
 
@@ -31,65 +40,65 @@ def threads() -> Iterator[Threads]:
 class Work:
     """A job that counts its runs, and blocks while `released` is not set."""
 
-    def __init__(self, again: float = math.inf) -> None:
+    def __init__(self, next_time: float = math.inf) -> None:
         self.begun = threading.Event()
-        self.goes_on = threading.Event()
-        self.times = 0
-        self.again = again
-        self.goes_on.set()
+        self.released = threading.Event()
+        self.runs = 0
+        self.next_time = next_time
+        self.released.set()
 
     def __call__(self) -> float:
         self.begun.set()
-        self.goes_on.wait(20)
-        self.times += 1
-        return self.again
+        self.released.wait(20)
+        self.runs += 1
+        return self.next_time
 
 
-def test_a_nudge_while_it_is_done_has_it_done_once_more(threads: Threads) -> None:
+def test_schedule_during_a_run_causes_one_more_run(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads, threads.plans, work)
-    work.goes_on.clear()
-    turn.at()
+    turn = ScheduledJob(threads, threads.plans, work)
+    work.released.clear()
+    turn.schedule()
     assert work.begun.wait(20)
     for _ in range(5):
-        turn.at()
-    work.goes_on.set()
-    until(lambda: work.times == 2 and not turn.is_busy, 20, 'it was done twice')
+        turn.schedule()
+    work.released.set()
+    wait_until(lambda: work.runs == 2 and not turn.is_busy, 20, 'it was done twice')
     turn.wait()
-    assert work.times == 2
+    assert work.runs == 2
 
 
-def test_its_time_comes_without_a_nudge_and_the_sooner_one_counts(threads: Threads) -> None:
+def test_earliest_scheduled_time_counts(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads, threads.plans, work)
-    turn.at(time.monotonic() + 3600)
-    turn.at(time.monotonic() + 0.05)
-    turn.at(time.monotonic() + 7200)
+    turn = ScheduledJob(threads, threads.plans, work)
+    turn.schedule(time.monotonic() + 3600)
+    turn.schedule(time.monotonic() + 0.05)
+    turn.schedule(time.monotonic() + 7200)
     assert work.begun.wait(20)
-    work.again = time.monotonic() + 0.05
-    turn.at()
-    until(lambda: work.times >= 3, 20, 'it says itself when it is to be done again')
+    work.next_time = time.monotonic() + 0.05
+    turn.schedule()
+    wait_until(lambda: work.runs >= 3, 20, 'it says itself when it is to be done again')
 
 
-def test_what_is_ended_is_not_begun_and_what_is_under_way_is_waited_for(threads: Threads) -> None:
+def test_cancelled_job_is_not_begun_and_a_run_is_awaited(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads, threads.plans, work)
-    work.goes_on.clear()
-    turn.at()
+    turn = ScheduledJob(threads, threads.plans, work)
+    work.released.clear()
+    turn.schedule()
     assert work.begun.wait(20)
-    turn.at()
-    turn.end()
-    turn.at()
-    threading.Timer(0.05, work.goes_on.set).start()
+    turn.schedule()
+    turn.cancel()
+    turn.schedule()
+    threading.Timer(0.05, work.released.set).start()
     turn.wait()
-    assert work.times == 1
+    assert work.runs == 1
     assert not turn.is_busy
 
 
-def test_what_fails_in_a_way_nobody_thought_of_is_done_again(
+def test_unexpected_error_causes_another_run(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr('ecomp.agent.turns.AGAIN', 0.01)
+    monkeypatch.setattr('ecomp.agent.turns.RETRY_SECONDS', 0.01)
     failures, done = [MemoryError('none')], threading.Event()
 
     def work() -> float:
@@ -98,23 +107,23 @@ def test_what_fails_in_a_way_nobody_thought_of_is_done_again(
         done.set()
         return math.inf
 
-    Turn(threads, threads.plans, work).at()
+    ScheduledJob(threads, threads.plans, work).schedule()
     assert done.wait(20)
     assert 'unexpected error in thread planner_0' in caplog.text
 
 
-def test_one_that_hangs_holds_up_no_other(threads: Threads) -> None:
+def test_hanging_job_does_not_delay_others(threads: Threads) -> None:
     hangs, others = Work(), [Work() for _ in range(200)]
-    hangs.goes_on.clear()
-    Turn(threads, threads.plans, hangs).at()
+    hangs.released.clear()
+    ScheduledJob(threads, threads.plans, hangs).schedule()
     for other in others:
-        Turn(threads, threads.plans, other).at()
-    until(lambda: all(other.times == 1 for other in others), 20, 'all others were done')
-    hangs.goes_on.set()
+        ScheduledJob(threads, threads.plans, other).schedule()
+    wait_until(lambda: all(other.runs == 1 for other in others), 20, 'all others were done')
+    hangs.released.set()
 
 
-def test_of_a_thousand_that_are_nudged_all_the_time_there_are_few_threads() -> None:
-    pool, names, lock = TurnThreads('few', 4), set[str](), threading.Lock()
+def test_pool_never_exceeds_its_thread_limit() -> None:
+    pool, names, lock = DaemonThreadPool('few', 4), set[str](), threading.Lock()
 
     def work() -> None:
         with lock:
@@ -129,17 +138,17 @@ def test_of_a_thousand_that_are_nudged_all_the_time_there_are_few_threads() -> N
     pool.close()
 
 
-def test_no_thread_is_made_before_there_is_work() -> None:
+def test_no_thread_is_started_before_there_is_work() -> None:
     before = threading.active_count()
     pools = Threads(1000, 6)
     assert threading.active_count() == before
     pools.close()
 
 
-def test_a_thread_that_cannot_be_started_is_tried_again(
+def test_failed_thread_start_is_retried(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr('ecomp.agent.turns.AGAIN', 0.01)
+    monkeypatch.setattr('ecomp.agent.turns.RETRY_SECONDS', 0.01)
     caplog.set_level(logging.WARNING)
     real, refusals = threading.Thread.start, [1, 2]
 
@@ -151,14 +160,14 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
 
     monkeypatch.setattr(threading.Thread, 'start', start)
     work = Work()
-    Turn(threads, threads.plans, work).at()
-    until(lambda: work.times == 1, 20, 'it is done in the end, and once')
+    ScheduledJob(threads, threads.plans, work).schedule()
+    wait_until(lambda: work.runs == 1, 20, 'it is done in the end, and once')
     assert caplog.text.count('no thread can be started') == 2
 
 
-def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_submission_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller reports the refusal and submits again, perhaps another task."""
-    real, lacks, pool, done = threading.Thread.start, [1], TurnThreads('few', 2), list[str]()
+    real, lacks, pool, done = threading.Thread.start, [1], DaemonThreadPool('few', 2), list[str]()
 
     def start(thread: threading.Thread) -> None:
         if lacks and thread.name.startswith('few'):
@@ -170,13 +179,13 @@ def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.
         pool.submit(lambda: done.append('refused'))
     lacks.clear()
     held, last = Work(), threading.Event()
-    held.goes_on.clear()
+    held.released.clear()
     pool.submit(held)
     assert held.begun.wait(20)
     lacks.append(1)
     pool.submit(lambda: done.append('accepted'))  # a later submission waits for the existing thread
     pool.submit(last.set)
-    held.goes_on.set()
+    held.released.set()
     assert last.wait(20)
     assert done == ['accepted']
     pool.close()
@@ -203,70 +212,70 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake_clock
 
 
-def test_what_fails_waits_longer_each_time_and_anew_once_it_worked(clock: Clock) -> None:
-    delays, waits = Delays(), []
+def test_delay_doubles_per_failure_and_resets_on_success(clock: Clock) -> None:
+    delays, waits = Deferrals(), []
     for _ in range(8):
-        due = delays.put_off('a')
-        assert due == delays.when('a')
+        due = delays.defer('a')
+        assert due == delays.get_due_time('a')
         waits.append(due - clock.now)
         clock.now = due
-    assert waits == [0.5, 1, 2, 4, 8, LAST_DELAY, LAST_DELAY, LAST_DELAY]
-    assert delays.forget('a')
-    assert not delays.forget('a')
-    delays.put_off('a')
-    assert delays.when('a') - clock.now == FIRST_DELAY
+    assert waits == [0.5, 1, 2, 4, 8, MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS]
+    assert delays.cancel('a')
+    assert not delays.cancel('a')
+    delays.defer('a')
+    assert delays.get_due_time('a') - clock.now == FIRST_BACKOFF_SECONDS
 
 
-def test_what_did_not_fail_is_forgotten_when_its_time_has_come(clock: Clock) -> None:
-    delays = Delays()
-    delays.put_off('race', 0.5)
-    delays.put_off('failed')
-    assert delays.put_off_now(clock.now) == {'race': 100.5, 'failed': 100.5}
+def test_fixed_delay_is_forgotten_when_due(clock: Clock) -> None:
+    delays = Deferrals()
+    delays.defer('race', 0.5)
+    delays.defer('failed')
+    assert delays.get_deferred(clock.now) == {'race': 100.5, 'failed': 100.5}
     clock.now += 0.5
-    assert delays.put_off_now(clock.now) == {}
-    assert (delays.when('race'), delays.when('failed')) == (math.inf, 100.5)
+    assert delays.get_deferred(clock.now) == {}
+    assert (delays.get_due_time('race'), delays.get_due_time('failed')) == (math.inf, 100.5)
 
 
-def test_the_next_is_nothing_that_is_left_out(clock: Clock) -> None:
-    delays = Delays()
-    assert delays.next(()) == math.inf
-    delays.put_off('a', 1)
-    delays.put_off('b', 2)
-    assert delays.next(()) == clock.now + 1
-    assert delays.next({'a'}) == clock.now + 2
+def test_next_due_time_skips_excluded_keys(clock: Clock) -> None:
+    delays = Deferrals()
+    assert delays.find_next_due(()) == math.inf
+    delays.defer('a', 1)
+    delays.defer('b', 2)
+    assert delays.find_next_due(()) == clock.now + 1
+    assert delays.find_next_due({'a'}) == clock.now + 2
 
 
-def test_what_nobody_wants_any_more_is_forgotten() -> None:
-    delays = Delays()
+def test_delays_of_other_keys_are_cancelled() -> None:
+    delays = Deferrals()
     for name in 'abc':
-        delays.put_off(name)
-    assert delays.forget_all_but({'b', 'c'}) == ['a']
-    assert delays.when('b') < math.inf
+        delays.defer(name)
+    assert delays.cancel_all_but({'b', 'c'}) == ['a']
+    assert delays.get_due_time('b') < math.inf
 
 
-def test_from_many_threads_nothing_is_lost() -> None:
-    delays = Delays()
+def test_concurrent_threads_lose_no_delay() -> None:
+    delays = Deferrals()
 
     def work(number: int) -> None:
         for turn in range(200):
             name = f'{number} {turn}'
-            delays.put_off(name)
-            assert name in delays.put_off_now(-math.inf)
-            assert delays.forget(name)
+            delays.defer(name)
+            assert name in delays.get_deferred(-math.inf)
+            assert delays.cancel(name)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert delays.next(()) == math.inf
+    assert delays.find_next_due(()) == math.inf
 
 
-def test_what_is_cleared_waits_for_nothing_any_more() -> None:
-    delays = Delays()
-    delays.put_off('x', 3600)
+def test_clear_removes_all_delays() -> None:
+    delays = Deferrals()
+    delays.defer('x', 3600)
     delays.clear()
-    assert delays.when('x') == math.inf
+    assert delays.get_due_time('x') == math.inf
 
 
 # A loss is logged once, and so is its return, for all activities and at any time
@@ -276,101 +285,101 @@ LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def info_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The log, from level INFO."""
     caplog.set_level(logging.INFO)
     return caplog
 
 
-def test_a_backend_is_lost_once_and_back_once_for_all(said: pytest.LogCaptureFixture) -> None:
+def test_backend_loss_and_return_are_logged_once(info_log: pytest.LogCaptureFixture) -> None:
     """Every failure for lack of the backend is one loss; the first success ends it for all."""
-    complaints = Complaints()
-    complaints.complain('one', LIBVIRT)
-    complaints.complain('two', Unreachable('libvirt does not answer', 'libvirt'))
-    assert said.messages == ['libvirt is gone while building; trying again until it is back']
-    assert complaints.settle('two')
-    assert not complaints.settle('one')
-    assert said.messages[1:] == ['libvirt is back']
+    complaints = FailureLog()
+    complaints.report_failure('one', LIBVIRT)
+    complaints.report_failure('two', Unreachable('libvirt does not answer', 'libvirt'))
+    assert info_log.messages == ['libvirt is gone while building; trying again until it is back']
+    assert complaints.report_success('two')
+    assert not complaints.report_success('one')
+    assert info_log.messages[1:] == ['libvirt is back']
 
 
-def test_a_file_of_ours_is_another_loss_than_the_backend_it_is_for(said: pytest.LogCaptureFixture) -> None:
+def test_token_file_failure_is_a_separate_loss(info_log: pytest.LogCaptureFixture) -> None:
     """The log must not call placement unreachable when it is the token file that is wrong."""
-    complaints = Complaints()
-    complaints.complain('one', Unreachable('no connection', 'placement'))
-    complaints.complain('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
-    complaints.complain('two', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
-    assert said.messages[1:] == ['token_file /t: must hold one word; trying again until it is back']
-    complaints.settle('one')
-    assert said.messages[2:] == ['placement (token_file /t) is back']
+    complaints = FailureLog()
+    complaints.report_failure('one', Unreachable('no connection', 'placement'))
+    complaints.report_failure('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    complaints.report_failure('two', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    assert info_log.messages[1:] == ['token_file /t: must hold one word; trying again until it is back']
+    complaints.report_success('one')
+    assert info_log.messages[2:] == ['placement (token_file /t) is back']
 
 
-def test_what_began_before_the_return_proves_no_new_loss(said: pytest.LogCaptureFixture) -> None:
+def test_failure_begun_before_the_return_is_no_new_loss(info_log: pytest.LogCaptureFixture) -> None:
     """A worker frozen during the outage finds its connection broken; only later starts count."""
-    complaints, began = Complaints(), time.monotonic()
-    complaints.complain('one', LIBVIRT, began)
-    assert complaints.settle('one')
-    said.clear()
-    complaints.complain('frozen', LIBVIRT, began)
-    assert not complaints.settle('frozen')
-    assert said.messages == []
-    complaints.complain('frozen', LIBVIRT, time.monotonic())
-    assert len(said.messages) == 1
+    complaints, began = FailureLog(), time.monotonic()
+    complaints.report_failure('one', LIBVIRT, began)
+    assert complaints.report_success('one')
+    info_log.clear()
+    complaints.report_failure('frozen', LIBVIRT, began)
+    assert not complaints.report_success('frozen')
+    assert info_log.messages == []
+    complaints.report_failure('frozen', LIBVIRT, time.monotonic())
+    assert len(info_log.messages) == 1
 
 
-def test_another_backend_is_another_loss(said: pytest.LogCaptureFixture) -> None:
+def test_each_backend_has_its_own_loss(info_log: pytest.LogCaptureFixture) -> None:
     """The return of libvirt does not affect placement."""
-    complaints, began = Complaints(), time.monotonic()
-    complaints.complain('one', LIBVIRT, began)
-    complaints.settle('one')
-    complaints.complain('two', Unreachable('placement cannot be reached', 'placement'), began)
-    assert said.messages[-1] == 'placement cannot be reached; trying again until it is back'
+    complaints, began = FailureLog(), time.monotonic()
+    complaints.report_failure('one', LIBVIRT, began)
+    complaints.report_success('one')
+    complaints.report_failure('two', Unreachable('placement cannot be reached', 'placement'), began)
+    assert info_log.messages[-1] == 'placement cannot be reached; trying again until it is back'
 
 
-def test_what_is_no_backend_is_said_once_for_its_text(said: pytest.LogCaptureFixture) -> None:
+def test_other_failure_is_logged_once_per_text(info_log: pytest.LogCaptureFixture) -> None:
     """The same failure is not logged again; another one is."""
-    complaints = Complaints()
+    complaints = FailureLog()
     for text in ('no', 'no', 'never'):
-        complaints.complain('one', EcompError(text), time.monotonic())
-    assert said.messages == ['no; trying again until it works', 'never; trying again until it works']
-    assert complaints.settle('one')
-    assert said.messages[-1] == 'what failed before works again: never'
+        complaints.report_failure('one', EcompError(text), time.monotonic())
+    assert info_log.messages == ['no; trying again until it works', 'never; trying again until it works']
+    assert complaints.report_success('one')
+    assert info_log.messages[-1] == 'what failed before works again: never'
 
 
-def test_what_is_attempted_says_whether_it_works(said: pytest.LogCaptureFixture) -> None:
+def test_attempt_logs_failure_and_return(info_log: pytest.LogCaptureFixture) -> None:
     """A failure that is no longer relevant is not logged: its connection was closed on purpose."""
-    complaints, returns = Complaints(), list[str]()
-    complaints.on_return = lambda: returns.append(said.messages[-1])
+    complaints, returns = FailureLog(), list[str]()
+    complaints.on_recovery = lambda: returns.append(info_log.messages[-1])
 
     def fails(error: Exception) -> float:
         raise error
 
     assert complaints.attempt('one', lambda: fails(LIBVIRT), lambda: True) is None
     assert complaints.attempt('one', lambda: fails(MemoryError('none')), lambda: True) is None
-    assert said.messages == []
+    assert info_log.messages == []
     assert complaints.attempt('looking', lambda: fails(LIBVIRT)) is None
     assert complaints.attempt('looking', lambda: 5.0) == 5.0
-    assert said.messages[1:] == returns == ['libvirt is back']
+    assert info_log.messages[1:] == returns == ['libvirt is back']
     assert complaints.attempt('looking', lambda: fails(MemoryError('none'))) is None
-    assert said.messages[2:] == ['unexpected error while looking; trying again']
+    assert info_log.messages[2:] == ['unexpected error while looking; trying again']
     assert complaints.attempt('looking', lambda: 6.0) == 6.0
     assert len(returns) == 1
 
 
-def test_handed_over_to_what_needs_the_same(said: pytest.LogCaptureFixture) -> None:
+def test_loss_is_handed_over_to_another_activity(info_log: pytest.LogCaptureFixture) -> None:
     """A finished activity passes its loss to another, which reports the backend's return."""
-    complaints = Complaints()
-    complaints.complain('one', LIBVIRT)
-    complaints.hand_over('one', 'looking')
-    assert not complaints.settle('one')
-    assert complaints.settle('looking')
-    assert said.messages[-1] == 'libvirt is back'
+    complaints = FailureLog()
+    complaints.report_failure('one', LIBVIRT)
+    complaints.transfer('one', 'looking')
+    assert not complaints.report_success('one')
+    assert complaints.report_success('looking')
+    assert info_log.messages[-1] == 'libvirt is back'
 
 
 # Waking: before, during and after a wait, from a signal handler, and too late
 
 
 @pytest.fixture
-def handled() -> Iterator[None]:
+def sigusr1_handler() -> Iterator[None]:
     """Restore the handler of SIGUSR1 after the test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
@@ -381,7 +390,7 @@ def is_woken(waker: Waker) -> bool:
     return bool(select.select([waker.reader], [], [], 0)[0])
 
 
-def test_woken_and_cleared() -> None:
+def test_wake_and_clear() -> None:
     waker = Waker()
     assert not is_woken(waker)
     for _ in range(100_000):  # more than the pipe holds
@@ -392,8 +401,8 @@ def test_woken_and_cleared() -> None:
     waker.close()
 
 
-@pytest.mark.usefixtures('handled')
-def test_a_signal_at_any_moment_of_its_end_is_none_of_its_business() -> None:
+@pytest.mark.usefixtures('sigusr1_handler')
+def test_wake_after_close_writes_to_no_other_file() -> None:
     """A second SIGTERM may come after the pipe was closed and its numbers were reused."""
     waker = Waker()
     signal.signal(signal.SIGUSR1, lambda *_: waker.wake())
@@ -408,8 +417,8 @@ def test_a_signal_at_any_moment_of_its_end_is_none_of_its_business() -> None:
     os.close(writer)
 
 
-@pytest.mark.usefixtures('handled')
-def test_a_handler_may_wake_while_its_own_thread_does() -> None:
+@pytest.mark.usefixtures('sigusr1_handler')
+def test_signal_handler_may_wake_while_its_thread_holds_the_lock() -> None:
     waker = Waker()
     signal.signal(signal.SIGUSR1, lambda *_: waker.wake())
     with waker._lock:
@@ -421,7 +430,7 @@ def test_a_handler_may_wake_while_its_own_thread_does() -> None:
 # Delays between retries.
 
 
-def test_it_doubles_up_to_its_last_and_begins_anew() -> None:
+def test_backoff_doubles_up_to_its_limit_and_resets() -> None:
     backoff = Backoff(0.5, 3.0)
     assert [backoff.next() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     backoff.reset()

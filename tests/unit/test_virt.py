@@ -20,15 +20,15 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.model.guest import Attachment, BaseImage, Guest, GuestSpec
 from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
-from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, host_xml, read_dhcp
+from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, make_host_xml, read_dhcp
 
 # Access rights to directories, and the available virtualization type.
 
 
-QEMU = libvirt_host.User('qemu', 100, frozenset({200, 201}))
+QEMU = libvirt_host.QemuUser('qemu', 100, frozenset({200, 201}))
 
 
-def acl(*entries: tuple[int, int, int]) -> bytes:
+def make_acl(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *entry) for entry in entries)
 
 
@@ -53,15 +53,18 @@ def acl(*entries: tuple[int, int, int]) -> bytes:
         ),
     ],
 )
-def test_granted(mode: int, owner: int, group: int, entries: tuple[tuple[int, int, int], ...], bits: int) -> None:
-    assert libvirt_host.granted(mode, owner, group, acl(*entries) if entries else b'', QEMU) == bits
-    assert libvirt_host.granted(mode, owner, group, b'', libvirt_host.User('root', 0, frozenset({0}))) == 7
+def test_granted_bits(mode: int, owner: int, group: int, entries: tuple[tuple[int, int, int], ...], bits: int) -> None:
+    assert libvirt_host.evaluate_permissions(mode, owner, group, make_acl(*entries) if entries else b'', QEMU) == bits
+    assert (
+        libvirt_host.evaluate_permissions(mode, owner, group, b'', libvirt_host.QemuUser('root', 0, frozenset({0})))
+        == 7
+    )
 
 
 def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None:
     (tmp_path / 'a b' / 'images').mkdir(parents=True)
     for step in (tmp_path, *tmp_path.parents):
-        if not libvirt_host.can(libvirt_host.ENTER, step, QEMU):
+        if not libvirt_host.has_access(libvirt_host.ENTER, step, QEMU):
             step.chmod(step.stat().st_mode | 0o001)
     libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
     (tmp_path / 'a b').chmod(0o700)
@@ -78,11 +81,11 @@ def test_virt_type(
     (tmp_path / 'kvm').touch()
     (tmp_path / 'kvm').chmod(0o666 if device else 0o600)
     monkeypatch.setattr(libvirt_host, 'CPUINFO', tmp_path / 'cpuinfo')
-    monkeypatch.setattr(libvirt_host, 'KVM', tmp_path / 'kvm')
+    monkeypatch.setattr(libvirt_host, 'KVM_DEVICE', tmp_path / 'kvm')
     no_kvm = libvirt_host.explain_no_kvm(QEMU, {'kvm', 'qemu'} if offered else {'qemu'})
 
-    def choose(wanted: str) -> str:
-        return libvirt_host.choose_virt_type(wanted, no_kvm)
+    def choose(virt_type: str) -> str:
+        return libvirt_host.choose_virt_type(virt_type, no_kvm)
 
     assert libvirt_host.is_kvm_closed(QEMU) == (not device)
     assert choose('qemu') == 'qemu'
@@ -117,21 +120,21 @@ MAC = '52:54:00:00:00:01'
 macs = st.integers(0, 2**24 - 1).map(lambda number: f'52:54:00:{number.to_bytes(3, "big").hex(":")}')
 
 
-def addresses(*last: int) -> set[IPv4Address]:
+def make_addresses(*last: int) -> set[IPv4Address]:
     return {IPv4Address(f'10.0.0.{number}') for number in last}
 
 
-def test_a_definition_is_read() -> None:
+def test_read_dhcp() -> None:
     dhcp = read_dhcp(NETWORK)
     assert [(str(first), str(last)) for first, last in dhcp.ranges] == [
         ('10.0.0.0', '10.0.0.3'),
         ('10.0.0.254', '10.0.0.255'),
     ]
-    assert dhcp.own == {*addresses(0, 1, 255), IPv4Address('169.254.169.254')}
-    assert dhcp.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
-    assert dhcp.of(MAC) is None
-    assert dhcp.served
-    assert [last for last in range(256) if dhcp.may_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
+    assert dhcp.own_addresses == {*make_addresses(0, 1, 255), IPv4Address('169.254.169.254')}
+    assert dhcp.find_reservation('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
+    assert dhcp.find_reservation(MAC) is None
+    assert dhcp.is_served
+    assert [last for last in range(256) if dhcp.can_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +144,8 @@ def test_a_definition_is_read() -> None:
         ("<forward mode='bridge'/><bridge name='br0'/>", False),
     ],
 )
-def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
-    assert read_dhcp(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
+def test_foreign_bridge_is_not_served(forward: str, served: bool) -> None:
+    assert read_dhcp(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, has_ipv6=not served)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -
      ("<network><ip address='10.0.0.1' prefix='24'/></network>", False)],
 )  # fmt: skip
 def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
-    assert read_dhcp(definition).ipv6 is ipv6
+    assert read_dhcp(definition).has_ipv6 is ipv6
 
 
 @pytest.mark.parametrize(
@@ -165,35 +168,35 @@ def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definit
         ("<forward mode='nat'/>", True),
     ],
 )
-def test_where_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
-    assert (read_dhcp(f'<network><name>a</name>{inside}</network>').unfit[0] == '') is is_filterable
+def test_networks_that_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
+    assert (read_dhcp(f'<network><name>a</name>{inside}</network>').problems[0] == '') is is_filterable
 
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
-def test_one_that_is_free_is_chosen_and_always_the_same(mac: str, taken: set[int]) -> None:
+def test_chosen_address_is_free_and_stable(mac: str, used: set[int]) -> None:
     dhcp = read_dhcp(NETWORK)
-    chosen = choose_address(dhcp, addresses(*taken), mac)
-    assert chosen == choose_address(dhcp, addresses(*taken), mac)
-    if len(taken) == 3:
+    chosen = choose_address(dhcp, make_addresses(*used), mac)
+    assert chosen == choose_address(dhcp, make_addresses(*used), mac)
+    if len(used) == 3:
         assert chosen is None
     else:
-        assert chosen in addresses(2, 3, 254) - addresses(*taken)
+        assert chosen in make_addresses(2, 3, 254) - make_addresses(*used)
         first = choose_address(dhcp, set(), mac)
-        assert first in addresses(*taken) or chosen == first
+        assert first in make_addresses(*used) or chosen == first
 
 
-def test_without_a_range_there_is_none() -> None:
+def test_network_without_a_range_has_no_address() -> None:
     assert choose_address(read_dhcp('<network/>'), set(), MAC) is None
 
 
-def test_a_wide_range_costs_no_more() -> None:
+def test_address_is_chosen_in_a_wide_range() -> None:
     wide = Dhcp(((IPv4Address('10.0.0.0'), IPv4Address('10.255.255.255')),), frozenset(), (), True)
     assert choose_address(wide, set(), MAC) is not None
 
 
-def test_a_reservation_is_written_without_what_it_has_not() -> None:
-    assert host_xml(Reservation(MAC, '10.0.0.2', '"x')) == f'<host mac="{MAC}" ip="10.0.0.2" name="&quot;x" />'
-    assert host_xml(Reservation('', '10.0.0.2', 'b')) == '<host ip="10.0.0.2" name="b" />'
+def test_host_xml_omits_missing_attributes() -> None:
+    assert make_host_xml(Reservation(MAC, '10.0.0.2', '"x')) == f'<host mac="{MAC}" ip="10.0.0.2" name="&quot;x" />'
+    assert make_host_xml(Reservation('', '10.0.0.2', 'b')) == '<host ip="10.0.0.2" name="b" />'
 
 
 # The fake alone: its guests are kept in a file.
@@ -205,23 +208,23 @@ SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1)
 def test_guests_outlive_the_process(tmp_path: Path) -> None:
     first = FakeHypervisor(tmp_path)
     first.prepare()
-    first.reserve('instance', SPEC.macs[0], 'default')
+    first.reserve_address('instance', SPEC.macs[0], 'default')
     first.create_disk(SPEC)
     first.start(SPEC)
     second = FakeHypervisor(tmp_path)
     second.prepare()
-    assert second.guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
-    assert second.addresses('instance') == first.addresses('instance')
-    assert second.reservations() == first.reservations()
+    assert second.list_guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
+    assert second.find_addresses('instance') == first.find_addresses('instance')
+    assert second.list_reservations() == first.list_reservations()
     second.destroy('instance', 'compute')
     second.delete_disk('instance')
-    second.release('instance')
+    second.release_addresses('instance')
     third = FakeHypervisor(tmp_path)
     third.prepare()
-    assert third.guests() == {}
+    assert third.list_guests() == {}
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_without_a_directory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hypervisor = FakeHypervisor()
     hypervisor.prepare()
@@ -241,16 +244,16 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
         *(('fake-seeds.json', each) for each in ('', '{', '7', 'null')),
     ],
 )
-def test_a_file_that_is_not_ours(name: str, text: str, tmp_path: Path) -> None:
+def test_foreign_file_is_refused(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(EcompError, match=rf'{re.escape(name)} .* remove it'):
         FakeHypervisor(tmp_path).prepare()
 
 
-def test_kvm_is_not_pretended() -> None:
-    assert FakeHypervisor().virt_type('auto') == 'qemu'
+def test_fake_offers_no_kvm() -> None:
+    assert FakeHypervisor().choose_virt_type('auto') == 'qemu'
     with pytest.raises(UsageError):
-        FakeHypervisor().virt_type('kvm')
+        FakeHypervisor().choose_virt_type('kvm')
 
 
 def test_libvirt_is_not_needed() -> None:
@@ -292,29 +295,39 @@ V6 = Service(IPv6Address('fd00::2'), 8080)
 SECOND = Service(IPv4Address('10.0.0.3'), 2379)
 TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 CASES = {
-    'domain-qemu.xml': xml.domain_xml(FULL, DISK, LOG),
-    'domain-kvm.xml': xml.domain_xml(replace(FULL, virt_type='kvm'), DISK, LOG, control=[V4, V6, SECOND]),
-    'domain-bridge-raw.xml': xml.domain_xml(
+    'domain-qemu.xml': xml.make_domain_xml(FULL, DISK, LOG),
+    'domain-kvm.xml': xml.make_domain_xml(replace(FULL, virt_type='kvm'), DISK, LOG, blocked_services=[V4, V6, SECOND]),
+    'domain-bridge-raw.xml': xml.make_domain_xml(
         replace(
-            FULL, networks=TWO, reserved=('10.0.0.5', None), base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)
+            FULL,
+            networks=TWO,
+            reserved_addresses=('10.0.0.5', None),
+            base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31),
         ),
         DISK,
         LOG,
         without_ipv6=TWO[:1],
         hold_addresses=True,
     ),
-    'domain-iso.xml': xml.domain_xml(FULL, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{FULL.instance}.iso'),
-    'domain-unfiltered.xml': xml.domain_xml(replace(FULL, reserved=('10.0.0.5',)), DISK, LOG, control=None),
-    'volume.xml': xml.volume_xml(f'{FULL.instance}.qcow2', image.capacity(FULL), FULL.base.path, 'qcow2'),
-    'volume-no-resize.xml': xml.volume_xml(
-        f'{FULL.instance}.qcow2', image.capacity(replace(FULL, disk_gb=None)), f'{IMAGES}/base-debian.raw', 'raw'
+    'domain-iso.xml': xml.make_domain_xml(FULL, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{FULL.instance}.iso'),
+    'domain-unfiltered.xml': xml.make_domain_xml(
+        replace(FULL, reserved_addresses=('10.0.0.5',)), DISK, LOG, blocked_services=None
     ),
-    'pool.xml': xml.pool_xml('ecompute', IMAGES),
+    'volume.xml': xml.make_volume_xml(
+        f'{FULL.instance}.qcow2', image.determine_capacity(FULL), FULL.base.path, 'qcow2'
+    ),
+    'volume-no-resize.xml': xml.make_volume_xml(
+        f'{FULL.instance}.qcow2',
+        image.determine_capacity(replace(FULL, disk_gb=None)),
+        f'{IMAGES}/base-debian.raw',
+        'raw',
+    ),
+    'pool.xml': xml.make_pool_xml('ecompute', IMAGES),
 }
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_whole(name: str) -> None:
+def test_xml_equals_the_golden_file(name: str) -> None:
     assert CASES[name] == (GOLDEN / name).read_text()
 
 
@@ -326,24 +339,26 @@ def test_no_value_becomes_markup(text: str) -> None:
     attachments = (Attachment('network', text), Attachment('bridge', text))
     spec = replace(FULL, compute=text, networks=attachments, base=BaseImage(f'/{text}', 'qcow2', 1))
     harmless = replace(FULL, compute='c', networks=TWO, base=BaseImage('/base', 'qcow2', 1))
-    root = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
-    expected = ET.fromstring(xml.domain_xml(harmless, '/disk', '/log'))
+    root = ET.fromstring(xml.make_domain_xml(spec, f'/disk{text}', f'/log{text}'))
+    expected = ET.fromstring(xml.make_domain_xml(harmless, '/disk', '/log'))
 
     assert [element.tag for element in root.iter()] == [element.tag for element in expected.iter()]
     assert root.find('devices/disk/source').attrib == {'file': f'/disk{text}'}
     assert root.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
     sources = [source.attrib for source in root.findall('devices/interface/source')]
     assert sources == [{'network': text}, {'bridge': text}]
-    assert xml.mark(ET.tostring(root.find('metadata')[0], encoding='unicode')) == xml.Mark(FULL.instance, text)
+    assert xml.parse_owner_mark(ET.tostring(root.find('metadata')[0], encoding='unicode')) == xml.OwnerMark(
+        FULL.instance, text
+    )
 
 
 @pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
-def test_half_a_mark_is_none(text: str) -> None:
-    assert xml.mark(text) is None
+def test_incomplete_owner_mark_is_ignored(text: str) -> None:
+    assert xml.parse_owner_mark(text) is None
 
 
 def test_capabilities() -> None:
-    capabilities = xml.capabilities("""
+    capabilities = xml.parse_capabilities("""
         <capabilities>
           <host>
             <secmodel><model>none</model></secmodel>
@@ -358,18 +373,18 @@ def test_capabilities() -> None:
 
 
 def test_capabilities_without_a_user_is_root() -> None:
-    assert xml.capabilities('<capabilities><host/></capabilities>') == xml.Capabilities(frozenset(), 0, 0)
+    assert xml.parse_capabilities('<capabilities><host/></capabilities>') == xml.Capabilities(frozenset(), 0, 0)
 
 
 def test_interfaces() -> None:
-    interfaces = xml.interfaces(CASES['domain-bridge-raw.xml'])
+    interfaces = xml.parse_interfaces(CASES['domain-bridge-raw.xml'])
     bridges = [attachment.name if attachment.kind == 'bridge' else '' for attachment in TWO]
-    plugs = [xml.Plug(*attachment) for attachment in zip(TWO, bridges, strict=True)]
+    plugs = [xml.InterfaceLink(*attachment) for attachment in zip(TWO, bridges, strict=True)]
     assert list(interfaces.items()) == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
-    assert xml.interfaces('<domain/>') == {}
+    assert xml.parse_interfaces('<domain/>') == {}
 
 
-def test_a_seed_disk_is_read_only_and_no_base() -> None:
+def test_seed_disk_is_read_only_and_without_a_base() -> None:
     seed = ET.fromstring(CASES['domain-iso.xml']).findall('devices/disk')[1]
     assert {element.tag: element.attrib for element in seed} == {
         'driver': {'name': 'qemu', 'type': 'raw'},
@@ -377,12 +392,12 @@ def test_a_seed_disk_is_read_only_and_no_base() -> None:
         'target': {'dev': 'vdb', 'bus': 'virtio'},
         'readonly': {},
     }
-    assert set(xml.disks(CASES['domain-iso.xml'])) - set(xml.disks(CASES['domain-qemu.xml'])) == {
+    assert set(xml.parse_disk_paths(CASES['domain-iso.xml'])) - set(xml.parse_disk_paths(CASES['domain-qemu.xml'])) == {
         f'/var/lib/ecompute/seeds/{FULL.instance}.iso'
     }
     assert 'nocloud' not in CASES['domain-iso.xml']
 
 
 def test_pool_target() -> None:
-    assert xml.pool_target(xml.pool_xml('ecompute', IMAGES)) == IMAGES
-    assert xml.pool_target("<pool type='rbd'><name>x</name></pool>") == ''
+    assert xml.parse_pool_target(xml.make_pool_xml('ecompute', IMAGES)) == IMAGES
+    assert xml.parse_pool_target("<pool type='rbd'><name>x</name></pool>") == ''

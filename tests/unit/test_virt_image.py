@@ -31,7 +31,7 @@ def qemu_img(*arguments: str | Path) -> None:
     subprocess.run(['qemu-img', *arguments], check=True, capture_output=True)
 
 
-def refusal(path: Path) -> str:
+def get_refusal(path: Path) -> str:
     with pytest.raises(BuildFailed) as refused:
         image.inspect(path)
     assert refused.value.stage == 'image'
@@ -54,7 +54,7 @@ def qcow2(raw: Path) -> Path:
     return path
 
 
-def test_raw(raw: Path) -> None:
+def test_raw_image_is_accepted(raw: Path) -> None:
     # A boot sector, then one with a partition table, then one whose code begins like a packed file.
     for offset, content in ((510, BOOT[510:]), (446, PARTITION), (0, b'\x1f\x8b')):
         with raw.open('r+b') as file:
@@ -84,14 +84,14 @@ def test_raw(raw: Path) -> None:
         (b'\0' * 446 + HYBRID + b'\0' * 48 + b'\x55\xaa' + b'\0' * 32256 + ISO, 'iso'),
     ],
 )
-def test_not_taken(content: bytes, words: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / 'x'
     path.write_bytes(content)
-    assert words in refusal(path)
+    assert words in get_refusal(path)
 
 
-def test_not_there(tmp_path: Path) -> None:
-    assert 'No such file' in refusal(tmp_path / 'x')
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    assert 'No such file' in get_refusal(tmp_path / 'x')
 
 
 @needs_qemu_img
@@ -100,14 +100,14 @@ def test_not_there(tmp_path: Path) -> None:
     [(), ('-c',), ('-o', 'compat=0.10'), ('-o', 'cluster_size=512'), ('-o', 'cluster_size=2M'),
      ('-o', 'preallocation=metadata'), ('-o', 'compression_type=zstd', '-c'), ('-o', 'refcount_bits=1')],
 )  # fmt: skip
-def test_qcow2(options: tuple[str, ...], raw: Path) -> None:
+def test_qcow2_variants_are_accepted(options: tuple[str, ...], raw: Path) -> None:
     path = raw.with_name('disk.qcow2')
     qemu_img('convert', '-f', 'raw', '-O', 'qcow2', *options, raw, path)
     assert image.inspect(path) == BaseImage(str(path), 'qcow2', 4 * MIB)
 
 
 @needs_qemu_img
-def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
+def test_qcow2_written_in_place_is_accepted(tmp_path: Path) -> None:
     """The file is written in place, as by a guest, and not in one conversion."""
     path = tmp_path / 'x.qcow2'
     qemu_img('create', '-f', 'qcow2', path, '5G')
@@ -126,14 +126,14 @@ def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
         ('1.1', [('bitmap', '--add', f'b{number}') for number in range(3)], 'dirty bitmaps'),
     ],
 )
-def test_qcow2_with_what_a_disk_would_lose_is_refused_until_it_is_converted(
+def test_qcow2_with_snapshots_or_bitmaps_is_refused(
     compat: str, add: list[tuple[str, ...]], named: str, tmp_path: Path
 ) -> None:
     path, converted = tmp_path / 'x.qcow2', tmp_path / 'converted'
     qemu_img('create', '-f', 'qcow2', '-o', f'compat={compat}', path, '5G')
     for command, option, name in add:
         qemu_img(command, option, *((name, path) if command == 'snapshot' else (path, name)))
-    assert f'a qcow2 with {named}. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(path)
+    assert f'a qcow2 with {named}. Fix: qemu-img convert -O qcow2 OLD NEW' in get_refusal(path)
     qemu_img('convert', '-O', 'qcow2', path, converted)
     assert image.inspect(converted).virtual_size == 5 * GIB
 
@@ -142,17 +142,17 @@ def test_qcow2_with_what_a_disk_would_lose_is_refused_until_it_is_converted(
 def test_refusal_of_a_qcow2_names_every_feature_to_remove(raw: Path) -> None:
     path = raw.with_name('x.qcow2')
     qemu_img('convert', '-f', 'raw', '-O', 'qcow2', '-o', 'extended_l2=on,cluster_size=128k', raw, path)
-    assert 'a qcow2 with extended L2 entries (extended_l2). Fix: qemu-img convert -O' in refusal(path)
+    assert 'a qcow2 with extended L2 entries (extended_l2). Fix: qemu-img convert -O' in get_refusal(path)
     qemu_img('bitmap', '--add', path, 'b')
     qemu_img('snapshot', '-c', 'one', path)
-    assert 'with dirty bitmaps, internal snapshots and extended L2 entries (extended_l2). Fix: ' in refusal(path)
+    assert 'with dirty bitmaps, internal snapshots and extended L2 entries (extended_l2). Fix: ' in get_refusal(path)
 
 
 @needs_qemu_img
 @pytest.mark.parametrize('part', [0.1, 0.5, 0.9])
-def test_qcow2_cut_off(part: float, qcow2: Path) -> None:
+def test_truncated_qcow2_is_refused(part: float, qcow2: Path) -> None:
     os.truncate(qcow2, int(qcow2.stat().st_size * part))
-    assert 'cut' in refusal(qcow2)
+    assert 'cut' in get_refusal(qcow2)
 
 
 @needs_qemu_img
@@ -171,81 +171,81 @@ def test_qcow2_cut_off(part: float, qcow2: Path) -> None:
         (72, struct.pack('>Q', 0b100000), 'nknown'),
     ],
 )
-def test_qcow2_with_a_hostile_header(offset: int, value: bytes, words: str, qcow2: Path) -> None:
+def test_qcow2_with_a_hostile_header_is_refused(offset: int, value: bytes, words: str, qcow2: Path) -> None:
     with qcow2.open('r+b') as file:
         file.seek(offset)
         file.write(value)
-    assert words in refusal(qcow2)
+    assert words in get_refusal(qcow2)
 
 
 @needs_qemu_img
-def test_qcow2_that_names_other_files(raw: Path) -> None:
+def test_qcow2_with_references_to_other_files_is_refused(raw: Path) -> None:
     backed, as_json, split = (raw.with_name(name) for name in ('backed', 'json', 'split'))
     qemu_img('create', '-f', 'qcow2', '-F', 'raw', '-b', raw, backed)
     name = 'json:' + json.dumps({'driver': 'raw', 'file': {'driver': 'file', 'filename': str(raw)}})
     qemu_img('create', '-f', 'qcow2', '-F', 'raw', '-b', name, as_json)
     qemu_img('create', '-f', 'qcow2', '-o', f'data_file={raw.with_name("data")}', split, '4M')
-    assert 'backing file' in refusal(backed)
-    assert 'backing file' in refusal(as_json)
-    assert 'data_file' in refusal(split)
+    assert 'backing file' in get_refusal(backed)
+    assert 'backing file' in get_refusal(as_json)
+    assert 'data_file' in get_refusal(split)
 
 
 @needs_qemu_img
 @pytest.mark.parametrize('format', ['vmdk', 'qed', 'vdi', 'vhdx', 'vpc'])
-def test_other_formats(format: str, raw: Path) -> None:
+def test_other_formats_are_refused(format: str, raw: Path) -> None:
     path = raw.with_name('x')
     qemu_img('convert', '-f', 'raw', '-O', format, raw, path)
-    assert f'in {"vhd" if format == "vpc" else format} format' in refusal(path)
+    assert f'in {"vhd" if format == "vpc" else format} format' in get_refusal(path)
 
 
-def spec(disk_gb: int | None, size: int) -> GuestSpec:
+def make_spec(disk_gb: int | None, size: int) -> GuestSpec:
     return GuestSpec('i', 'c', 1, 1, disk_gb, BaseImage('/x', 'qcow2', size), 'qemu')
 
 
 def test_capacity() -> None:
-    assert image.capacity(spec(3, 100 * MIB)) == 3 * GIB
-    assert image.capacity(spec(1, GIB)) == GIB
-    assert image.capacity(spec(None, 100 * MIB)) == 100 * MIB
+    assert image.determine_capacity(make_spec(3, 100 * MIB)) == 3 * GIB
+    assert image.determine_capacity(make_spec(1, GIB)) == GIB
+    assert image.determine_capacity(make_spec(None, 100 * MIB)) == 100 * MIB
     with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
-        image.capacity(spec(1, 2_361_393_152))
+        image.determine_capacity(make_spec(1, 2_361_393_152))
     # A fixed VHD is a raw disk with 512 more bytes.
     with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30: '):
-        image.capacity(spec(30, 30 * GIB + 512))
+        image.determine_capacity(make_spec(30, 30 * GIB + 512))
 
 
 @needs_qemu_img
-def test_what_a_disk_lies_on(qcow2: Path) -> None:
+def test_backing_file_of_a_disk(qcow2: Path) -> None:
     overlay, beside = qcow2.with_name('overlay.qcow2'), qcow2.with_name('beside.qcow2')
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2, overlay)
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2.name, beside)
-    assert image.backing(overlay) == image.backing(beside) == str(qcow2)
-    assert image.backing(qcow2) is None
+    assert image.find_backing_file(overlay) == image.find_backing_file(beside) == str(qcow2)
+    assert image.find_backing_file(qcow2) is None
 
 
 @needs_qemu_img
-def test_all_a_disk_lies_on(qcow2: Path) -> None:
+def test_chain_of_backing_files(qcow2: Path) -> None:
     middle, top, gone = (qcow2.with_name(f'{name}.qcow2') for name in ('middle', 'top', 'gone'))
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2.name, middle)
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', middle, top)
-    assert image.chain(top) == [str(middle), str(qcow2)]
+    assert image.read_backing_chain(top) == [str(middle), str(qcow2)]
     middle.rename(gone)
-    assert image.chain(top) == [str(middle)]
+    assert image.read_backing_chain(top) == [str(middle)]
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', gone, middle)
     qemu_img('rebase', '-u', '-F', 'qcow2', '-b', middle, gone)  # a cycle
-    assert image.chain(top) == [str(middle), str(gone)]
+    assert image.read_backing_chain(top) == [str(middle), str(gone)]
     with pytest.raises(OSError, match='Is a directory'):
-        image.chain(qcow2.parent)
+        image.read_backing_chain(qcow2.parent)
 
 
 @needs_qemu_img
-def test_what_was_inspected_is_known_without_inspecting_it(qcow2: Path, raw: Path) -> None:
-    assert image.inspected(qcow2) == image.inspect(qcow2)
-    assert image.inspected(raw) == image.inspect(raw)
+def test_inspected_equals_inspect(qcow2: Path, raw: Path) -> None:
+    assert image.read_base_volume(qcow2) == image.inspect(qcow2)
+    assert image.read_base_volume(raw) == image.inspect(raw)
 
 
-def test_what_lies_on_nothing(raw: Path, tmp_path: Path) -> None:
+def test_file_without_a_backing_file(raw: Path, tmp_path: Path) -> None:
     for text in (b'', b'QFI\xfb', b'QFI\xfb' + b'\xff' * 16, b'QFI\xfb\0\0\0\x03' + b'\0' * 100, b'x' * 100):
         (tmp_path / 'x.qcow2').write_bytes(text)
-        assert image.backing(tmp_path / 'x.qcow2') is None
-    assert image.backing(raw) is None
-    assert image.backing(tmp_path / 'nothing') is None
+        assert image.find_backing_file(tmp_path / 'x.qcow2') is None
+    assert image.find_backing_file(raw) is None
+    assert image.find_backing_file(tmp_path / 'nothing') is None

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecomp.yaml_file import _parse
-from ecomp.yaml_plain import plain
+from ecomp.yaml_file import _parse_with_pyyaml
+from ecomp.yaml_plain import parse_plain
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ LINES = st.one_of(
     st.builds('{}{}'.format, INDENTS, ENDS),
     st.builds('{}{}{}'.format, INDENTS, WORDS, ENDS),
 )
-WELL = st.one_of(
+WELL_FORMED = st.one_of(
     st.builds('{}: {}'.format, st.sampled_from(['a', 'b', 'etcd']), WORDS),
     st.builds('etcd:\n  host: {}\n  port: {}'.format, WORDS, WORDS),
     st.builds('keys:\n- {}\n- {}'.format, WORDS, WORDS),
@@ -42,11 +42,11 @@ WELL = st.one_of(
 )
 
 
-def agrees(text: str) -> bool:
+def is_plain_like_pyyaml(text: str) -> bool:
     """Return whether the text is plain; if it is, check that PyYAML reads the same."""
-    result = plain(text)
+    result = parse_plain(text)
     if result is not None:
-        assert (None if result.kind == 'null' else result) == _parse(text.encode(), 'x.yaml'), text
+        assert (None if result.kind == 'null' else result) == _parse_with_pyyaml(text.encode(), 'x.yaml'), text
     return result is not None
 
 
@@ -55,31 +55,31 @@ GOOD = st.sampled_from([
     *('ds1:2379', '10.0.0.1', '/etc/x.crt', 'https://h:1', 'a', '# b', 'x.img#sha256=07e4', 'a=B:1,C:5&d=!E')
 ])  # fmt: skip
 VALUES = st.one_of(GOOD, GOOD, GOOD, WORDS, st.booleans(), st.integers(-1, 70_000), st.lists(GOOD, max_size=3))
-DUMPED = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3)
+DUMPED_VALUES = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3)
 FILES = st.one_of(
-    DUMPED.map(yaml.safe_dump),
-    DUMPED.map(yaml.safe_dump),
+    DUMPED_VALUES.map(yaml.safe_dump),
+    DUMPED_VALUES.map(yaml.safe_dump),
     st.lists(LINES, max_size=6).map('\n'.join),
-    st.lists(WELL, max_size=4).map('\n'.join),
+    st.lists(WELL_FORMED, max_size=4).map('\n'.join),
     st.text('ab:- #\n\'"[],{}1.0~', max_size=25),
 )
 
 
 @pytest.mark.parametrize('examples', [200, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_what_is_plain_is_what_pyyaml_reads(examples: int) -> None:
+def test_plain_files_are_read_like_pyyaml(examples: int) -> None:
     plain_texts: list[str] = []
 
     @settings(max_examples=examples)
     @given(FILES)
     def read(text: str) -> None:
-        if agrees(text):
+        if is_plain_like_pyyaml(text):
             plain_texts.append(text)
 
     read()
     assert len(plain_texts) > examples / 20, 'too few are plain for this to say anything'
 
 
-SECURED = {
+SECURED_CONFIGURATION = {
     'etcd': {'endpoints': ['ds1:2379', '10.0.0.1:2379'], 'ca_cert': '/etc/ecomp/ca.crt', 'timeout': 5},
     'placement': {'endpoint': 'https://ds1:8080', 'token_file': '/etc/ecomp/token', 'insecure': True},
     'project_id': 'web',
@@ -89,14 +89,14 @@ SECURED = {
 }
 
 
-def test_the_example_is_plain() -> None:
-    assert agrees((TOP / 'schedule.yaml').read_text())
+def test_example_is_plain() -> None:
+    assert is_plain_like_pyyaml((TOP / 'schedule.yaml').read_text())
 
 
-def test_what_pyyaml_writes_is_plain() -> None:
-    assert agrees(yaml.safe_dump(SECURED))
+def test_output_of_pyyaml_is_plain() -> None:
+    assert is_plain_like_pyyaml(yaml.safe_dump(SECURED_CONFIGURATION))
 
 
 @pytest.mark.parametrize('text', ['a: é\n', 'a: |\n  b\n', ' a: b\n', 'a: b\n c: d\n', 'a: yes\n'])
-def test_what_is_not_plain_is_left(text: str) -> None:
-    assert plain(text) is None
+def test_other_yaml_is_not_plain(text: str) -> None:
+    assert parse_plain(text) is None

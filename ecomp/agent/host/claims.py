@@ -17,122 +17,134 @@ from ecomp.model import keys
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store, at_it, in_requests, wanted
+from ecomp.store.client import Store, find_wanted_instances, list_attempted_instances, read_pending_instances
 from ecomp.store.sharing import note_released
 
 # How long the computes of one process share an answer of placement about all providers.
-KEPT = 20.0
+GENERATIONS_CACHE_SECONDS = 20.0
 # Checks skipped in a row because of an unchanged generation: a restored database may count up to it again.
-BELIEVED = 10
+MAX_SKIPPED_CHECKS = 10
 
 
-class Generations:
+class GenerationReader:
     """Reads providers' generations; with `reads_all` those of all providers in one call."""
 
-    def __init__(self, placement: Placement, several: bool) -> None:
-        self._placement, self._several = placement, several
+    def __init__(self, placement: Placement, reads_all: bool) -> None:
+        self._placement, self._reads_all = placement, reads_all
         self._lock = threading.Lock()
-        self._said: dict[str, int] = {}
-        self._until = 0.0
+        self._generations: dict[str, int] = {}
+        self._valid_until = 0.0
 
-    def of(self, compute: str) -> int | None:
+    def read_generation(self, compute: str) -> int | None:
         """Return the generation of a compute's provider, or None if there is no such provider."""
-        if not self._several:
+        if not self._reads_all:
             try:
-                return providers.generation(self._placement, compute)
+                return providers.read_generation(self._placement, compute)
             except NotFound:
                 return None
         with self._lock:  # held during the call to placement: all other computes wait for the same answer
             started_at = time.monotonic()
-            if started_at >= self._until:
-                self._said = providers.generations(self._placement)
-                self._until = started_at + KEPT
-            return self._said.get(compute)
+            if started_at >= self._valid_until:
+                self._generations = providers.read_generations(self._placement)
+                self._valid_until = started_at + GENERATIONS_CACHE_SECONDS
+            return self._generations.get(compute)
 
 
-class Settled:
+class LastGoodCheck:
     """The generation of the last check without differences, and the checks that it may replace."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
-        self._left = 0
+        self._skips_left = 0
 
-    def at(self, generation: int | None) -> bool:
+    def can_skip(self, generation: int | None) -> bool:
         """Return whether an unchanged generation replaces a check, which counts as skipped then."""
-        if generation is None or generation != self._generation or not self._left:
+        if generation is None or generation != self._generation or not self._skips_left:
             return False
-        self._left -= 1
+        self._skips_left -= 1
         return True
 
-    def note(self, generation: int | None) -> None:
+    def record(self, generation: int | None) -> None:
         """Note the generation before a check without differences; None: there were differences."""
-        self._generation, self._left = generation, BELIEVED
+        self._generation, self._skips_left = generation, MAX_SKIPPED_CHECKS
 
 
 log = logging.getLogger(__name__)
 
 # Least time between the first and the confirming sighting, on this compute's monotonic clock.
-APART = keys.ATTEMPT_SECONDS
+CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 
 
-def orphans(
-    held: Collection[str], wished: Collection[str], guests: Collection[str], at_it: Collection[str]
+def find_orphans(
+    consumers: Collection[str], requested: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
     """Return the consumers that have no request, no attempt and no guest. Pure.
 
     A guest whose request key is missing keeps its claim, because it still uses the resources.
     """
-    return set(held) - set(wished) - set(guests) - set(at_it)
+    return set(consumers) - set(requested) - set(guests) - set(in_flight)
 
 
-def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[dict[str, float], set[str]]:
+def confirm_sightings(
+    previous_sightings: Mapping[str, float], sighted: Collection[str], now: float
+) -> tuple[dict[str, float], set[str]]:
     """Return the first sightings, and the names first seen CONFIRMATION_SECONDS ago. Pure."""
-    first_sightings = {consumer: seen.get(consumer, now) for consumer in found}
-    return first_sightings, {consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= APART}
+    first_sightings = {consumer: previous_sightings.get(consumer, now) for consumer in sighted}
+    return first_sightings, {
+        consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
+    }
 
 
 class ClaimKeeper:
     """Releases orphaned claims; without `takes_from_queues` those for queued requests, too."""
 
-    def __init__(self, compute: str, store: Store, placement: Placement, takes: bool = True) -> None:
+    def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
-        self._takes = takes
+        self._takes_from_queues = takes_from_queues
         self._store = store
         self._placement = placement
-        self._seen: dict[str, float] = {}
+        self._first_sightings: dict[str, float] = {}
         # The generation at which this compute had no orphaned claim.
-        self.settled = Settled()
-        self._held: Collection[str] = ()
+        self.last_good_check = LastGoodCheck()
+        self._consumers: Collection[str] = ()
 
-    def look(
-        self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
+    def check_claims(
+        self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
     ) -> None:
         """Release confirmed orphans; errors of placement and etcd pass.
 
         The check is skipped if the provider's `generation` (read before; None: not known) is unchanged and each
         consumer of the last check has a guest or is among `requests`, the instances of the followed requests.
         """
-        if not orphans(self._held, asked, guests, ()) and self.settled.at(generation):
+        if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.can_skip(generation):
             return
-        self.settled.note(None)
-        self._held = held = allocations.of_provider(self._placement, self._compute)
-        if not orphans(held, asked, guests, ()):
-            self.settled.note(generation)
+        self.last_good_check.record(None)
+        self._consumers = held = allocations.read_provider_allocations(self._placement, self._compute)
+        if not find_orphans(held, requests, guests, ()):
+            self.last_good_check.record(generation)
         if not held:
-            self._seen = {}
+            self._first_sightings = {}
             return
         # Placement was read first: its answer has no later claim, and a claim in it that was delivered since then has
         # its request key. Etcd is queried, because the followed state may be stale.
-        requested = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
-        in_flight = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
-        self._seen, confirmed = due(self._seen, orphans(held, requested, guests, in_flight), now)
+        requested = [
+            keys.get_last_part(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries
+        ]
+        in_flight = (
+            read_pending_instances(self._store)
+            if self._takes_from_queues
+            else list_attempted_instances(self._store.snapshot(keys.ATTEMPTS))
+        )
+        self._first_sightings, confirmed = confirm_sightings(
+            self._first_sightings, find_orphans(held, requested, guests, in_flight), now
+        )
         note = partial(note_released, self._store)
-        for consumer, released in release(self._placement, confirmed, self._wanted, note).items():
+        for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:
                 log.warning('released the claim of %s: no request stands behind it', consumer)
-            self._seen.pop(consumer, None)
+            self._first_sightings.pop(consumer, None)
 
-    def _wanted(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
+    def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
         computes_of = {consumer: held.allocations for consumer, held in holding.items()}
-        return elsewhere | wanted(self._store, computes_of, waiting=self._takes)
+        return elsewhere | find_wanted_instances(self._store, computes_of, include_queued=self._takes_from_queues)

@@ -13,45 +13,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.images.cache import bad, idle
-from ecomp.agent.turns import Threads, Turn
+from ecomp.agent.images.cache import list_bad, lock_if_idle
+from ecomp.agent.turns import ScheduledJob, Threads
 from ecomp.errors import EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.planes import Digest, Leftover, clearance_from_json, failed, to_pages
-from ecomp.store.client import Entry, Put, Store, Unchanged, at_it
-from ecomp.store.sharing import lives, quietly_revoke
+from ecomp.model.planes import Digest, Leftover, clearance_from_json, make_error_page, to_pages
+from ecomp.store.client import Entry, Put, Store, Unchanged, read_pending_instances
+from ecomp.store.sharing import has_unfinished_record, try_revoke
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
 # Lease of an answer, for an eschedule that was killed; longer than any audit waits.
-ANSWER_SECONDS = 240
+ANSWER_LEASE_SECONDS = 240
 
 
-def look(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
+def read_digest(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
     """Return the digest of this host; errors are those of the hypervisor."""
     return Digest(
-        guests=hypervisor.guests(),
-        without_base=hypervisor.without_base(),
-        metadata=data.all(),
-        seeds=dict.fromkeys(hypervisor.seeds(), ''),
+        guests=hypervisor.list_guests(),
+        without_base=hypervisor.list_missing_bases(),
+        metadata=data.read_instances(),
+        seeds=dict.fromkeys(hypervisor.list_seeds(), ''),
         reservations={
-            mac: f'{reserved.instance} {reserved.address}' for mac, reserved in hypervisor.reservations().items()
+            mac: f'{reserved.instance} {reserved.address}' for mac, reserved in hypervisor.list_reservations().items()
         },
-        parts=parts(state),
-        open_dhcp=dict.fromkeys(hypervisor.open_dhcp(), ''),
-        bad_bases=dict.fromkeys(bad(state / 'images'), ''),
+        parts=find_abandoned_parts(state),
+        open_dhcp=dict.fromkeys(hypervisor.list_open_dhcp(), ''),
+        bad_bases=dict.fromkeys(list_bad(state / 'images'), ''),
     )
 
 
-def parts(state: Path) -> dict[str, str]:
+def find_abandoned_parts(state: Path) -> dict[str, str]:
     """Return the abandoned *.part files: {relative path: a mark that changes at each write}."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
-            with idle(path) as is_abandoned:
+            with lock_if_idle(path) as is_abandoned:
                 status = path.stat()
                 if is_abandoned:
                     marks[str(path.relative_to(state))] = f'{status.st_ino}/{status.st_mtime_ns}'
@@ -61,7 +61,7 @@ def parts(state: Path) -> dict[str, str]:
 
 
 @dataclass(eq=False)
-class Answerer:
+class AuditAnswerer:
     """Answers the audits passed to on_audits(), from start() to stop().
 
     `store` has no guard, and a connection of its own, because a long answer must not delay the writes of instances.
@@ -80,44 +80,44 @@ class Answerer:
 
     def __post_init__(self) -> None:
         self._locks = InstanceLocks(self.state)
-        self._asked: Mapping[str, Entry] = {}  # replaced, never changed
-        self._answered: set[str] = set()
+        self._audits: Mapping[str, Entry] = {}  # replaced, never changed
+        self._answered_keys: set[str] = set()
         self._leases: dict[str, int] = {}  # the lease of the answer, by audit
-        self._turn = Turn(self.threads, self.threads.audits, self._answer_all)
+        self._job = ScheduledJob(self.threads, self.threads.audits, self._answer_all)
 
     def start(self) -> None:
-        self._turn.at()
+        self._job.schedule()
 
     def stop(self) -> None:
         """Stop, after the answer in flight."""
-        self._turn.end()
-        self._turn.wait()
+        self._job.cancel()
+        self._job.wait()
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
         """Replace the audits to answer. The follower's thread calls this."""
-        before, self._asked = self._asked, state
+        before, self._audits = self._audits, state
         if state.keys() != before.keys():
-            self._turn.at()
+            self._job.schedule()
 
     def _answer_all(self) -> float:
-        audits = self._asked
-        new, self._answered = audits.keys() - self._answered, set(audits)
+        audits = self._audits
+        new, self._answered_keys = audits.keys() - self._answered_keys, set(audits)
         for key in sorted(new):
             entry = audits[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
                 if compute in ('', self.compute) and self._is_ours():
-                    self._put(entry, audit, 'heard' if not compute else 'clearing', '')
+                    self._write_answer(entry, audit, 'heard' if not compute else 'clearing', '')
                     if compute:
-                        self._put(entry, audit, 'cleared', dump(self._clear(entry)))
+                        self._write_answer(entry, audit, 'cleared', dump(self._remove_leftovers(entry)))
                     else:
-                        self._tell(entry, audit)
+                        self._send_digest(entry, audit)
             except EcompError as error:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
-        for audit in [leased for leased in self._leases if not any(leased in key for key in self._asked)]:
-            quietly_revoke(self.store, self._leases.pop(audit))
+        for audit in [leased for leased in self._leases if not any(leased in key for key in self._audits)]:
+            try_revoke(self.store, self._leases.pop(audit))
         return math.inf
 
     def _is_ours(self) -> bool:
@@ -130,25 +130,25 @@ class Answerer:
         except ValueError:
             return True
 
-    def _tell(self, entry: Entry, audit: str) -> None:
+    def _send_digest(self, entry: Entry, audit: str) -> None:
         try:
             self.may_remove('')
-            pages = to_pages(look(self.hypervisor, self.data, self.state))
+            pages = to_pages(read_digest(self.hypervisor, self.data, self.state))
         except EcompError as error:
-            pages = [failed(str(error))]
+            pages = [make_error_page(str(error))]
         for number in reversed(range(len(pages))):
-            self._put(entry, audit, number, pages[number])
+            self._write_answer(entry, audit, number, pages[number])
 
-    def _put(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
+    def _write_answer(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
         # The commit compares the audit's key: nothing is written for a finished audit. The answer is not on the audit's
         # lease, whose other keys this compute may not write; the audit removes the answer, or it expires.
         if audit not in self._leases:
-            self._leases[audit] = self.store.grant(ANSWER_SECONDS)
+            self._leases[audit] = self.store.grant(ANSWER_LEASE_SECONDS)
         put = Put(keys.digest(audit, self.compute, part), value, self._leases[audit])
         if self.store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
             raise EcompError('nobody waits for it any more')
 
-    def _clear(self, entry: Entry) -> list[str]:
+    def _remove_leftovers(self, entry: Entry) -> list[str]:
         """Remove the listed things that are still leftovers; return a line about each."""
         try:
             leftovers = clearance_from_json(entry.value)
@@ -174,20 +174,20 @@ class Answerer:
         if not keys.is_uuid(instance):
             return 'not removed: it names no instance'
         # A build of this instance waits for the lock, and then recreates the disk.
-        with self._locks.held(instance, lambda: None):
-            guest = self.hypervisor.guests().get(instance)
+        with self._locks.hold(instance, lambda: None):
+            guest = self.hypervisor.list_guests().get(instance)
             if self._is_wanted(instance):
                 return 'not removed: it is wanted now'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain is there'
             if kind == 'reservations':
-                self.hypervisor.release(instance)
-            elif kind == 'iso' and instance in self.hypervisor.seeds():
+                self.hypervisor.release_addresses(instance)
+            elif kind == 'iso' and instance in self.hypervisor.list_seeds():
                 self.hypervisor.delete_seed(instance)
-            elif kind == 'seed' and self.data.all().get(name) == instance:
+            elif kind == 'seed' and self.data.read_instances().get(name) == instance:
                 self.data.remove(instance, [name])
             elif kind == 'disk' and guest is not None:
-                if users := self.hypervisor.users(instance):
+                if users := self.hypervisor.list_disk_users(instance):
                     return f'not removed: domain {", ".join(sorted(users))} has it'
                 self.hypervisor.delete_disk(instance)
             else:
@@ -195,20 +195,22 @@ class Answerer:
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
-        if parts(self.state).get(leftover.name) != leftover.mark:
+        if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it was written again, or is gone'
         path = self.state / leftover.name
-        with idle(path) as is_abandoned:
+        with lock_if_idle(path) as is_abandoned:
             if is_abandoned:
                 path.unlink(missing_ok=True)
         return 'removed' if is_abandoned else 'not removed: it is being written'
 
     def _is_wanted(self, instance: str) -> bool:
         """Return whether the instance is requested here, in flight, or alive or malformed anywhere."""
-        if self.store.get(keys.request(self.compute, instance)) is not None or instance in at_it(self.store):
+        if self.store.get(keys.request(self.compute, instance)) is not None or instance in read_pending_instances(
+            self.store
+        ):
             return True
         try:
             # On any compute: the leftover here may be the only copy.
-            return lives(self.store, instance)
+            return has_unfinished_record(self.store, instance)
         except ValueError:
             return True

@@ -22,27 +22,29 @@ from typing import TYPE_CHECKING
 
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError, UsageError
-from ecomp.files import watch, write_durably
-from ecomp.model.guest import METADATA_ADDRESS, GuestWord, network_config, parse_word, same_mac
-from ecomp.model.order import REASON_LIMIT, Request
-from ecomp.model.text import printable
+from ecomp.files import watch_files, write_durably
+from ecomp.model.guest import METADATA_ADDRESS, GuestReport, make_mac_conflict, make_network_config, parse_guest_report
+from ecomp.model.order import MAX_REASON_CHARACTERS, Request
+from ecomp.model.text import make_printable
 from ecomp.yaml_file import check_owner
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
 # How long mdserver may take to print a seed; then the build fails.
-SECONDS = 60.0
+SEED_TIMEOUT_SECONDS = 60.0
 
 
-def nocloud(config: ComputeConfig, is_served: Callable[[], bool]) -> Callable[[str], Mapping[str, bytes]] | None:
+def make_seed_reader(
+    config: ComputeConfig, is_served: Callable[[], bool]
+) -> Callable[[str], Mapping[str, bytes]] | None:
     """Return read_seed() as a function of the MAC; None if guests get no NoCloud disk."""
     if config.metadata == 'network':
         return None
-    return lambda mac: seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
+    return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
 
 
-def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
+def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
     """Have mdserver make the files of a guest's NoCloud disk, {name: content}.
 
     With `phones_home` cloud-init reports its end to the metadata server. Raises BuildFailed at stage `scheduled` if
@@ -50,13 +52,18 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
     """
     try:
         options = [] if phones_home else ['--no-phone-home']
-        with configuration(directory) as (conf_arguments, opened):
-            command = [*mdserver('seed', guests), *options, mac, *conf_arguments]
+        with open_configuration(config_directory) as (conf_arguments, opened):
+            command = [*make_command('seed', guest_directory), *options, mac, *conf_arguments]
             result = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, cwd='/', pass_fds=opened
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SEED_TIMEOUT_SECONDS,
+                cwd='/',
+                pass_fds=opened,
             )
     except subprocess.TimeoutExpired as error:
-        raise BuildFailed('scheduled', f'its seed is not known within {SECONDS:g} s') from error
+        raise BuildFailed('scheduled', f'its seed is not known within {SEED_TIMEOUT_SECONDS:g} s') from error
     except UsageError as error:
         raise BuildFailed('scheduled', str(error)) from error
     error_lines = result.stderr.decode(errors='replace').strip().splitlines() or [
@@ -69,35 +76,37 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 10.0
+START_TIMEOUT_SECONDS = 10.0
 # Allows binding to an address that this host does not have yet: ip(7). Python 3.11 has no name for it.
 IP_FREEBIND = 15
 # The uid of our server once it listens: unassigned, so it owns no file and no other process. `nobody` has files on NFS
 # and runs other daemons; dnsmasq's users exist on some distributions only, and belong to a DHCP server. systemd's table
 # of uids lists 65520 to 65533 as unused, Debian's policy (9.2.2) as reserved; containers have uids below 65536, too.
 # Only a lab runs two servers on one machine: either can end the other, and no more (ptrace(2): not dumpable).
-USER = '65520'
+SERVER_UID = '65520'
 
 
-def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at_exit: ExitStack) -> Callable[[], None]:
+def serve_metadata(
+    libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
+) -> Callable[[], None]:
     """Start a metadata server if none answers; return a function that repeats that.
 
     Both may raise EcompError. They are no-ops without a bridge of libvirt's, which is logged if metadata `is_required`.
     """
-    bridge = libvirt.bridge_name()
+    bridge = libvirt.find_bridge()
     if bridge is None:
-        if wanted:
+        if is_required:
             reason = 'networks: none of them is a network whose bridge libvirt made'
             log.warning('%s: no metadata is served; `metadata: iso` puts it on a disk', reason)
         return lambda: None
-    server = MetadataServer(state / 'metadata', directory, bridge)
+    server = MetadataServer(state / 'metadata', config_directory, bridge)
     # A killed ecompute leaves the address on the bridge. This file says that ecompute added it, and may remove it.
     marker = state / 'metadata-address'
     is_ours = marker.exists()
 
     def ensure() -> None:
         nonlocal is_ours
-        if not libvirt.metadata_address_present():
+        if not libvirt.has_metadata_address():
             is_ours = True
             with suppress(OSError):  # the disk is full
                 marker.touch()
@@ -105,12 +114,12 @@ def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at
             log.info("put %s on the guests' bridge", METADATA_ADDRESS)
         server.ensure()
 
-    def take_off() -> None:
+    def remove_address() -> None:
         if is_ours:
             libvirt.set_metadata_address(False)
             marker.unlink(missing_ok=True)
 
-    at_exit.callback(take_off)
+    at_exit.callback(remove_address)
     at_exit.callback(server.stop)
     ensure()
     return ensure
@@ -119,10 +128,10 @@ def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at
 class MetadataServer:
     """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
-    def __init__(self, guests: Path, directory: Path, bridge: str) -> None:
+    def __init__(self, guest_directory: Path, config_directory: Path, bridge: str) -> None:
         """Prepare our server, which answers this host, `bridge` and holders of DHCP leases only."""
-        self._guests = guests
-        self._directory = directory
+        self._guest_directory = guest_directory
+        self._config_directory = config_directory
         self._bridge = bridge
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -138,7 +147,7 @@ class MetadataServer:
                 return
             log.warning('the metadata server ended with %s; starting another', code)
             self._process = None
-        elif (page := answer()) is not None:
+        elif (page := fetch_root_page()) is not None:
             if is_metadata(page):
                 log.info('a metadata server answers at %s', METADATA_ADDRESS)
                 return
@@ -146,15 +155,15 @@ class MetadataServer:
             raise EcompError(f'what listens on {endpoint} is no metadata server: stop it, or bind it elsewhere')
         options = ['--bridge', self._bridge, '--with-parent']
         if os.geteuid() == 0:
-            options += ['--user', USER]
-        with configuration(self._directory) as (conf_arguments, opened):
-            command = [*mdserver('server', self._guests), *options, *conf_arguments]
+            options += ['--user', SERVER_UID]
+        with open_configuration(self._config_directory) as (conf_arguments, opened):
+            command = [*make_command('server', self._guest_directory), *options, *conf_arguments]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd='/', pass_fds=opened)
-        deadline = time.monotonic() + START_SECONDS
-        while not is_metadata(answer()):
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while not is_metadata(fetch_root_page()):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                conf = self._directory / 'mdserver.conf'
+                conf = self._config_directory / 'mdserver.conf'
                 raise EcompError(f'the metadata server did not start, for the reason above; is {conf} right?')
             time.sleep(0.05)
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
@@ -173,13 +182,14 @@ class MetadataServer:
         self._process = None
 
 
-def mdserver(front_door: str, guests: Path) -> list[str]:
+def make_command(program: str, guest_directory: Path) -> list[str]:
+    """Return the command that runs a module of mdserver with absolute paths."""
     # -P: root must not import files from the directory in which ecompute is started.
-    return [sys.executable, '-P', '-m', f'mdserver.{front_door}', '--guests', str(guests.resolve())]
+    return [sys.executable, '-P', '-m', f'mdserver.{program}', '--guests', str(guest_directory.resolve())]
 
 
 @contextmanager
-def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
+def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
     """Open mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
 
     Both are empty if there is no such file. Raises UsageError if other users can write it or it cannot be opened.
@@ -206,7 +216,7 @@ def is_metadata(page: bytes | None) -> bool:
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
-def is_taken() -> bool:
+def is_address_taken() -> bool:
     """Return whether a server that serves no metadata listens where ours would.
 
     Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
@@ -224,11 +234,11 @@ def is_taken() -> bool:
         try:
             probe.bind((METADATA_ADDRESS, 80))
         except OSError as error:
-            return error.errno == errno.EADDRINUSE and not is_metadata(answer(listener))
+            return error.errno == errno.EADDRINUSE and not is_metadata(fetch_root_page(listener))
     return False
 
 
-def answer(address: str = METADATA_ADDRESS) -> bytes | None:
+def fetch_root_page(address: str = METADATA_ADDRESS) -> bytes | None:
     """Fetch the root page of the HTTP server at an address; None if none answers."""
     connection = http.client.HTTPConnection(address, timeout=2)
     try:
@@ -240,14 +250,14 @@ def answer(address: str = METADATA_ADDRESS) -> bytes | None:
         connection.close()
 
 
-VERSION = 1
-READY = '.ready'
+DATA_VERSION = 1
+READY_SUFFIX = '.ready'
 # Suffix of the file, named by MAC, in which the metadata server writes why it refused a guest.
-REFUSED = '.refused'
+REFUSAL_SUFFIX = '.refused'
 # Suffix of the file in which the metadata server writes a guest's report, until it is complete or the server is killed.
-BEING_TOLD = '.said'
+PARTIAL_REPORT_SUFFIX = '.said'
 # Size limit of a guest's report: a longer one is malformed, and means only that the guest is ready.
-WORD_LIMIT = 32 * 1024
+REPORT_LIMIT_BYTES = 32 * 1024
 
 
 class GuestData:
@@ -257,10 +267,10 @@ class GuestData:
         self.directory = directory
         # Not held while a file is written, which may take seconds and concerns one instance.
         self._lock = threading.Lock()
-        self._being_told: dict[str, str] = {}  # the instances whose files are being written, by MAC
+        self._pending_writes: dict[str, str] = {}  # the instances whose files are being written, by MAC
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, request: Request, macs: Sequence[str], here: Callable[[], Container[str]] = tuple) -> None:
+    def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
         """Write the files of an instance; null keys or user-data mean those of mdserver.conf.
 
         Raises BuildFailed if a MAC belongs to another instance that is current, which includes one whose file is being
@@ -268,46 +278,48 @@ class GuestData:
         """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
-                other = self._being_told.get(mac) or self._whose(mac)
-                if other not in (None, request.instance) and (mac in self._being_told or other in here()):
-                    raise same_mac(mac, other)
-            self._being_told.update(dict.fromkeys(macs, request.instance))
+                other = self._pending_writes.get(mac) or self._read_owner(mac)
+                if other not in (None, request.instance) and (mac in self._pending_writes or other in list_current()):
+                    raise make_mac_conflict(mac, other)
+            self._pending_writes.update(dict.fromkeys(macs, request.instance))
         try:
             self._write(request, macs)
         finally:
             with self._lock:
                 for mac in macs:
-                    self._being_told.pop(mac, None)
+                    self._pending_writes.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
-        self.off(request.instance)  # the guest of an undone build may have reported
+        self.remove_report(request.instance)  # the guest of an undone build may have reported
         ssh_keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
             data = {
-                'version': VERSION,
+                'version': DATA_VERSION,
                 'instance': request.instance,
                 'mac': mac,
                 'hostname': request.name or f'vm-{request.instance[:8]}',
                 'public_keys': None if ssh_keys is None else list(ssh_keys),
                 # Bytes that are not UTF-8 (gzip) become lone surrogates, which JSON can represent.
                 'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
-                'network_config': network_config(macs),
+                'network_config': make_network_config(macs),
             }
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
-    def all(self) -> dict[str, str]:
+    def read_instances(self) -> dict[str, str]:
         """Return the instance of each file, by its name: a MAC or, for reports, the instance."""
-        reports = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
+        reports = (
+            path for suffix in (READY_SUFFIX, PARTIAL_REPORT_SUFFIX) for path in self.directory.glob(f'*{suffix}')
+        )
         instances = {path.stem: path.stem for path in reports}
         for path in self.directory.glob('*.json'):
-            if (instance := self._whose(path.stem)) is not None:
+            if (instance := self._read_owner(path.stem)) is not None:
                 instances[path.stem] = instance
         return instances
 
-    def ready(self) -> set[str]:
+    def find_ready(self) -> set[str]:
         """Return the instances whose guests have reported that cloud-init has finished."""
         try:
-            return {path.stem for path in self.directory.glob(f'*{READY}')}
+            return {path.stem for path in self.directory.glob(f'*{READY_SUFFIX}')}
         except OSError as error:
             # The next plan reads it again; this one must not fail.
             log.debug('%s cannot be read: %s', self.directory, error)
@@ -316,60 +328,62 @@ class GuestData:
     def read_refusals(self) -> dict[str, str]:
         """Return {MAC: reason} of refused guests; {} if a file cannot be read."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
-            paths = self.directory.glob(f'*{REFUSED}')
-            return {path.stem: printable(path.read_text(errors='replace')[:REASON_LIMIT]) for path in paths}
+            paths = self.directory.glob(f'*{REFUSAL_SUFFIX}')
+            return {
+                path.stem: make_printable(path.read_text(errors='replace')[:MAX_REASON_CHARACTERS]) for path in paths
+            }
         return {}
 
-    def forget_refusals(self, macs: Iterable[str]) -> None:
+    def remove_refusals(self, macs: Iterable[str]) -> None:
         """Remove the refusals of these MACs; errors are ignored."""
         for mac in macs:
             with suppress(OSError):  # the next plan tries again
-                (self.directory / f'{mac}{REFUSED}').unlink(missing_ok=True)
+                (self.directory / f'{mac}{REFUSAL_SUFFIX}').unlink(missing_ok=True)
 
-    def word(self, instance: str) -> GuestWord:
+    def read_report(self, instance: str) -> GuestReport:
         """Read a guest's report of cloud-init's end, empty if malformed; may raise OSError."""
-        with self._ready(instance).open('rb') as file:
-            return parse_word(file.read(WORD_LIMIT))
+        with self._report_path(instance).open('rb') as file:
+            return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
-    def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
+    def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
         """Call notify(reason) at each report, from any thread; return the function that stops this."""
         try:
-            return watch(self.directory, READY, lambda path: notify(f'{path.name} was written'))
+            return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
             log.warning('%s cannot be watched (%s): a guest is seen ready when next looked at', self.directory, error)
             return lambda: None
 
-    def off(self, instance: str) -> None:
+    def remove_report(self, instance: str) -> None:
         """Remove the report of a guest that went off; log errors. It reports again after a start."""
         try:
-            self._take_back(instance)
+            self._unlink_report(instance)
         except OSError as error:
             # The record of a guest that went off must not wait for this. A read-only file system refuses to remove
             # even a missing file.
-            if instance in self.ready():
+            if instance in self.find_ready():
                 failure = f'{error.filename}: {error.strerror}'
                 log.warning('%s: instance %s will be called ready as soon as it is started again', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
         """Remove all files of an instance; missing files are no error. May raise OSError."""
-        self.forget_refusals(macs)
+        self.remove_refusals(macs)
         for mac in macs:
             with self._lock:  # or another instance with this MAC may write the file between check and removal
-                if (self._being_told.get(mac) or self._whose(mac)) in (None, instance):
+                if (self._pending_writes.get(mac) or self._read_owner(mac)) in (None, instance):
                     (self.directory / f'{mac}.json').unlink(missing_ok=True)
-        self._take_back(instance)  # last: once the other files are gone the metadata server writes no report
+        self._unlink_report(instance)  # last: once the other files are gone the metadata server writes no report
 
-    def _take_back(self, instance: str) -> None:
+    def _unlink_report(self, instance: str) -> None:
         """Remove the guest's report, complete or not; OSError if that fails."""
-        (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
-        self._ready(instance).unlink(missing_ok=True)
+        (self.directory / f'{instance}{PARTIAL_REPORT_SUFFIX}').unlink(missing_ok=True)
+        self._report_path(instance).unlink(missing_ok=True)
 
-    def _whose(self, mac: str) -> str | None:
+    def _read_owner(self, mac: str) -> str | None:
         """Return the instance in the MAC's file; None if the file is missing or malformed."""
         try:
             return str(json.loads((self.directory / f'{mac}.json').read_bytes())['instance'])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _ready(self, instance: str) -> Path:
-        return self.directory / f'{instance}{READY}'
+    def _report_path(self, instance: str) -> Path:
+        return self.directory / f'{instance}{READY_SUFFIX}'

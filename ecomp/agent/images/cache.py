@@ -31,24 +31,24 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ecomp.agent.images.connections import Reach
-from ecomp.agent.images.download import Away, Download, Tell, Transfer, Version, source
+from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.download import Download, ProgressCallback, ServerUnavailable, Transfer, Version, make_source
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
-from ecomp.files import boot_id, sync, try_lock, write_durably
+from ecomp.files import read_boot_id, sync_directory, try_lock, write_durably
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage
-from ecomp.model.image import check_image, pinned
+from ecomp.model.image import check_image, split_pin
 from ecomp.model.json_object import load_object
-from ecomp.virt.image import chain, inspected
+from ecomp.virt.image import read_backing_chain, read_base_volume
 
 VERSION = 1
 FORMATS = ('qcow2', 'raw')
-LOCK = '.lock'
-ASKED = '.asked-'
-UNANSWERED = '.away-'
-READ = '.read-'
-BAD = '.bad-'
+LOCK_FILE = '.lock'
+ASKED_PREFIX = '.asked-'
+UNREACHABLE_PREFIX = '.away-'
+SCRUBBED_PREFIX = '.read-'
+BAD_PREFIX = '.bad-'
 
 
 @dataclass(frozen=True)
@@ -62,138 +62,144 @@ class BaseHold:
         os.close(self.descriptor)
 
 
-class Bases:
+class BaseVolumes:
     """The base volumes in `directory`, kept with all downloads below `limit_bytes` by eviction."""
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory = directory
-        self._limit = limit
+        self._limit_bytes = limit_bytes
 
-    def locked_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
+    def lock_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
         """Lock a URL against other threads and processes; calls `checkpoint` while it waits."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
-        return self._locked(self.part(url).stem, 0.1, checkpoint)
+        return self._hold_lock(self.get_part_path(url).stem, 0.1, checkpoint)
 
-    def part(self, url: str) -> Path:
-        return self._directory / f'base-{_key(url)}.part'
+    def get_part_path(self, url: str) -> Path:
+        return self._directory / f'base-{_hash_url(url)}.part'
 
-    def entry(self, url: str) -> Download | None:
+    def read_url_entry(self, url: str) -> Download | None:
         """Return what record_url() wrote last about the URL; None if missing or malformed."""
         try:
-            named, entry = _read(self._file('.url-', f'{_key(url)}.json'))
+            named, entry = _read_url_file(self._get_note_path('.url-', f'{_hash_url(url)}.json'))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # its server is asked again
         return entry if named == url else None
 
-    def learn(self, url: str, entry: Download, began: float) -> None:
+    def record_url(self, url: str, entry: Download, asked_at: float) -> None:
         """Write what image the URL has, as its server answered at `asked_at` (monotonic). OSError."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
-        write_durably(self._file('.url-', f'{_key(url)}.json'), text + '\n')
-        self.note(ASKED, url, began)
+        write_durably(self._get_note_path('.url-', f'{_hash_url(url)}.json'), text + '\n')
+        self.note_time(ASKED_PREFIX, url, asked_at)
 
-    def note(self, what: str, url: str, when: float) -> None:
+    def note_time(self, prefix: str, url: str, moment: float) -> None:
         """Write a monotonic time, which all processes of a boot share, if possible.
 
         ASKED_PREFIX: when a check began that the server answered. UNREACHABLE_PREFIX: when a check got no answer.
         """
         with suppress(OSError):
-            self._file(what, _key(url)).write_text(f'{boot_id()} {when}')
+            self._get_note_path(prefix, _hash_url(url)).write_text(f'{read_boot_id()} {moment}')
 
-    def noted(self, what: str, url: str) -> float:
+    def read_time(self, prefix: str, url: str) -> float:
         """Return the time that note_time() wrote last in this boot; -inf if none or invalid."""
         with suppress(OSError, ValueError):
-            boot, when = self._file(what, _key(url)).read_text().split()
-            if boot == boot_id() and float(when) <= time.monotonic():
+            boot, when = self._get_note_path(prefix, _hash_url(url)).read_text().split()
+            if boot == read_boot_id() and float(when) <= time.monotonic():
                 return float(when)
         return -math.inf
 
-    def scrubbed(self, sha256: str) -> float:
+    def read_scrub_time(self, sha256: str) -> float:
         """Return when a base volume was last read as a whole, in seconds since the epoch; 0: never."""
         with suppress(FileNotFoundError):
-            return self._file(READ, sha256).stat().st_mtime
+            return self._get_note_path(SCRUBBED_PREFIX, sha256).stat().st_mtime
         return 0.0
 
-    def note_read(self, sha256: str, good: bool) -> None:
+    def note_scrub(self, sha256: str, is_good: bool) -> None:
         """Note that a base volume was read now; hold() refuses one that is not `is_good`. OSError."""
-        if good:
-            self._file(BAD, sha256).unlink(missing_ok=True)
+        if is_good:
+            self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
         else:
-            self._file(BAD, sha256).touch()
-        self._file(READ, sha256).touch()
+            self._get_note_path(BAD_PREFIX, sha256).touch()
+        self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
 
-    def take(self, sha256: str, size: int | None = None) -> BaseHold | None:
+    def hold(self, sha256: str, size: int | None = None) -> BaseHold | None:
         """Hold the base volume with this content and size (None: any); None if missing or bad."""
-        with self._locked():
-            if self._file(BAD, sha256).exists():
+        with self._hold_lock():
+            if self._get_note_path(BAD_PREFIX, sha256).exists():
                 return None
-            for path in (self._path(sha256, suffix) for suffix in FORMATS):
+            for path in (self._get_base_path(sha256, suffix) for suffix in FORMATS):
                 with suppress(FileNotFoundError):
                     if size in (None, path.stat().st_size):
-                        return _held(path)
+                        return _hold_file(path)
         return None
 
-    def keep(self, part: Path, sha256: str, format: str) -> BaseHold:
+    def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
         """Make a whole download a base volume, unless its content is one, and hold it. OSError."""
-        path = self._path(sha256, format)
-        with self._locked():
-            is_bad = self._file(BAD, sha256).exists()
+        path = self._get_base_path(sha256, image_format)
+        with self._hold_lock():
+            is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
             if is_bad or not path.exists() or path.stat().st_size != part.stat().st_size:
                 # QEMU's user reads it. Overlays are secret, images are not.
                 part.chmod(0o644)
                 # A bad one is replaced: its guests have the good one from their next start.
                 part.rename(path)
-                sync(self._directory)
-                self._file(BAD, sha256).unlink(missing_ok=True)
+                sync_directory(self._directory)
+                self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
                 with suppress(OSError):  # otherwise it is only read again sooner
-                    self._file(READ, sha256).touch()
-            return _held(path)
+                    self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
+            return _hold_file(path)
 
-    def reserve(self, descriptor: int, size: int, ahead: int) -> int:
+    def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
         """Extend an open download to `size_bytes`, evicting volumes for it; return its length.
 
         Up to `ahead_bytes` are added without evictions, at most a quarter of the free room. BuildFailed: too large.
         """
-        with self._locked():
-            free = self._make_room(size - os.fstat(descriptor).st_size, size)
-            size += min(ahead, free // 4)  # other downloads count the added bytes as used
-            os.ftruncate(descriptor, size)
-            return size
+        with self._hold_lock():
+            free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
+            size_bytes += min(ahead_bytes, free // 4)  # other downloads count the added bytes as used
+            os.ftruncate(descriptor, size_bytes)
+            return size_bytes
 
     def sweep(self) -> None:
-        """Remove what is left of downloads and evictions whose worker was killed."""
-        with self._locked():
-            self._forget_evicted()
+        """Remove the leftovers of downloads and evictions whose worker was killed."""
+        with self._hold_lock():
+            self._remove_stale_notes()
         for part in self._directory.glob('base-*.part'):
-            with suppress(OSError), idle(part) as is_idle:
+            with suppress(OSError), lock_if_idle(part) as is_idle:
                 if is_idle:
                     part.unlink(missing_ok=True)
 
-    def _make_room(self, more: int, size: int) -> int:
+    def _make_room(self, more_bytes: int, size_bytes: int) -> int:
         """Evict for `more_bytes` of a download; return what is free beside them. BuildFailed."""
-        if size > self._limit:
-            raise BuildFailed('image', f'the image is {_gib(size)}, and `image_cache:` here is {_gib(self._limit)}')
+        if size_bytes > self._limit_bytes:
+            raise BuildFailed(
+                'image',
+                f'the image is {_format_size(size_bytes)}, '
+                f'and `image_cache:` here is {_format_size(self._limit_bytes)}',
+            )
         files = {
-            path: _status(path) for suffix in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{suffix}')
+            path: _stat(path) for suffix in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{suffix}')
         }
         used = sum(size for _, size in files.values())
-        if used + more <= self._limit:
-            return self._limit - used - more
-        in_use = self._in_use()
+        if used + more_bytes <= self._limit_bytes:
+            return self._limit_bytes - used - more_bytes
+        in_use = self._list_base_files()
         evicted: dict[Path, int] = {}
         for path in sorted(files, key=lambda each: files[each]):
             if path.suffix == '.part' or os.path.realpath(path) in in_use:
                 continue
-            if used + more <= self._limit:
+            if used + more_bytes <= self._limit_bytes:
                 break
             with suppress(BlockingIOError):
-                evicted[path] = _flocked(path, fcntl.LOCK_EX)
+                evicted[path] = _open_flocked(path, fcntl.LOCK_EX)
                 used -= files[path][1]
         try:
-            if used + more > self._limit:
+            if used + more_bytes > self._limit_bytes:
                 raise BuildFailed(
                     'image',
-                    f'the image is {_gib(size)}; of the {_gib(self._limit)} that `image_cache:` is here, '
-                    f'{_gib(used + more - size)} are base volumes of disks or being downloaded, and cannot go',
+                    f'the image is {_format_size(size_bytes)}; '
+                    f'of the {_format_size(self._limit_bytes)} that `image_cache:` is here, '
+                    f'{_format_size(used + more_bytes - size_bytes)} are base volumes of disks or being downloaded, '
+                    'and cannot go',
                 )
             for path in evicted:
                 path.unlink(missing_ok=True)
@@ -201,64 +207,64 @@ class Bases:
         finally:
             for descriptor in evicted.values():
                 os.close(descriptor)
-        self._forget_evicted()
-        return self._limit - used - more
+        self._remove_stale_notes()
+        return self._limit_bytes - used - more_bytes
 
-    def _in_use(self) -> set[str]:
+    def _list_base_files(self) -> set[str]:
         """Return the base files of all qcow2 files here; OSError if one is unreadable."""
         base_files: set[str] = set()
         for path in self._directory.iterdir():
             with suppress(FileNotFoundError):  # another worker has just removed it, and it lies on nothing any more
                 if path.is_file():
-                    base_files.update(chain(path))
+                    base_files.update(read_backing_chain(path))
         return base_files
 
-    def _forget_evicted(self) -> None:
+    def _remove_stale_notes(self) -> None:
         for path in self._directory.glob('.url-*.json'):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                _, entry = _read(path)
-                if not self._is_there(entry.sha256):
+                _, entry = _read_url_file(path)
+                if not self._is_cached(entry.sha256):
                     path.unlink()
-        for path in [*self._directory.glob(f'{UNANSWERED}*'), *self._directory.glob(f'{ASKED}*')]:
+        for path in [*self._directory.glob(f'{UNREACHABLE_PREFIX}*'), *self._directory.glob(f'{ASKED_PREFIX}*')]:
             if not path.with_name(f'.url-{path.name.rpartition("-")[2]}.json').exists():
                 path.unlink(missing_ok=True)
-        for path in [*self._directory.glob(f'{READ}*'), *self._directory.glob(f'{BAD}*')]:
-            if not self._is_there(path.name.partition('-')[2]):
+        for path in [*self._directory.glob(f'{SCRUBBED_PREFIX}*'), *self._directory.glob(f'{BAD_PREFIX}*')]:
+            if not self._is_cached(path.name.partition('-')[2]):
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _locked(
-        self, what: str = 'bases', pause: float = 0.002, checkpoint: Callable[[], None] = lambda: None
+    def _hold_lock(
+        self, name: str = 'bases', pause_seconds: float = 0.002, checkpoint: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Hold a lock, retried every `pause_seconds`; `bases` is for finding, adding and evicting."""
-        while (lock := try_lock(self._directory / LOCK, what)) is None:
+        while (lock := try_lock(self._directory / LOCK_FILE, name)) is None:
             checkpoint()
-            time.sleep(pause)
+            time.sleep(pause_seconds)
         try:
             yield
         finally:
             os.close(lock)
 
-    def _path(self, sha256: str, format: str) -> Path:
-        return self._directory / f'base-{sha256}.{format}'
+    def _get_base_path(self, sha256: str, image_format: str) -> Path:
+        return self._directory / f'base-{sha256}.{image_format}'
 
-    def _is_there(self, sha256: str) -> bool:
-        return any(self._path(sha256, suffix).exists() for suffix in FORMATS)
+    def _is_cached(self, sha256: str) -> bool:
+        return any(self._get_base_path(sha256, suffix).exists() for suffix in FORMATS)
 
-    def _file(self, kind: str, name: str) -> Path:
-        return self._directory / f'{kind}{name}'
+    def _get_note_path(self, prefix: str, name: str) -> Path:
+        return self._directory / f'{prefix}{name}'
 
 
-def bad(directory: Path) -> list[str]:
+def list_bad(directory: Path) -> list[str]:
     """Return the SHA-256s of the base volumes whose content has changed: no new disk uses them."""
-    return sorted(path.name.removeprefix(BAD) for path in directory.glob(f'{BAD}*'))
+    return sorted(path.name.removeprefix(BAD_PREFIX) for path in directory.glob(f'{BAD_PREFIX}*'))
 
 
 @contextmanager
-def idle(part: Path) -> Iterator[bool]:
+def lock_if_idle(part: Path) -> Iterator[bool]:
     """Yield whether no process writes this .part file (True for others), and keep it so."""
     try:
-        lock = try_lock(part.parent / LOCK, part.stem, create=False)
+        lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:
         yield True
         return
@@ -269,7 +275,7 @@ def idle(part: Path) -> Iterator[bool]:
             os.close(lock)
 
 
-def _read(path: Path) -> tuple[str, Download]:
+def _read_url_file(path: Path) -> tuple[str, Download]:
     """Read a file of record_url(); OSError, ValueError, KeyError or TypeError if malformed."""
     data = load_object(path.read_bytes())
     entry, version = data['found'], Version(**data['found']['version'])
@@ -280,30 +286,30 @@ def _read(path: Path) -> tuple[str, Download]:
     return data['url'], Download(entry['sha256'], entry['size'], version)
 
 
-def _held(path: Path) -> BaseHold:
-    descriptor = _flocked(path, fcntl.LOCK_SH)
+def _hold_file(path: Path) -> BaseHold:
+    descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
         if os.fstat(descriptor).st_uid != os.geteuid():  # libvirt gave it to QEMU's user, under an earlier ecomp
             os.fchown(descriptor, os.geteuid(), os.getegid())
-        return BaseHold(inspected(path), descriptor)
+        return BaseHold(read_base_volume(path), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _flocked(path: Path, how: int) -> int:
+def _open_flocked(path: Path, lock_type: int) -> int:
     """Open and flock a file; BlockingIOError if another process holds a conflicting lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, lock_type | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _status(path: Path) -> tuple[int, int]:
+def _stat(path: Path) -> tuple[int, int]:
     """Return when a file was last used (ns since the epoch) and its bytes; zeros if it is gone."""
     try:
         status = path.stat()
@@ -312,31 +318,31 @@ def _status(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _key(url: str) -> str:
+def _hash_url(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
-def _gib(size: int) -> str:
+def _format_size(size: int) -> str:
     return f'{size / GIB:.1f} GiB' if size >= GIB / 10 else f'{size / MIB:.1f} MiB'
 
 
 log = logging.getLogger(__name__)
 
-DAY = 86_400.0
-HOUR = 3_600.0
-CHUNK = 4 * 2**20  # bytes of one read
+DAY_SECONDS = 86_400.0
+HOUR_SECONDS = 3_600.0
+CHUNK_BYTES = 4 * 2**20  # bytes of one read
 # Bytes read in a second: few enough not to disturb guests.
-RATE = 64 * 2**20
-NAME = re.compile(rf'base-([0-9a-f]{{64}})\.(?:{"|".join(FORMATS)})')
+SCRUB_BYTES_PER_SECOND = 64 * 2**20
+BASE_NAME = re.compile(rf'base-([0-9a-f]{{64}})\.(?:{"|".join(FORMATS)})')
 
 
 class Scrubber:
     """A thread that reads each base volume once a day, at `bytes_per_second`."""
 
-    def __init__(self, directory: Path, rate: float = RATE) -> None:
+    def __init__(self, directory: Path, bytes_per_second: float = SCRUB_BYTES_PER_SECOND) -> None:
         self._directory = directory
-        self._bases = Bases(directory, 0)
-        self._rate = rate
+        self._bases = BaseVolumes(directory, 0)
+        self._bytes_per_second = bytes_per_second
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name='scrub', daemon=True)
 
@@ -352,15 +358,15 @@ class Scrubber:
     def scrub(self, now: float) -> None:
         """Read each base volume that was not read within a day of `now` (since the epoch)."""
         for path in sorted(self._directory.glob('base-*')):
-            match = NAME.fullmatch(path.name)
+            match = BASE_NAME.fullmatch(path.name)
             # A read in the future is of a clock that was set back since; beyond a day it counts as old.
-            if match is None or abs(now - self._bases.scrubbed(match[1])) < DAY:
+            if match is None or abs(now - self._bases.read_scrub_time(match[1])) < DAY_SECONDS:
                 continue
             try:
-                sha256 = self._read(path)
+                sha256 = self._hash_file(path)
                 if sha256 is None:
                     return
-                self._bases.note_read(match[1], good=sha256 == match[1])
+                self._bases.note_scrub(match[1], is_good=sha256 == match[1])
             except FileNotFoundError:
                 continue  # evicted since the listing
             except OSError as error:
@@ -369,24 +375,24 @@ class Scrubber:
             if sha256 != match[1]:
                 log.error(
                     '%s is not what it was when it was fetched: no disk is made of it any more, and the guests on it'
-                    ' read what is there now: %s', path, ', '.join(self._users(path)) or 'none',
+                    ' read what is there now: %s', path, ', '.join(self._list_users(path)) or 'none',
                 )  # fmt: skip
 
-    def _read(self, path: Path) -> str | None:
+    def _hash_file(self, path: Path) -> str | None:
         """Hash a file's content; None if stop() was called."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
-                if self._stopped.wait(len(chunk) / self._rate):
+                if self._stopped.wait(len(chunk) / self._bytes_per_second):
                     return None
         return digest.hexdigest()
 
-    def _users(self, path: Path) -> list[str]:
+    def _list_users(self, path: Path) -> list[str]:
         users = []
         for overlay in sorted(self._directory.glob('*.qcow2')):
             try:
-                if os.path.realpath(path) in chain(overlay):
+                if os.path.realpath(path) in read_backing_chain(overlay):
                     users.append(overlay.stem)
             except OSError:
                 continue  # removed, or incomplete
@@ -395,11 +401,11 @@ class Scrubber:
     def _run(self) -> None:
         while not self._stopped.is_set():
             self.scrub(time.time())
-            self._stopped.wait(HOUR)
+            self._stopped.wait(HOUR_SECONDS)
 
 
 # Time for which the cached image is used without asking, after its server gave no worker an answer.
-AWAY = 30.0
+UNREACHABLE_SECONDS = 30.0
 
 Checkpoint = Callable[[], None]
 
@@ -408,8 +414,8 @@ Checkpoint = Callable[[], None]
 class CacheLimits:
     """Images are refused above `cache_bytes` (the whole cache) or `disk_bytes` (a disk here)."""
 
-    cache: int
-    disk: int
+    cache_bytes: int
+    disk_bytes: int
 
 
 @dataclass(eq=False)
@@ -423,16 +429,16 @@ class ImageCache:
 
     directory: Path
     inspect: Callable[[Path, Checkpoint], BaseImage]
-    local: Path | None
+    local_directory: Path | None
     limits: CacheLimits
-    reach: Reach
+    egress: EgressPolicy
 
     def __post_init__(self) -> None:
-        self._bases = Bases(self.directory, self.limits.cache)
+        self._bases = BaseVolumes(self.directory, self.limits.cache_bytes)
 
     @contextmanager
-    def held(
-        self, url: str, checkpoint: Checkpoint, tell: Tell, since: float = math.inf
+    def hold(
+        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float = math.inf
     ) -> Iterator[Iterator[BaseImage | None]]:
         """Yield the base volumes to make a disk on, each held until the next one is requested.
 
@@ -443,110 +449,112 @@ class ImageCache:
         after `requested_at` (monotonic).
         """
         try:
-            bare, pin = pinned(check_image(url))
+            bare, pin = split_pin(check_image(url))
         except ValueError as error:
             raise BuildFailed('image', str(error)) from error
-        with closing(self._found(bare, pin, checkpoint, tell, since)) as bases:
+        with closing(self._iter_bases(bare, pin, checkpoint, report_progress, requested_at)) as bases:
             yield bases
 
     def sweep(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
-    def _found(
-        self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell, since: float
+    def _iter_bases(
+        self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Generator[BaseImage | None, None, None]:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if pin is not None:
-                hold = self._bases.take(pin)
+                hold = self._bases.hold(pin)
                 if hold is None:
-                    with self._bases.locked_url(url, checkpoint):
-                        hold = self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
+                    with self._bases.lock_url(url, checkpoint):
+                        hold = self._bases.hold(pin) or self._fetch(url, pin, checkpoint, report_progress)
             else:
-                asked_before = self._bases.noted(ASKED, url)
-                with self._bases.locked_url(url, checkpoint):
-                    entry = self._bases.entry(url)
-                    hold = self._bases.take(entry.sha256, entry.size) if entry else None
+                asked_before = self._bases.read_time(ASKED_PREFIX, url)
+                with self._bases.lock_url(url, checkpoint):
+                    entry = self._bases.read_url_entry(url)
+                    hold = self._bases.hold(entry.sha256, entry.size) if entry else None
                     # Do not ask if another process asked during the wait for the lock, or if the server gave no answer
                     # recently: the builds of all workers would wait for one timeout after the other. Nor if it was
                     # asked after this build was requested: a pool starts its builds one by one.
-                    asked_at = self._bases.noted(ASKED, url)
-                    is_away = time.monotonic() - self._bases.noted(UNANSWERED, url) < AWAY
-                    must_ask = asked_at == asked_before and asked_at <= since and not is_away
+                    asked_at = self._bases.read_time(ASKED_PREFIX, url)
+                    is_away = time.monotonic() - self._bases.read_time(UNREACHABLE_PREFIX, url) < UNREACHABLE_SECONDS
+                    must_ask = asked_at == asked_before and asked_at <= requested_at and not is_away
                     if entry and hold and must_ask:
-                        if (yield from self._asked(url, entry, hold, checkpoint, tell)):
+                        if (yield from self._use_while_checking(url, entry, hold, checkpoint, report_progress)):
                             return
-                        hold = self._bases.take(entry.sha256, entry.size)  # the newer image could not be fetched
-                    hold = hold or self._fetched(url, None, checkpoint, tell)
+                        hold = self._bases.hold(entry.sha256, entry.size)  # the newer image could not be fetched
+                    hold = hold or self._fetch(url, None, checkpoint, report_progress)
             with closing(hold):
                 yield hold.image
         except OSError as error:
             raise BuildFailed('image', f'{url}: cannot be kept in {self.directory}: {error.strerror}') from error
 
-    def _asked(
-        self, url: str, entry: Download, held: BaseHold, checkpoint: Checkpoint, tell: Tell
+    def _use_while_checking(
+        self, url: str, entry: Download, hold: BaseHold, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> Generator[BaseImage | None, None, bool]:
         """Yield the cached image while its server is asked; if it has another, None and then that.
 
         Returns False if the newer image could not be fetched because its server is away, else True.
         """
-        with self._transfer(url, None, entry.version) as transfer:
-            with closing(held):
-                transfer.ask()
-                yield held.image
+        with self._open_transfer(url, None, entry.version) as transfer:
+            with closing(hold):
+                transfer.start()
+                yield hold.image
                 try:
-                    is_current = transfer.is_known(checkpoint)
-                except Away as error:
-                    self._is_away(url, error)
+                    is_current = transfer.is_current(checkpoint)
+                except ServerUnavailable as error:
+                    self._note_unreachable(url, error)
                     return True
                 if is_current:
-                    self._bases.note(ASKED, url, transfer.began)
+                    self._bases.note_time(ASKED_PREFIX, url, transfer.asked_at)
                     return True
             # The cached image is not held here, because the newer one may need its room.
             yield None
             try:
-                newer = self._kept(url, transfer, checkpoint, tell)
-            except Away as error:
-                self._is_away(url, error)
+                newer = self._download(url, transfer, checkpoint, report_progress)
+            except ServerUnavailable as error:
+                self._note_unreachable(url, error)
                 return False
             with closing(newer):
                 yield newer.image
             return True
 
-    def _is_away(self, url: str, error: Away) -> None:
-        self._bases.note(UNANSWERED, url, time.monotonic())
+    def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
+        self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
         log.warning('%s; its image is cached, and used as it was', error.reason)
 
-    def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
-        with self._transfer(url, pin, None) as transfer:
-            transfer.ask()
-            return self._kept(url, transfer, checkpoint, tell)
+    def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
+        with self._open_transfer(url, pin, None) as transfer:
+            transfer.start()
+            return self._download(url, transfer, checkpoint, report_progress)
 
     @contextmanager
-    def _transfer(self, url: str, pin: str | None, known: Version | None) -> Iterator[Transfer]:
+    def _open_transfer(self, url: str, pin: str | None, cached_version: Version | None) -> Iterator[Transfer]:
         """Make a Transfer to the URL's .part file; at the end abandon it and remove the file."""
-        part = self._bases.part(url)
-        image_source = source(url, self.local, self.reach)
-        transfer = Transfer(url, image_source, known, pin, part, self._bases.reserve)
+        part = self._bases.get_part_path(url)
+        image_source = make_source(url, self.local_directory, self.egress)
+        transfer = Transfer(url, image_source, cached_version, pin, part, self._bases.reserve)
         try:
             yield transfer
         finally:
-            transfer.give_up()
+            transfer.abandon()
             part.unlink(missing_ok=True)
 
-    def _kept(self, url: str, transfer: Transfer, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
-        fetched = transfer.run(checkpoint, tell)
-        part = self._bases.part(url)
+    def _download(
+        self, url: str, transfer: Transfer, checkpoint: Checkpoint, report_progress: ProgressCallback
+    ) -> BaseHold:
+        fetched = transfer.run(checkpoint, report_progress)
+        part = self._bases.get_part_path(url)
         image = self.inspect(part, checkpoint)
-        if image.virtual_size > self.limits.disk:
-            size, limit = image.virtual_size / GIB, self.limits.disk / GIB
+        if image.virtual_size > self.limits.disk_bytes:
+            size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
             raise BuildFailed('image', f'the image is {size:.1f} GiB, and this host has {limit:.1f} GiB for disks')
         failpoint('image-part')
-        hold = self._bases.keep(part, fetched.sha256, image.format)
+        hold = self._bases.add(part, fetched.sha256, image.format)
         failpoint('image-kept')
         try:
-            self._bases.learn(url, fetched, transfer.began)
+            self._bases.record_url(url, fetched, transfer.asked_at)
         except OSError as error:
             log.warning('%s: %s: where an image is from is not remembered', self.directory, error.strerror)
         return hold
@@ -556,8 +564,10 @@ class FakeImages:
     """Images for the fake hypervisor: every URL exists and is empty."""
 
     @contextmanager
-    def held(self, url: str, checkpoint: Checkpoint, tell: Tell, since: float) -> Iterator[Iterator[BaseImage | None]]:
-        del tell, since
+    def hold(
+        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
+    ) -> Iterator[Iterator[BaseImage | None]]:
+        del report_progress, requested_at
         checkpoint()
         yield iter([BaseImage(url, 'qcow2', 0)])
 

@@ -28,20 +28,28 @@ from urllib3.util.connection import create_connection
 from urllib3.util.ssl_ import create_urllib3_context
 
 from ecomp import __version__
-from ecomp.addresses import addresses, is_own
+from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed
-from ecomp.model.image import Address, ImageSources, all_of, image_sources, is_listed_alone, why_not, why_not_name
+from ecomp.model.image import (
+    Address,
+    ImageSources,
+    expand_address,
+    find_address_refusal,
+    find_host_refusal,
+    is_listed_exactly,
+    parse_image_sources,
+)
 
-CONTROL = 'etcd or placement'
-OWN = 'an address of this host that `image_sources:` does not list by itself'
+CONTROL_PLANE = 'etcd or placement'
+OWN_ADDRESS = 'an address of this host that `image_sources:` does not list by itself'
 # Environment variables that may name a file or directory of certificate authorities.
-AUTHORITIES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
+CA_VARIABLES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
 
 
 @dataclass(frozen=True)
-class Reach:
+class EgressPolicy:
     """The hosts that images may be fetched from.
 
     `sources` None allows every address that is not refused in general. No image comes from `control_endpoints`, the
@@ -49,36 +57,37 @@ class Reach:
     """
 
     sources: ImageSources | None = None
-    proxy: str | None = None
-    control: tuple[tuple[str, int], ...] = ()
+    proxy_url: str | None = None
+    control_endpoints: tuple[tuple[str, int], ...] = ()
 
 
-def reach_of(config: ComputeConfig) -> Reach:
+def make_egress_policy(config: ComputeConfig) -> EgressPolicy:
+    """Make the policy of compute.yaml; deny etcd and placement to images."""
     endpoints = [urlsplit(f'//{url}') for url in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
-    control = tuple((endpoint.hostname or '', port_of(endpoint)) for endpoint in endpoints)
-    sources = None if config.image_sources is None else image_sources(config.image_sources)
-    return Reach(sources, config.image_proxy, control)
+    control = tuple((endpoint.hostname or '', get_port(endpoint)) for endpoint in endpoints)
+    sources = None if config.image_sources is None else parse_image_sources(config.image_sources)
+    return EgressPolicy(sources, config.image_proxy, control)
 
 
-def port_of(parts: SplitResult) -> int:
+def get_port(parts: SplitResult) -> int:
     """Return the port in a URL, or the default port of its scheme."""
     return parts.port or (443 if parts.scheme == 'https' else 80)
 
 
-class Refused(Exception):
+class AddressRefused(Exception):
     """No image is fetched from `target`, an address or a host, because it is `reason`."""
 
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(where, what)
-        self.where = where
-        self.what = what
+    def __init__(self, target: str, reason: str) -> None:
+        super().__init__(target, reason)
+        self.target = target
+        self.reason = reason
 
 
 class Connections:
     """All connections to one image's server. After stop() none is opened."""
 
-    def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+    def __init__(self, egress: EgressPolicy) -> None:
+        self._egress = egress
         # requests is not used: it costs a third of a check's processor time, and takes a proxy and ~/.netrc from the
         # environment. The proxy would resolve names unchecked, and ~/.netrc is root's.
         self._manager: PoolManager | None = None
@@ -86,21 +95,23 @@ class Connections:
         self._stopped = False
         self._open: list[socket.socket] = []
 
-    def ask(self, method: str, url: str, timeout: tuple[float, float], headers: Mapping[str, str]) -> BaseHTTPResponse:
+    def request(
+        self, method: str, url: str, timeouts: tuple[float, float], headers: Mapping[str, str]
+    ) -> BaseHTTPResponse:
         """Send a request; return the response, its body unread, without following redirects.
 
         Raises AddressRefused, BuildFailed (unreadable authorities) or HTTPError. `timeouts`, in seconds: to connect, to
         read.
         """
         parts = urlsplit(url)
-        if self._reach.proxy is not None:
-            self._check_for_proxy(parts.hostname or '', port_of(parts))
+        if self._egress.proxy_url is not None:
+            self._check_for_proxy(parts.hostname or '', get_port(parts))
         if parts.scheme == 'https':
-            trusted()  # reports bad authorities before the server is asked
+            load_tls_context()  # reports bad authorities before the server is asked
         # Made in the download thread, so that its caller works in the meantime.
-        self._manager = self._manager or self._made()
+        self._manager = self._manager or self._make_manager()
         return self._manager.urlopen(
-            method, url, headers={**HEADERS, **headers}, timeout=Timeout(*timeout), retries=False, redirect=False,
+            method, url, headers={**HEADERS, **headers}, timeout=Timeout(*timeouts), retries=False, redirect=False,
             preload_content=False, decode_content=False,
         )  # fmt: skip
 
@@ -117,26 +128,30 @@ class Connections:
         if self._manager is not None:
             self._manager.clear()
 
-    def _made(self) -> PoolManager:
-        proxy = self._reach.proxy
-        manager = PoolManager() if proxy is None else ProxyManager(proxy, proxy_headers=_proxy_headers(urlsplit(proxy)))
+    def _make_manager(self) -> PoolManager:
+        proxy = self._egress.proxy_url
+        manager = (
+            PoolManager() if proxy is None else ProxyManager(proxy, proxy_headers=_make_proxy_headers(urlsplit(proxy)))
+        )
         pools: Any = {
-            'http': partial(self._pool, HTTPConnectionPool, _Http),
-            'https': partial(self._pool, HTTPSConnectionPool, _Https),
+            'http': partial(self._make_pool, HTTPConnectionPool, _HttpConnection),
+            'https': partial(self._make_pool, HTTPSConnectionPool, _HttpsConnection),
         }
         manager.pool_classes_by_scheme = pools  # urllib3 only calls these
         return manager
 
-    def _pool(self, kind: type[HTTPConnectionPool], connection: type[_Http], *given: Any, **named: Any) -> Any:
-        pool: Any = kind(*given, **named)
+    def _make_pool(
+        self, kind: type[HTTPConnectionPool], connection: type[_HttpConnection], *args: Any, **kwargs: Any
+    ) -> Any:
+        pool: Any = kind(*args, **kwargs)
         pool.ConnectionCls = partial(connection, connections=self)
         return pool
 
-    def opened(self, connection: HTTPConnection) -> socket.socket:
+    def open_socket(self, connection: HTTPConnection) -> socket.socket:
         """Connect to the first address of the host that answers. AddressRefused or HTTPError."""
         host, port = connection.host.strip('[]'), connection.port
         failure: Exception = NewConnectionError(connection, 'nobody waits for it any more')
-        for address in self._resolved(connection, host, port):
+        for address in self._resolve(connection, host, port):
             if self._stopped:
                 break
             try:
@@ -149,101 +164,109 @@ class Connections:
                 failure = NewConnectionError(connection, f'{address}: {error}')
                 failure.__cause__ = error
             else:
-                return self._noted(connection, connected)
+                return self._register(connection, connected)
         raise failure
 
-    def _resolved(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
+    def _resolve(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
         try:
-            resolved = addresses(host)
+            resolved = resolve_addresses(host)
         except socket.gaierror as error:
             raise NameResolutionError(host, connection, error) from error
         except (OSError, ValueError) as error:
             raise NewConnectionError(connection, f'{type(error).__name__}') from error
-        if self._reach.proxy is None:
+        if self._egress.proxy_url is None:
             for address in resolved:
-                self._check(host, port, address)
+                self._check_address(host, port, address)
         return resolved
 
-    def _check(self, host: str, port: int, address: Address) -> None:
-        reason = why_not(host, address, self._reach.sources)
+    def _check_address(self, host: str, port: int, address: Address) -> None:
+        reason = find_address_refusal(host, address, self._egress.sources)
         if reason is None and self._is_control(port, address):
-            reason = CONTROL
+            reason = CONTROL_PLANE
         # A host reaches itself past its firewall by its own addresses, as it does by loopback.
-        if reason is None and not is_listed_alone(address, self._reach.sources):
-            reason = OWN if any(is_own(part) and not part.is_loopback for part in all_of(address)) else None
+        if reason is None and not is_listed_exactly(address, self._egress.sources):
+            reason = (
+                OWN_ADDRESS
+                if any(is_own_address(part) and not part.is_loopback for part in expand_address(address))
+                else None
+            )
         if reason is not None:
-            raise Refused(f'{host} is {address}', reason)
+            raise AddressRefused(f'{host} is {address}', reason)
 
     def _is_control(self, port: int, address: Address) -> bool:
-        target_addresses = set(all_of(address))
-        for host, control_port in self._reach.control:
+        target_addresses = set(expand_address(address))
+        for host, control_port in self._egress.control_endpoints:
             if control_port == port:
                 with suppress(OSError, ValueError):  # a name that has no address now has none to compare
-                    control_addresses = {embedded for address in addresses(host) for embedded in all_of(address)}
+                    control_addresses = {
+                        embedded for address in resolve_addresses(host) for embedded in expand_address(address)
+                    }
                     is_local = any(embedded.is_loopback for embedded in control_addresses)
-                    if target_addresses & control_addresses or (is_local and any(map(is_own, target_addresses))):
+                    if target_addresses & control_addresses or (
+                        is_local and any(map(is_own_address, target_addresses))
+                    ):
                         return True
         return False
 
     def _check_for_proxy(self, host: str, port: int) -> None:
         """Raise AddressRefused if the host's text is refused: the proxy resolves the name."""
         try:
-            numeric_addresses = addresses(host, socket.AI_NUMERICHOST)
+            numeric_addresses = resolve_addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
-            reason = why_not_name(host, self._reach.sources)
-            if reason is None and (host.lower().rstrip('.'), port) in self._reach.control:
-                reason = CONTROL
+            reason = find_host_refusal(host, self._egress.sources)
+            if reason is None and (host.lower().rstrip('.'), port) in self._egress.control_endpoints:
+                reason = CONTROL_PLANE
             if reason is not None:
-                raise Refused(host, reason) from None
+                raise AddressRefused(host, reason) from None
         else:
             for address in numeric_addresses:
-                self._check(host, port, address)
+                self._check_address(host, port, address)
 
-    def _noted(self, connection: HTTPConnection, made: socket.socket) -> socket.socket:
+    def _register(self, connection: HTTPConnection, new_socket: socket.socket) -> socket.socket:
         # A duplicate, because TLS detaches the original: during a handshake there would be none to shut down.
         with self._lock:
             if self._stopped:
-                made.close()
+                new_socket.close()
                 raise NewConnectionError(connection, 'nobody waits for it any more')
-            self._open.append(made.dup())
-        return made
+            self._open.append(new_socket.dup())
+        return new_socket
 
 
-class _Http(HTTPConnection):
-    def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
-        super().__init__(*given, **named)
+class _HttpConnection(HTTPConnection):
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._connections = connections
 
     def _new_conn(self) -> socket.socket:
-        return self._connections.opened(self)
+        return self._connections.open_socket(self)
 
 
-class _Https(_Http, HTTPSConnection):
+class _HttpsConnection(_HttpConnection, HTTPSConnection):
     def connect(self) -> None:
-        self.ssl_context = trusted()
+        self.ssl_context = load_tls_context()
         super().connect()
 
 
-def trusted() -> ssl.SSLContext:
+def load_tls_context() -> ssl.SSLContext:
     """Return the TLS context for image servers; BuildFailed if the authorities are unreadable."""
-    path = next(filter(None, map(os.environ.get, AUTHORITIES)), None) or certifi.where()
+    path = next(filter(None, map(os.environ.get, CA_VARIABLES)), None) or certifi.where()
     try:
-        return _trusted(path, Path(path).stat().st_mtime_ns)
+        return _load_tls_context(path, Path(path).stat().st_mtime_ns)
     except OSError as error:
         reason = f'{path}: certificate authorities cannot be read: {error.strerror or error}'
-        raise BuildFailed('image', f'{reason}; {" or ".join(AUTHORITIES)} may name others') from error
+        raise BuildFailed('image', f'{reason}; {" or ".join(CA_VARIABLES)} may name others') from error
 
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache
-def _trusted(place: str, changed: int) -> ssl.SSLContext:
+def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
     """Load the authorities as of `modified_ns`: to read a hundred of them takes 20 ms."""
-    del changed
+    del modified_ns
     context = create_urllib3_context()
-    context.load_verify_locations(**{'capath' if os.path.isdir(place) else 'cafile': place})
+    context.load_verify_locations(**{'capath' if os.path.isdir(path) else 'cafile': path})
     return context
 
 
-def _proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
+def _make_proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
     if proxy.username is None:
         return {}
     return make_headers(proxy_basic_auth=f'{unquote(proxy.username)}:{unquote(proxy.password or "")}')

@@ -28,26 +28,26 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, LocationValueError, NewConnectionError, ProxyError, TimeoutError
 
-from ecomp.agent.images.connections import Connections, Reach, Refused
+from ecomp.agent.images.connections import AddressRefused, Connections, EgressPolicy
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
-from ecomp.model.image import check_image, sum_of
-from ecomp.tls import SENTENCES, TlsFailure, tls_failure
+from ecomp.model.image import check_image, find_sha256
+from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1024**2  # bytes of one read, at most
-SUMS = 'SHA256SUMS'
-MOST_SUMS = 1024**2
+CHUNK_BYTES = 1024**2  # bytes of one read, at most
+SUMS_FILE = 'SHA256SUMS'
+MAX_SUMS_BYTES = 1024**2
 
 # Time to connect, and between two reads; a server that takes longer is unavailable.
-TIMEOUT = (5.0, 60.0)
+TIMEOUT_SECONDS = (5.0, 60.0)
 # The same for a HEAD: after it a GET must fit into MAX_CHECK_SECONDS.
-HEAD_TIMEOUT = (2.0, 2.0)
-REDIRECTS = 5
+HEAD_TIMEOUT_SECONDS = (2.0, 2.0)
+MAX_REDIRECTS = 5
 
 # http.client's error for a proxy that opens no tunnel to an https server.
-TUNNEL = re.compile('Tunnel connection failed: ([0-9]{3}) ')
+TUNNEL_FAILURE = re.compile('Tunnel connection failed: ([0-9]{3}) ')
 # Messages about an image server's certificate, to which `ca_cert` does not apply.
 IMAGE_SERVER_SENTENCES = {
     **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
@@ -58,28 +58,28 @@ IMAGE_SERVER_SENTENCES = {
 }
 
 # Time for a whole download: a timeout between two reads alone would let a slow server drip for ever.
-DEADLINE = 3600.0
+MAX_DOWNLOAD_SECONDS = 3600.0
 # Time for an answer of a server, including redirects, and again for SHA256SUMS; then the download fails.
-ANSWER = 60.0
+MAX_ANSWER_SECONDS = 60.0
 # A download that is slower than this rate for this period fails.
-RATE = 64 * 2**10
-SPELL = 60.0
+MIN_BYTES_PER_SECOND = 64 * 2**10
+SLOW_PERIOD_SECONDS = 60.0
 # Room that is reserved in advance if a server sends no length: reads are small, and each reservation lists the whole
 # directory.
-AHEAD = 64 * 2**20
+RESERVE_AHEAD_BYTES = 64 * 2**20
 # Time for an answer about a cached image; then the cached one is used.
-PATIENCE = 10.0
+MAX_CHECK_SECONDS = 10.0
 # Head start of the thread that uses the cached image: libvirt takes longer for a disk than the check takes, and in
 # Python two busy threads share one processor.
-HEAD_START = 0.001
-TICK = 0.2  # seconds between two calls of the checkpoint
-TOLD_EVERY = 1.0  # seconds between two calls of Tell
+HEAD_START_SECONDS = 0.001
+CHECKPOINT_SECONDS = 0.2  # seconds between two calls of the checkpoint
+REPORT_SECONDS = 1.0  # seconds between two calls of Tell
 
 # Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
-Tell = Callable[[int, int | None], None]
+ProgressCallback = Callable[[int, int | None], None]
 
 
-class Away(BuildFailed):
+class ServerUnavailable(BuildFailed):
     """The server does not answer now, but may later; until then its cached image is used."""
 
 
@@ -129,14 +129,14 @@ class Stream:
     close: Callable[[], None]
 
 
-class Local:
+class LocalSource:
     """An image of this host in `directory`, where file:// URLs may point; None refuses them."""
 
     def __init__(self, url: str, directory: Path | None) -> None:
         self._url = url
         self._directory = directory
 
-    def open(self, known: Version | None) -> Stream | None:
+    def open(self, cached_version: Version | None) -> Stream | None:
         with _translate_errors(self._url):
             path = self._path()
             if not path.is_file():
@@ -144,21 +144,21 @@ class Local:
             file = path.open('rb')
             status = os.fstat(file.fileno())  # of the open file: its name may have another one now
             version = Version(f'{status.st_ino}-{status.st_size}-{status.st_mtime_ns}', '', status.st_size)
-            read = _translate_errors(self._url)(partial(file.read, CHUNK))
-            return _unless_known(known, Stream(version, read, file.close))
+            read = _translate_errors(self._url)(partial(file.read, CHUNK_BYTES))
+            return _close_if_cached(cached_version, Stream(version, read, file.close))
 
     def is_still(self, version: Version) -> bool:
         if (newer := self.open(version)) is not None:
             newer.close()
         return newer is None
 
-    def sums(self) -> str | None:
+    def read_sums(self) -> str | None:
         with _translate_errors(self._url):
-            path = self._path().with_name(SUMS)
+            path = self._path().with_name(SUMS_FILE)
             if not path.is_file():
                 return None
             with path.open('rb') as file:
-                return file.read(MOST_SUMS).decode(errors='replace')
+                return file.read(MAX_SUMS_BYTES).decode(errors='replace')
 
     def stop(self) -> None:
         """No-op: nothing waits."""
@@ -177,72 +177,77 @@ class Local:
         return path
 
 
-class Remote:
+class RemoteSource:
     """An image on a web server; `url` has no fragment."""
 
-    def __init__(self, url: str, reach: Reach) -> None:
+    def __init__(self, url: str, egress: EgressPolicy) -> None:
         self._url = url
-        self._connections = Connections(reach)
+        self._connections = Connections(egress)
         self._found_at = url
 
-    def open(self, known: Version | None) -> Stream | None:
+    def open(self, cached_version: Version | None) -> Stream | None:
         """Return a stream of the image, or None if the server still has `cached_version`."""
-        return self._opened(self._url, known)
+        return self._open_url(self._url, cached_version)
 
     def is_still(self, version: Version) -> bool:
         """Return whether the server still has this version, at the URL that open() was answered by."""
         # Ask that URL, because a redirect may lead to another mirror each time.
         try:
-            newer = self._opened(self._found_at, version)
-        except Away:
+            newer = self._open_url(self._found_at, version)
+        except ServerUnavailable:
             raise
         except BuildFailed:
             if self._found_at == self._url:
                 raise
-            newer = self._opened(self._url, version)  # that URL was valid for a short time, such as a signed one
+            newer = self._open_url(self._url, version)  # that URL was valid for a short time, such as a signed one
         if newer is not None:
             newer.close()
         return newer is None
 
-    def _opened(self, url: str, known: Version | None) -> Stream | None:
+    def _open_url(self, url: str, cached_version: Version | None) -> Stream | None:
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
-        headers = {'if-none-match': known.etag} if known is not None and known.etag else {}
-        if known is not None and known.modified and not known.etag and self._says_by_head(url, known):
+        headers = {'if-none-match': cached_version.etag} if cached_version is not None and cached_version.etag else {}
+        if (
+            cached_version is not None
+            and cached_version.modified
+            and not cached_version.etag
+            and self._is_unchanged_by_head(url, cached_version)
+        ):
             return None
         with _translate_errors(self._url):
-            answer, self._found_at = self._ask('GET', url, headers)
-            if known is not None and answer.status == 304:
+            answer, self._found_at = self._request('GET', url, headers)
+            if cached_version is not None and answer.status == 304:
                 answer.close()
                 return None
             if answer.status != 200:
-                raise self._unwelcome(answer)
+                raise self._make_status_error(answer)
             # Undecoded: gzip could be a bomb. read1, because a slow server could keep one read waiting past the
             # deadline.
-            read = _translate_errors(self._url)(partial(answer.read1, CHUNK, decode_content=False))
-            return _unless_known(known, Stream(_version(answer, self._found_at), read, answer.close))
+            read = _translate_errors(self._url)(partial(answer.read1, CHUNK_BYTES, decode_content=False))
+            return _close_if_cached(cached_version, Stream(_parse_version(answer, self._found_at), read, answer.close))
 
-    def _says_by_head(self, url: str, known: Version) -> bool:
+    def _is_unchanged_by_head(self, url: str, cached_version: Version) -> bool:
         """Return whether a HEAD confirms the cached version: not every server answers it as a GET."""
         with suppress(BuildFailed), _translate_errors(self._url):
-            answer, found_at = self._ask('HEAD', url, {})
+            answer, found_at = self._request('HEAD', url, {})
             answer.close()
-            return answer.status == 200 and known.is_same(_version(answer, found_at))
+            return answer.status == 200 and cached_version.is_same(_parse_version(answer, found_at))
         return False
 
-    def sums(self) -> str | None:
-        """Return the text of SHA256SUMS in the image's directory; None if there is none."""
-        url = urljoin(self._url, SUMS)
+    def read_sums(self) -> str | None:
+        """Return the text of SHA256SUMS in the image's directory; None if absent."""
+        url = urljoin(self._url, SUMS_FILE)
         with _translate_errors(url):
-            answer, _ = self._ask('GET', url, {})
+            answer, _ = self._request('GET', url, {})
             with closing(answer):
                 if 400 <= answer.status < 500 and answer.status != 429:
                     return None  # many servers answer 403 for a missing file
                 if answer.status != 200:
-                    raise self._unwelcome(answer, f'{url}: ')
+                    raise self._make_status_error(answer, f'{url}: ')
                 text = b''
-                while len(text) <= MOST_SUMS and (chunk := answer.read1(CHUNK, decode_content=False)):
+                while len(text) <= MAX_SUMS_BYTES and (chunk := answer.read1(CHUNK_BYTES, decode_content=False)):
                     text += chunk
-        if len(text) > MOST_SUMS:
+        if len(text) > MAX_SUMS_BYTES:
             raise BuildFailed('image', f'{url}: is too long for checksums; put #sha256=… on the URL of the image')
         return text.decode(errors='replace')
 
@@ -253,25 +258,25 @@ class Remote:
     def close(self) -> None:
         self._connections.close()
 
-    def _unwelcome(self, answer: BaseHTTPResponse, what: str = '') -> BuildFailed:
+    def _make_status_error(self, answer: BaseHTTPResponse, prefix: str = '') -> BuildFailed:
         answer.close()
-        reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status)}'
+        reason = f'{prefix or self._url + ": "}the server answers HTTP {_format_status(answer.status)}'
         is_temporary = answer.status >= 500 or answer.status == 429
-        return Away('image', reason) if is_temporary else BuildFailed('image', reason)
+        return ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
-    def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
+    def _request(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
         """Return the response and the URL that sent it; each redirect is checked like a first URL."""
-        current_url, timeout = url, HEAD_TIMEOUT if method == 'HEAD' else TIMEOUT
-        for hop in range(REDIRECTS + 1):
+        current_url, timeout = url, HEAD_TIMEOUT_SECONDS if method == 'HEAD' else TIMEOUT_SECONDS
+        for hop in range(MAX_REDIRECTS + 1):
             try:
-                answer = self._connections.ask(method, current_url, timeout, headers)
-            except Refused as refused:
-                reason = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
+                answer = self._connections.request(method, current_url, timeout, headers)
+            except AddressRefused as refused:
+                reason = f'redirected to {refused.reason}' if hop else f'{refused.target}, {refused.reason}'
                 raise BuildFailed('image', f'{url}: {reason}: no image is taken from there') from refused
             except LocationValueError as error:
                 raise BuildFailed('image', f'{url}: names no server that can be asked') from error
             except HTTPError as error:
-                raise Away('image', f'{url}: {why_away(error)}') from error
+                raise ServerUnavailable('image', f'{url}: {describe_failure(error)}') from error
             location = answer.get_redirect_location()
             if not location:
                 if answer.headers.get('content-encoding', 'identity').lower() in ('', 'identity'):
@@ -280,21 +285,21 @@ class Remote:
                 reason = 'the server sends it packed (Content-Encoding). Fix: have the server send the file as it is'
                 raise BuildFailed('image', f'{url}: {reason}')
             answer.close()
-            current_url = _redirected(url, current_url, location)
-        raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
+            current_url = _resolve_redirect(url, current_url, location)
+        raise BuildFailed('image', f'{url}: more than {MAX_REDIRECTS} redirects')
 
 
 # A place that images come from. Raises ServerUnavailable and BuildFailed('image', reason); no reason quotes a server's
 # answer.
-Source = Local | Remote
+Source = LocalSource | RemoteSource
 
 
-def source(url: str, local: Path | None, reach: Reach) -> Source:
+def make_source(url: str, local_directory: Path | None, egress: EgressPolicy) -> Source:
     """Make the source for `url`, which check_image() accepted and which has no fragment."""
-    return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url, reach)
+    return LocalSource(url, local_directory) if urlsplit(url).scheme == 'file' else RemoteSource(url, egress)
 
 
-def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
+def _parse_version(answer: BaseHTTPResponse, found_at: str) -> Version:
     # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
     length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
     return Version(
@@ -305,9 +310,9 @@ def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
     )
 
 
-def _unless_known(known: Version | None, stream: Stream) -> Stream | None:
+def _close_if_cached(cached_version: Version | None, stream: Stream) -> Stream | None:
     """Close the stream, and return None, if it has the cached version: some servers send it."""
-    if known is not None and known.is_same(stream.version):
+    if cached_version is not None and cached_version.is_same(stream.version):
         stream.close()
         return None
     return stream
@@ -319,7 +324,7 @@ def _translate_errors(url: str) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
+        raise ServerUnavailable('image', f'{url}: the connection broke: {type(error).__name__}') from error
     except OSError as error:
         raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
     except (ValueError, RuntimeError) as error:  # from a file: a zero byte in its path, or a cyclic link
@@ -328,7 +333,7 @@ def _translate_errors(url: str) -> Iterator[None]:
         raise BuildFailed('image', f'{url}: {error if is_local else "what the server answers is not HTTP"}') from error
 
 
-def why_away(error: HTTPError) -> str:
+def describe_failure(error: HTTPError) -> str:
     """Describe why a server gives no answer, without quoting it."""
     server = 'the proxy' if isinstance(error, ProxyError) else 'the server'
     if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
@@ -337,17 +342,21 @@ def why_away(error: HTTPError) -> str:
     for cause_error in causes:  # grows during the loop: urllib3 wraps errors repeatedly
         inner = (cause_error.__cause__, *cause_error.args, getattr(cause_error, 'reason', None))
         causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
-    if (answered := next(filter(None, (TUNNEL.match(str(cause_error)) for cause_error in causes)), None)) is not None:
-        return f'the proxy answers HTTP {_status(int(answered[1]))}'
-    return f'{server} cannot be reached' + next((f': {detail}' for detail in map(_cause, causes) if detail), '')
+    if (
+        answered := next(filter(None, (TUNNEL_FAILURE.match(str(cause_error)) for cause_error in causes)), None)
+    ) is not None:
+        return f'the proxy answers HTTP {_format_status(int(answered[1]))}'
+    return f'{server} cannot be reached' + next(
+        (f': {detail}' for detail in map(_describe_cause, causes) if detail), ''
+    )
 
 
-def _cause(error: BaseException) -> str | None:
+def _describe_cause(error: BaseException) -> str | None:
     if isinstance(error, socket.gaierror):
         is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
         return 'there is no such name' if is_missing else 'its name cannot be looked up: is there a name server?'
     if isinstance(error, ssl.SSLError):
-        return IMAGE_SERVER_SENTENCES.get(tls_failure(error), 'it does not speak TLS as this host does')
+        return IMAGE_SERVER_SENTENCES.get(classify_tls_error(error), 'it does not speak TLS as this host does')
     if isinstance(error, ConnectionRefusedError):
         return 'it refuses the connection: nothing listens on that port'
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
@@ -355,7 +364,7 @@ def _cause(error: BaseException) -> str | None:
     return 'the connection broke' if isinstance(error, ConnectionError) else None
 
 
-def _status(code: int) -> str:
+def _format_status(code: int) -> str:
     """Format a status code with HTTP's name: the one in the response is the server's text."""
     try:
         return f'{code} {HTTPStatus(code).phrase}'
@@ -363,10 +372,10 @@ def _status(code: int) -> str:
         return str(code)
 
 
-def _redirected(url: str, here: str, location: str) -> str:
+def _resolve_redirect(url: str, current_url: str, location: str) -> str:
     """Return the URL to follow to `location`; BuildFailed, not quoting it, if it is refused."""
     try:
-        target = check_image(urldefrag(urljoin(here, location)).url)
+        target = check_image(urldefrag(urljoin(current_url, location)).url)
     except ValueError:
         reason = 'what is no URL of an image, or has a user or a password'
         raise BuildFailed('image', f'{url}: redirected to {reason}, which is not followed') from None
@@ -385,113 +394,119 @@ class Transfer:
 
     url: str
     source: Source
-    known: Version | None
+    cached_version: Version | None
     pin: str | None
     part: Path
     reserve: Callable[[int, int, int], int]
 
     def __post_init__(self) -> None:
-        self._given_up = False
+        self._is_abandoned = False
         self._has_answered = threading.Event()
         self._may_download = threading.Event()
-        self._ended = threading.Event()
-        self.began = 0.0
+        self._finished = threading.Event()
+        self.asked_at = 0.0
         self._file: IO[bytes] | None = None
         self._result: Download | BaseException | None = None
         self._waits_for: tuple[str, float] | None = None
-        self._downloads = False
-        self._done = 0
-        self._total: int | None = None
+        self._is_downloading = False
+        self._done_bytes = 0
+        self._total_bytes: int | None = None
 
-    def ask(self) -> None:
+    def start(self) -> None:
         """Start the check. is_current() and run() follow it, and abandon() in any case."""
-        self.began = time.monotonic()
+        self.asked_at = time.monotonic()
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
-    def is_known(self, checkpoint: Callable[[], None]) -> bool:
+    def is_current(self, checkpoint: Callable[[], None]) -> bool:
         """Wait until it is known whether the cached image is current. Raises what run() raises."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
-        return self._ended.is_set()
+        return self._finished.is_set()
 
-    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download:
+    def run(self, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> Download:
         """Download the new image. Raises BuildFailed, OSError and what the checkpoint raises."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         # Not in the thread: an abandoned one could open the file when it is another download's.
         self._file = self.part.open('wb')
         self._may_download.set()
-        self._wait(self._ended, checkpoint, tell)
+        self._wait(self._finished, checkpoint, report_progress)
         assert isinstance(self._result, Download)  # an error was raised by _wait()
         return self._result
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Abandon the transfer, if unfinished: what its thread still writes is discarded."""
-        self._given_up = True
+        self._is_abandoned = True
         self._may_download.set()
         self.source.stop()
 
-    def _wait(self, event: threading.Event, checkpoint: Callable[[], None], tell: Tell) -> None:
+    def _wait(self, event: threading.Event, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> None:
         reported_at = time.monotonic()
         reported = 0
-        pace = _Pace()
-        while not event.wait(TICK):
+        pace = _PaceMonitor()
+        while not event.wait(CHECKPOINT_SECONDS):
             checkpoint()
             now = time.monotonic()
-            if self.known is not None and not self._has_answered.is_set() and now - self.began > PATIENCE:
-                raise Away('image', f'{self.url}: the server gives no answer in time')
-            if (wait := self._waits_for) is not None and now - wait[1] > ANSWER:
-                raise Away('image', f'{self.url}: no {wait[0]} after {ANSWER:g} s')
-            if self._downloads and pace.is_slow(now, self._done):
-                slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
-                raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
-            if now - self.began > DEADLINE:
-                raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
-            if now - reported_at >= TOLD_EVERY and self._done != reported:
-                reported, reported_at = self._done, now
-                tell(reported, self._total)
+            if (
+                self.cached_version is not None
+                and not self._has_answered.is_set()
+                and now - self.asked_at > MAX_CHECK_SECONDS
+            ):
+                raise ServerUnavailable('image', f'{self.url}: the server gives no answer in time')
+            if (wait := self._waits_for) is not None and now - wait[1] > MAX_ANSWER_SECONDS:
+                raise ServerUnavailable('image', f'{self.url}: no {wait[0]} after {MAX_ANSWER_SECONDS:g} s')
+            if self._is_downloading and pace.is_slow(now, self._done_bytes):
+                slow = f'less than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
+                raise ServerUnavailable('image', f'{self.url}: {slow}, {self._done_bytes} bytes so far')
+            if now - self.asked_at > MAX_DOWNLOAD_SECONDS:
+                raise ServerUnavailable(
+                    'image', f'{self.url}: not here after {MAX_DOWNLOAD_SECONDS:g} s, {self._done_bytes} bytes so far'
+                )
+            if now - reported_at >= REPORT_SECONDS and self._done_bytes != reported:
+                reported, reported_at = self._done_bytes, now
+                report_progress(reported, self._total_bytes)
         if isinstance(self._result, BaseException):
             raise self._result
 
     def _run(self) -> None:
-        if self.known is not None:
-            time.sleep(HEAD_START)
+        if self.cached_version is not None:
+            time.sleep(HEAD_START_SECONDS)
         try:
             self._result = self._fetch()
         except BaseException as error:
             self._result = error
         finally:
             self.source.close()
-            self._ended.set()
+            self._finished.set()
             self._has_answered.set()
 
     def _fetch(self) -> Download | None:
-        with self._waiting('answer'):
-            stream = self.source.open(self.known)
+        with self._limit_wait('answer'):
+            stream = self.source.open(self.cached_version)
         if stream is None:
             return None
         self._has_answered.set()
         with closing(stream):
             self._may_download.wait()
             if self._file is None:
-                raise _GivenUp
+                raise _Abandoned
             with self._file as file:
                 return self._fetch_into(file, stream)
 
     def _fetch_into(self, file: IO[bytes], stream: Stream) -> Download:
         expected = self.pin
         if expected is None:
-            with self._waiting(SUMS):
-                sums = self.source.sums()
-            expected = None if sums is None else sum_of(sums, self.url)
+            with self._limit_wait(SUMS_FILE):
+                sums = self.source.read_sums()
+            expected = None if sums is None else find_sha256(sums, self.url)
         result = self._download(stream, file, expected)
         return result if expected is not None or self._is_still(result.version) else self._fetch_again(file, result)
 
     def _fetch_again(self, file: IO[bytes], first: Download) -> Download:
         """Download again: servers of one name may differ in version. BuildFailed if in content."""
-        with self._waiting('answer'):
+        with self._limit_wait('answer'):
             stream = self.source.open(None)
         assert stream is not None  # without a cached version there is a stream
         with closing(stream):
-            self._done = file.seek(0)
+            self._done_bytes = file.seek(0)
             file.truncate()
             again = self._download(stream, file, None)
         fix = 'put #sha256=… on its URL, and its server is asked once'
@@ -502,71 +517,73 @@ class Transfer:
         return replace(again, version=replace(again.version, etag='', modified=modified))
 
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
-        length = self._total = stream.version.length
+        length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(file.fileno(), length, 0) if length else 0
         failpoint('image-begun')
-        self._downloads = True
+        self._is_downloading = True
         while chunk := stream.read():
-            if self._given_up:
-                raise _GivenUp
-            if self._done + len(chunk) > reserved:
+            if self._is_abandoned:
+                raise _Abandoned
+            if self._done_bytes + len(chunk) > reserved:
                 if length is not None:
                     raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
-                reserved = self.reserve(file.fileno(), self._done + len(chunk), AHEAD)
+                reserved = self.reserve(file.fileno(), self._done_bytes + len(chunk), RESERVE_AHEAD_BYTES)
             if chunk == bytes(len(chunk)):
                 file.seek(len(chunk), os.SEEK_CUR)  # leaves a hole: a sparse image stays sparse
             else:
                 file.write(chunk)
             digest.update(chunk)
-            self._done += len(chunk)
-        self._downloads = False
-        if length is not None and length != self._done:
-            raise BuildFailed('image', f'{self.url}: cut off after {self._done} of {length} bytes')
-        if not self._done:
+            self._done_bytes += len(chunk)
+        self._is_downloading = False
+        if length is not None and length != self._done_bytes:
+            raise BuildFailed('image', f'{self.url}: cut off after {self._done_bytes} of {length} bytes')
+        if not self._done_bytes:
             raise BuildFailed('image', f'{self.url}: is empty')
         if expected not in (None, digest.hexdigest()):
-            origin = 'its URL' if self.pin else f'the {SUMS} beside it'
+            origin = 'its URL' if self.pin else f'the {SUMS_FILE} beside it'
             raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {origin} says {expected}')
-        file.truncate(self._done)  # release what was reserved in advance
+        file.truncate(self._done_bytes)  # release what was reserved in advance
         file.flush()
         os.fsync(file.fileno())
-        return Download(digest.hexdigest(), self._done, stream.version)
+        return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _is_still(self, version: Version) -> bool:
         """Return whether the server still has this version; True if unversioned or unavailable."""
         if not version.etag and not version.modified:
             return True
-        with suppress(Away), self._waiting('answer'):
+        with suppress(ServerUnavailable), self._limit_wait('answer'):
             return self.source.is_still(version)
         return True
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _limit_wait(self, awaited: str) -> Iterator[None]:
         """Allow MAX_ANSWER_SECONDS for the block, which waits for `awaited`."""
-        self._waits_for = what, time.monotonic()
+        self._waits_for = awaited, time.monotonic()
         try:
             yield
         finally:
             self._waits_for = None
 
 
-class _Pace:
+class _PaceMonitor:
     """Finds whether a download is too slow, once in each SLOW_PERIOD_SECONDS."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
-        self._done = 0
+        self._period_start: float | None = None
+        self._done_bytes = 0
 
-    def is_slow(self, now: float, done: int) -> bool:
+    def is_slow(self, now: float, done_bytes: int) -> bool:
         """Return whether the period that ends at `now` was too slow; `done_bytes` came in all."""
-        if self._since is not None and now - self._since < SPELL:
+        if self._period_start is not None and now - self._period_start < SLOW_PERIOD_SECONDS:
             return False
         # Fewer bytes than before mean that a second download began.
-        slow = self._since is not None and 0 <= done - self._done < RATE * (now - self._since)
-        self._since, self._done = now, done
+        slow = self._period_start is not None and 0 <= done_bytes - self._done_bytes < MIN_BYTES_PER_SECOND * (
+            now - self._period_start
+        )
+        self._period_start, self._done_bytes = now, done_bytes
         return slow
 
 
-class _GivenUp(Exception):
+class _Abandoned(Exception):
     """The caller of a Transfer has abandoned it."""

@@ -25,14 +25,14 @@ from ecomp.model.guest import BaseImage
 from ecomp.virt import image
 
 # Processor time, and elapsed time, that an inspection may take; beyond that the image is refused.
-SECONDS = 30
+MAX_SECONDS = 30
 # Address space of the child; an image that needs more is refused.
-MEMORY = 2**30
+MAX_ADDRESS_SPACE_BYTES = 2**30
 # Data that QEMU may allocate to open a qcow2: 92 MiB were needed for the largest tables that it allows.
-QEMU_MEMORY = 160 * 2**20
-TICK = 0.1  # seconds between two calls of the checkpoint
+MAX_QEMU_DATA_BYTES = 160 * 2**20
+CHECKPOINT_SECONDS = 0.1  # seconds between two calls of the checkpoint
 PR_SET_PDEATHSIG = 1
-NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command that was not found
+EXIT_NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command that was not found
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
@@ -41,24 +41,24 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     Raises BuildFailed if the image is refused or exceeds a limit, EcompError if the child could not work, which may be
     temporary, and what `checkpoint` raises, which ends the child.
     """
-    limits = [str(os.getpid()), str(SECONDS), str(MEMORY), str(QEMU_MEMORY)]
-    deadline = time.monotonic() + SECONDS
+    limits = [str(os.getpid()), str(MAX_SECONDS), str(MAX_ADDRESS_SPACE_BYTES), str(MAX_QEMU_DATA_BYTES)]
+    deadline = time.monotonic() + MAX_SECONDS
     try:
         # -P and / : no module is imported from the current directory.
         child = subprocess.Popen(
             [sys.executable, '-P', '-m', __name__, str(path.absolute()), *limits],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd='/', env=_environment(),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd='/', env=_make_environment(),
         )  # fmt: skip
     except OSError as error:
         raise EcompError(f'the image cannot be looked at: {error.strerror}') from error
     with child:
         try:
-            answer = _answer(child, deadline, checkpoint)
+            answer = _read_answer(child, deadline, checkpoint)
         finally:
             child.kill()
     if child.returncode == -signal.SIGXCPU:
-        raise _too_long()
-    if child.returncode == NO_QEMU_IMG:
+        raise _make_timeout_error()
+    if child.returncode == EXIT_NO_QEMU_IMG:
         raise EcompError('the image was not looked at: qemu-img was not found on this host. Fix: install qemu-utils')
     if child.returncode != 0 and not answer:
         raise EcompError(f'the image was not looked at: the process that does it ended with {child.returncode}')
@@ -66,26 +66,26 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     if 'reason' in result:
         raise BuildFailed('image', result['reason'])
     if child.returncode != 0:
-        needs = f'needs more than {QEMU_MEMORY // 2**20} MiB for it'
+        needs = f'needs more than {MAX_QEMU_DATA_BYTES // 2**20} MiB for it'
         raise BuildFailed('image', f'QEMU cannot open the image, or {needs}. Fix: qemu-img convert -O qcow2 OLD NEW')
     return BaseImage(str(path), result['format'], result['virtual_size'])
 
 
-def _answer(child: subprocess.Popen[bytes], end: float, checkpoint: Callable[[], None]) -> bytes:
+def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Callable[[], None]) -> bytes:
     while True:
         checkpoint()
         try:
-            return child.communicate(timeout=TICK)[0]
+            return child.communicate(timeout=CHECKPOINT_SECONDS)[0]
         except subprocess.TimeoutExpired:
-            if time.monotonic() > end:
-                raise _too_long() from None
+            if time.monotonic() > deadline:
+                raise _make_timeout_error() from None
 
 
-def _too_long() -> BuildFailed:
-    return BuildFailed('image', f'the image takes more than {SECONDS} s to be looked at: it is not taken')
+def _make_timeout_error() -> BuildFailed:
+    return BuildFailed('image', f'the image takes more than {MAX_SECONDS} s to be looked at: it is not taken')
 
 
-def _environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     """Return the environment with a PYTHONPATH in which the child finds the same ecomp."""
     package_parent = str(Path(ecomp.__file__).parents[1])
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))}
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     the image. For a qcow2 the exit status is that of a qemu-img that opens it.
     """
     path, (parent, seconds, memory, qemu_memory) = arguments[0], map(int, arguments[1:])
-    die_with(parent)
+    die_with_parent(parent)
     # The soft limit ends the child with SIGXCPU, which tells the parent the reason.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -117,30 +117,30 @@ def main(arguments: Sequence[str]) -> None:
         _become_qemu_img(path, qemu_memory)
 
 
-def _become_qemu_img(path: str, memory: int) -> None:
+def _become_qemu_img(path: str, data_bytes: int) -> None:
     """Replace this process by a qemu-img that opens the file read-only and as a whole.
 
     `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it.
     """
     program = shutil.which('qemu-img')
     if program is None:
-        os._exit(NO_QEMU_IMG)
+        os._exit(EXIT_NO_QEMU_IMG)
     # The output of qemu-img may quote the file.
     with open(os.devnull, 'wb') as null:
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     # In addition to RLIMIT_AS, of which the libraries of QEMU alone take 220 MiB.
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
     os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', path])
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends, by prctl(2).
 
     If the process `parent_pid`, which started it, has ended already, this one exits.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl() was called
+    if os.getppid() != parent_pid:  # it died before prctl() was called
         os._exit(1)
 
 

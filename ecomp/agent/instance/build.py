@@ -29,7 +29,7 @@ class Build:
 
     spec: GuestSpec
     image: str
-    since: float = field(default_factory=time.monotonic, compare=False)
+    requested_at: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def instance(self) -> str:
@@ -38,6 +38,8 @@ class Build:
 
 @dataclass(frozen=True)
 class Step:
+    """An operation on one guest, which a worker carries out."""
+
     instance: str
     compute: str
 
@@ -78,30 +80,30 @@ class SwitchOff(Step):
         hypervisor.switch_off(self.instance, self.compute)
 
 
-class Forget(Step):
+class RemoveLeftovers(Step):
     """Deletes the console log, all that is left of a guest whose domain and disk are gone."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         """Delete the log, unless the guest has reappeared."""
-        if self.instance not in hypervisor.guests():
+        if self.instance not in hypervisor.list_guests():
             hypervisor.delete_disk(self.instance)
 
 
 # Steps that stop or remove a guest: they are short, and do not wait for builds.
-ENDING = (Destroy, Shutdown, SwitchOff)
+STOPPING_STEPS = (Destroy, Shutdown, SwitchOff)
 # STOPPING_STEPS that one worker runs concurrently: libvirt serves no more calls of one connection, and polls every 200
 # ms for the end of a QEMU process.
-MOST_ENDS = 5
+MAX_CONCURRENT_STOPS = 5
 Job = Build | Step
 # A running job's event: the name of a stage that it has reached, or its progress within a stage.
-News = str | Progress
+JobEvent = str | Progress
 
 
 def carry_out(
     job: Job,
     hypervisor: Hypervisor,
     images: Images,
-    report: Callable[[News], None],
+    report: Callable[[JobEvent], None],
     checkpoint: Callable[[], None],
 ) -> None:
     """Run a job; a build returns once the domain runs, or leaves nothing behind.
@@ -117,13 +119,15 @@ def carry_out(
         job.carry_out(hypervisor)
         return
     instance, spec = job.spec.instance, job.spec
-    if hypervisor.runs(instance):
+    if hypervisor.is_running(instance):
         report('started')
         return
     with ExitStack() as undo:
         checkpoint()
         disk_error: BuildFailed | None = None
-        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.since) as bases:
+        with images.hold(
+            job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.requested_at
+        ) as bases:
             # Registered before the step: a step that fails halfway leaves something too, and removing nothing is
             # harmless.
             undo.callback(hypervisor.delete_disk, instance)

@@ -16,15 +16,25 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Resume, Shutdown, Step, SwitchOff, WorkerDied
-from ecomp.agent.instance.plan import GONE_BOTH, Patience, fault_of
+from ecomp.agent.instance.build import (
+    Build,
+    Cancelled,
+    Destroy,
+    RemoveLeftovers,
+    Resume,
+    Shutdown,
+    Step,
+    SwitchOff,
+    WorkerDied,
+)
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, ShutdownAction, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import difference, to_wire, total
-from ecomp.model.boots import AFTER_HOST, BY_HAND, CREATED
+from ecomp.model.allocation import describe_difference, sum_allocations, to_wire
+from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
 from ecomp.model.guest import (
     REFUSED_METADATA,
     Address,
@@ -32,10 +42,20 @@ from ecomp.model.guest import (
     BaseImage,
     Guest,
     GuestSpec,
-    all_macs,
-    shared_user_data,
+    list_macs,
+    parse_shared_user_data,
 )
-from ecomp.model.order import ASKED, NOT_STARTED, OFF, Invalid, Power, Request, Shares, parse_request, shares
+from ecomp.model.order import (
+    SHUT_OFF,
+    SHUTDOWN_ASKED,
+    START_FAILED,
+    Holdings,
+    InvalidRequest,
+    PowerAction,
+    Request,
+    get_holdings,
+    parse_request,
+)
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -47,46 +67,48 @@ from ecomp.model.record import (
     Interface,
     Progress,
     Record,
-    new_record,
-    refused_record,
+    make_record,
+    make_refused_record,
 )
-from ecomp.model.text import printable
+from ecomp.model.text import make_printable
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer, release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, until_committed
+from ecomp.store.client import Delete, Put, Store, retry_until_committed
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
 
-def with_shares(store: Store, compute: str, wish: Invalid) -> Invalid:
+def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
     """Return a malformed request with its name, group and quota, read from etcd if needed."""
-    entry = store.get(keys.request(compute, wish.instance)) if wish.shares == Shares() else None
-    return wish if entry is None else wish._replace(shares=shares(parse_request(compute, entry.key, entry.value)))
+    entry = store.get(keys.request(compute, wish.instance)) if wish.holdings == Holdings() else None
+    return (
+        wish if entry is None else wish._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
+    )
 
 
-def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:
+def query_aside(query: Callable[[], Consumer]) -> Future[Consumer]:
     """Query placement in a new thread, or in this one if none can be started."""
     future: Future[Consumer] = Future()
 
-    def tell() -> None:
+    def complete() -> None:
         try:
-            future.set_result(ask())
+            future.set_result(query())
         except BaseException as error:
             future.set_exception(error)
 
     try:
-        threading.Thread(target=tell, name='confirm', daemon=True).start()
+        threading.Thread(target=complete, name='confirm', daemon=True).start()
     except RuntimeError:
-        tell()
+        complete()
     return future
 
 
-def answer(asked: Future[Consumer]) -> Consumer:
+def wait_for_answer(future: Future[Consumer]) -> Consumer:
     """Return placement's answer; an EcompError becomes Unreachable: the build is retried."""
     try:
-        return asked.result()
+        return future.result()
     except Unreachable:
         raise
     except EcompError as error:
@@ -101,22 +123,22 @@ class ControlPlane:
     store: Store
     placement: Placement
     now: Callable[[], str]
-    aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = aside
+    query_aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = query_aside
 
 
 @dataclass(frozen=True)
-class Host:
+class HostServices:
     """A host's hypervisor, workers and metadata; `ensure_metadata_server` runs every minute."""
 
     hypervisor: Hypervisor
     runner: Runner
     guest_data: GuestData
-    look_after: Callable[[], None] = lambda: None
-    serves_metadata: Callable[[], bool] = lambda: False
+    ensure_metadata_server: Callable[[], None] = lambda: None
+    can_serve_metadata: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
-class Shape:
+class GuestTemplate:
     """The properties that all guests of this compute share.
 
     `hostname` is the host in a console's address. `make_seed` returns the files of the NoCloud disk of the guest with
@@ -127,11 +149,11 @@ class Shape:
     resize: bool
     networks: tuple[Attachment, ...]
     hostname: str
-    seed: Callable[[str], Mapping[str, bytes]] | None = None
+    make_seed: Callable[[str], Mapping[str, bytes]] | None = None
 
-    def spec(self, compute: str, request: Request) -> GuestSpec:
+    def make_spec(self, compute: str, request: Request) -> GuestSpec:
         """Return the guest to build for a request, without base, reserved addresses and seed."""
-        amounts = total(request.allocations)
+        amounts = sum_allocations(request.allocations)
         return GuestSpec(
             instance=request.instance,
             compute=compute,
@@ -144,7 +166,7 @@ class Shape:
         )
 
 
-def with_user_data(store: Store, request: Request) -> Request:
+def load_user_data(store: Store, request: Request) -> Request:
     """Return the request with the user-data of its set; BuildFailed if gone or malformed."""
     if request.user_data_sha256 is None:
         return request
@@ -152,13 +174,13 @@ def with_user_data(store: Store, request: Request) -> Request:
     if entry is None:
         raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
     try:
-        return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
+        return replace(request, user_data=parse_shared_user_data(entry.value, request.user_data_sha256))
     except ValueError as error:
         raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
 
 
 # Attempts at a build that fails in an unknown way, and at a build or start during which a worker dies.
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 
 
 class Shutdowns:
@@ -169,42 +191,50 @@ class Shutdowns:
     again.
     """
 
-    def __init__(self, grace: float, again: float) -> None:
-        self._grace = grace
-        self._again = again
-        self._asked: dict[str, tuple[float, float]] = {}
+    def __init__(self, grace_seconds: float, retry_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._retry_seconds = retry_seconds
+        self._request_times: dict[str, tuple[float, float]] = {}
 
-    def note_asked(self, instance: str, now: float) -> None:
+    def note_request(self, instance: str, now: float) -> None:
         """Note that a guest was asked at `now`, for the first time or again."""
-        first_time, _ = self._asked.get(instance, (now, now))
-        self._asked[instance] = first_time, now
+        first_time, _ = self._request_times.get(instance, (now, now))
+        self._request_times[instance] = first_time, now
 
-    def patience(self, now: float) -> dict[str, Patience]:
+    def find_actions(self, now: float) -> dict[str, ShutdownAction]:
         """Return the action that is due for each guest that was asked."""
-        return {instance: self._due(first, last, now) for instance, (first, last) in self._asked.items()}
+        return {
+            instance: self._decide_action(first, last, now) for instance, (first, last) in self._request_times.items()
+        }
 
-    def next(self, after: float) -> list[float]:
+    def find_times(self, after: float) -> list[float]:
         """Return the times after `after` at which another action becomes due."""
-        times = [when for first, last in self._asked.values() for when in (first + self._grace, last + self._again)]
+        times = [
+            when
+            for first, last in self._request_times.values()
+            for when in (first + self._grace_seconds, last + self._retry_seconds)
+        ]
         return [when for when in times if when > after]
 
-    def keep(self, running: Collection[str]) -> None:
+    def forget_all_but(self, running: Collection[str]) -> None:
         """Forget the guests that are not running: they have shut down."""
-        self._asked = {instance: times for instance, times in self._asked.items() if instance in running}
+        self._request_times = {
+            instance: times for instance, times in self._request_times.items() if instance in running
+        }
 
-    def _due(self, first: float, last: float, now: float) -> Patience:
-        if now >= first + self._grace:
-            return Patience.NO_MORE
-        return Patience.ASK_AGAIN if now >= last + self._again else Patience.WAIT
+    def _decide_action(self, first: float, last: float, now: float) -> ShutdownAction:
+        if now >= first + self._grace_seconds:
+            return ShutdownAction.SWITCH_OFF
+        return ShutdownAction.ASK_AGAIN if now >= last + self._retry_seconds else ShutdownAction.WAIT
 
 
-def _power(request: Request) -> Power:
+def _get_power(request: Request) -> PowerAction:
     assert request.power is not None  # plan() makes power tasks only of requests with `power`
     return request.power
 
 
 # Tries to release a claim that other processes change concurrently.
-RELEASES = 5
+MAX_RELEASE_TRIES = 5
 
 
 class Instances:
@@ -214,27 +244,27 @@ class Instances:
     request has changed: plan again), or EcompError or OSError (retry it later).
     """
 
-    def __init__(self, control: ControlPlane, host: Host, shape: Shape, memory: Memory) -> None:
+    def __init__(self, control: ControlPlane, host: HostServices, template: GuestTemplate, memory: Memory) -> None:
         self.compute = control.compute
         self.store = control.store
         self.placement = control.placement
         self.now = control.now
-        self.aside = control.aside
+        self.query_aside = control.query_aside
         self.runner = host.runner
         self.hypervisor = host.hypervisor
         self.guest_data = host.guest_data
-        self.shape = shape
+        self.template = template
         self.memory = memory
         self.records = Records(control.compute, control.store, memory)
 
-    def guests(self) -> Mapping[str, Guest]:
+    def list_guests(self) -> Mapping[str, Guest]:
         """Return the guests by instance, with the trouble of those that are refused metadata."""
-        guests, refusals = dict(self.hypervisor.guests()), self.guest_data.read_refusals()
+        guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
-            reasons = [refusals.pop(mac) for mac in all_macs(instance) if mac in refusals]
+            reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
             if reasons and guest.running:
                 guests[instance] = guest.with_trouble(f'{REFUSED_METADATA}: {reasons[0]}')
-        self.guest_data.forget_refusals(refusals)  # the remaining ones are of no guest here
+        self.guest_data.remove_refusals(refusals)  # the remaining ones are of no guest here
         return guests
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
@@ -247,17 +277,17 @@ class Instances:
         stored = self.records.get(instance)
         if stored is not None and stored.state in (ACTIVE, STOPPED):
             return  # planned before the record was written
-        record = stored or new_record(self.compute, request, self.now())
+        record = stored or make_record(self.compute, request, self.now())
         if stored is None:
-            self.records.lost(instance, revision, is_here=guest is not None)
-        remembered = self.memory.all().get(instance)
+            self.records.remove_stale_address(instance, revision, is_here=guest is not None)
+        remembered = self.memory.get_entries().get(instance)
         is_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
         pending_failure = remembered.failure if remembered is not None else None
         is_ours = guest is not None and guest.is_built and guest.compute == self.compute
         if guest is not None and (guest.running or (pending_failure is None and (is_ours or not is_begun))):
             # Adopt a guest that runs or may have run: built with our mark, or of no build that was begun here (a build
             # is remembered first). No guest is rebuilt or removed because records are missing.
-            self._adopt(record, revision, request, guest, lost=stored is None, starts=is_begun)
+            self._adopt(record, revision, request, guest, has_lost_record=stored is None, start_if_off=is_begun)
             return
         fail, must_remove = partial(self._fail, request=request), guest is not None
         if pending_failure is not None:
@@ -265,22 +295,22 @@ class Instances:
             fail(record, revision, pending_failure)
             return
         # Placement takes as long as all writes before the build, so query it concurrently.
-        confirmation = self.aside(partial(allocations.consumer, self.placement, instance))
+        confirmation = self.query_aside(partial(allocations.read_consumer, self.placement, instance))
         if record.state == BUILDING or remembered is not None:
             confirmation.result()  # a retry: repeat nothing until placement answers
-        record = record.at(BUILDING, self.now())
+        record = record.enter_state(BUILDING, self.now())
         self.memory.remember(request, record)
         failpoint('remembered')
-        spec = self.shape.spec(self.compute, request)
+        spec = self.template.make_spec(self.compute, request)
         assert request.image is not None  # parse_request() rejects allocations without an image
         try:
-            record = self._reserve(record, spec)
-            spec = replace(spec, reserved=tuple(interface.expected for interface in record.addresses))
-            self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all)
+            record = self._reserve_addresses(record, spec)
+            spec = replace(spec, reserved_addresses=tuple(interface.expected for interface in record.addresses))
+            self.guest_data.write(load_user_data(self.store, request), spec.macs, self.memory.get_entries)
             failpoint('seeded')
-            if self.shape.seed is not None:
-                spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
-            claim_fault = difference(request.allocations, answer(confirmation).allocations)
+            if self.template.make_seed is not None:
+                spec = replace(spec, seed=self.template.make_seed(spec.macs[0]))
+            claim_fault = describe_difference(request.allocations, wait_for_answer(confirmation).allocations)
             if claim_fault:
                 raise BuildFailed('scheduled', claim_fault)
             failpoint('confirmed')
@@ -291,32 +321,34 @@ class Instances:
             must_remove = True
             for event in self.runner.run(Build(spec, request.image)):
                 if isinstance(event, Progress):
-                    record = self._noted(replace(record, progress=event), revision)
+                    record = self._record_progress(replace(record, progress=event), revision)
                 elif event != 'started':
-                    record = self._noted(record.at(BUILDING, self.now(), event), revision)
+                    record = self._record_progress(record.enter_state(BUILDING, self.now(), event), revision)
         except Cancelled:
             log.info('instance %s: its build was stopped and is undone', instance)
-            self._forget(instance)
+            self._release_host_data(instance)
             raise Superseded from None
         except BuildFailed as error:
-            fail(record, revision, Failure(error.stage, error.reason, ''), touched=must_remove)
+            fail(record, revision, Failure(error.stage, error.reason, ''), remove_guest=must_remove)
         except OSError as error:
-            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), touched=must_remove)
+            fail(
+                record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), remove_guest=must_remove
+            )
         except (Conflict, UsageError) as error:
             # The build has undone its steps; the rest is not ecomp's.
-            fail(record, revision, Failure('started', str(error), ''), touched=False)
+            fail(record, revision, Failure('started', str(error), ''), remove_guest=False)
         except Unreachable:
             raise  # retried without limit
         except EcompError as error:
             # A dead worker or an unknown failure may be temporary.
             record = replace(record, attempts=record.attempts + 1)
-            if record.attempts < ATTEMPTS:
+            if record.attempts < MAX_ATTEMPTS:
                 self.records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=must_remove)
+            fail(record, revision, Failure('started', f'{error}, {MAX_ATTEMPTS} times', ''), remove_guest=must_remove)
         else:
             failpoint('built')
-            record = self.records.write(self._up(record), revision)
+            record = self.records.write(self._make_running_record(record), revision)
             self.memory.remember(request, record)
             failpoint('active')
             log.info('instance %s is active', instance)
@@ -324,32 +356,32 @@ class Instances:
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and all that belongs to it; its record stays for a day as `gone`."""
         instance = request.instance
-        stored = self.records.to_end(instance)
-        record = stored or new_record(self.compute, request, self.now())
+        stored = self.records.get_to_end(instance)
+        record = stored or make_record(self.compute, request, self.now())
         if stored is None:
-            self.records.lost(instance, revision, is_here=True)
+            self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
             with suppress(NoSpace):  # a full etcd refuses the record; the destroy makes room
-                record = self.records.write(record.at(DESTROYING, self.now()), revision)
+                record = self.records.write(record.enter_state(DESTROYING, self.now()), revision)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
         self._remove(instance, Destroy(instance, self.compute))
-        self.records.end(record.at(GONE, self.now(), 'gone'), revision)
+        self.records.end(record.enter_state(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
-    def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
+    def refuse(self, wish: InvalidRequest, revision: int, guest: Guest | None) -> None:
         """End a malformed request in error, unless that would remove a guest.
 
         The reason becomes the fault of an active, stopped or destroying instance. A key without a uuid is only logged.
         """
         instance, reason = wish.instance, wish.reason
         if not keys.is_uuid(instance):
-            name = printable(keys.request(self.compute, instance), 200)
+            name = make_printable(keys.request(self.compute, instance), 200)
             log.error('%s: %s; it stays there until somebody removes it', name, reason)
             return
         record = self.records.get(instance)
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
-            record = self._as_it_is(record, guest)
+            record = self._make_current_record(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
             fault = f'its request is unreadable: {reason}'
@@ -360,8 +392,8 @@ class Instances:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
         if record is None:
-            self.records.lost(instance, revision, is_here=False)
-        record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
+            self.records.remove_stale_address(instance, revision, is_here=False)
+        record = record or make_refused_record(self.compute, load_shares(self.store, self.compute, wish), self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
@@ -369,37 +401,39 @@ class Instances:
 
         Without a record in etcd the instance may have ended long ago, so only what was begun here is removed.
         """
-        record, remembered = self.records.get(instance), self.memory.all().get(instance)
+        record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
         if last is None or last.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
         reason = 'its request was deleted while it was being built'
         if guest is not None and guest.is_built:
             if record is not None:
-                self.records.write(replace(self._as_it_is(record, guest), fault=reason), 0)
+                self.records.write(replace(self._make_current_record(record, guest), fault=reason), 0)
         elif record is not None:
-            self._fail(record, 0, Failure('scheduled', reason, ''), touched=guest is not None)
+            self._fail(record, 0, Failure('scheduled', reason, ''), remove_guest=guest is not None)
         else:
             self._remove(instance, Destroy(instance, self.compute) if guest is not None else None)
-            self.memory.ended(instance)
+            self.memory.record_end(instance)
 
-    def clear(self, instance: str, revision: int, reason: str) -> None:
+    def drop_request(self, instance: str, revision: int, reason: str) -> None:
         """Drop a request that is not to be carried out, and its claim; the record is kept."""
         record = self.records.get(instance)
-        self.records.drop(instance, revision, record.name if record is not None and record.state == ERROR else None)
+        self.records.drop_request(
+            instance, revision, record.name if record is not None and record.state == ERROR else None
+        )
         log.error('instance %s: request dropped: %s', instance, reason)
-        self._release(instance)
+        self._release_claim(instance)
 
-    def vanished(self, instance: str, revision: int) -> None:
+    def end_vanished(self, instance: str, revision: int) -> None:
         """End an instance whose domain and disk were removed outside ecomp; release its claim."""
-        record = self.records.known(instance)
-        self._remove(instance, Forget(instance, self.compute))
-        self.records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
+        record = self.records.get_existing(instance)
+        self._remove(instance, RemoveLeftovers(instance, self.compute))
+        self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=DOMAIN_AND_DISK_GONE), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
-    def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
+    def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Record the guest's addresses; the first interface's also at /booted, as in 2019."""
-        record = self.records.known(instance)
+        record = self.records.get_existing(instance)
         interfaces = tuple(
             replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
             if interface.mac in addresses
@@ -410,55 +444,57 @@ class Instances:
         operations: list[Put | Delete] = []
         first_address = record.address
         if first_address is not None:
-            record = record.has('addressed', self.now())
-            operations.append(Put(keys.booted(instance), first_address))
+            record = record.mark_stage('addressed', self.now())
+            operations.append(Put(keys.address(instance), first_address))
         self.records.write(record, revision, operations)
         failpoint('addressed')
         for interface in interfaces:
             log.info('instance %s has address %s on %s', instance, interface.address or 'none yet', interface.network)
 
-    def ready(self, instance: str, revision: int) -> None:
+    def record_ready(self, instance: str, revision: int) -> None:
         """Record that cloud-init has finished or failed, and the host keys that the guest reported."""
-        previous, now = self.records.known(instance), self.now()
+        previous, now = self.records.get_existing(instance), self.now()
         try:
-            report = self.guest_data.word(instance)
+            report = self.guest_data.read_report(instance)
         except OSError as error:
             raise EcompError(f'{error.filename}: {error.strerror}') from error
         # Host keys that were reported first count, whatever a later boot reports. A guest that reports has an address.
-        record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=report.failed)
-        record = record.has('addressed', now)
-        if report.failed is None:
-            self.records.write(record.has('ready', now), revision)
+        record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=report.failure)
+        record = record.mark_stage('addressed', now)
+        if report.failure is None:
+            self.records.write(record.mark_stage('ready', now), revision)
             log.info('instance %s is ready', instance)
         else:
             self.records.write(record, revision)
             log.warning(
                 'instance %s: its cloud-init failed at stage %s: %s',
                 instance,
-                report.failed.stage,
-                report.failed.reason,
+                report.failure.stage,
+                report.failure.reason,
             )
 
-    def note_power(self, instance: str, revision: int, guest: Guest | None) -> None:
+    def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
         """Record that a guest went off or came on, and what is wrong with it."""
-        record = self.records.write(self._seen(self.records.known(instance), guest, BY_HAND), revision)
+        record = self.records.write(
+            self._make_observed_record(self.records.get_existing(instance), guest, MANUAL), revision
+        )
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def resume(self, instance: str, revision: int) -> None:
         """Start a guest that ran when the host went down; a failure becomes its fault."""
-        record = self.records.known(instance)
+        record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
-        stopped = record.off(self.now())
+        stopped = record.mark_off(self.now())
         record = replace(stopped, state=record.state, attempts=record.attempts if stopped.boots == record.boots else 0)
-        self._start(record, revision, record.power, AFTER_HOST, f'{NOT_STARTED} after the host was rebooted')
+        self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
         """Ask a guest to shut down; a failure is logged, as if the guest had ignored the request."""
-        if self._begin(request, revision, ASKED):
-            log.info('SHUT DOWN INSTANCE %s: its %s was asked for', request.instance, _power(request).action)
+        if self._record_phase(request, revision, SHUTDOWN_ASKED):
+            log.info('SHUT DOWN INSTANCE %s: its %s was asked for', request.instance, _get_power(request).action)
         try:
-            self._run(Shutdown(request.instance, self.compute))
+            self._run_power_step(Shutdown(request.instance, self.compute))
         except Unreachable:
             raise
         except EcompError as error:
@@ -466,71 +502,80 @@ class Instances:
 
     def switch_off(self, request: Request, revision: int) -> None:
         """Switch off a guest that did not shut down when asked; the next plan finds it off."""
-        self._begin(request, revision, ASKED)
+        self._record_phase(request, revision, SHUTDOWN_ASKED)
         log.warning('SWITCH OFF INSTANCE %s: it was asked to turn itself off, and did not', request.instance)
-        self._run(SwitchOff(request.instance, self.compute))
+        self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
         """Start a stopped guest as requested; a failure becomes its fault and is not retried."""
-        self._begin(request, revision, OFF)
-        power = _power(request)
+        self._record_phase(request, revision, SHUT_OFF)
+        power = _get_power(request)
         log.info('START INSTANCE %s: its %s was asked for', request.instance, power.action)
-        self._start(self.records.known(request.instance), revision, power.id, power.action, NOT_STARTED)
+        self._start(self.records.get_existing(request.instance), revision, power.id, power.action, START_FAILED)
 
-    def power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
-        power = _power(request)
-        record = replace(self._seen(self.records.known(request.instance), guest, power.action), power=power.id)
+    def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
+        """Record the guest's state and the id of its power action, so that it is not repeated."""
+        power = _get_power(request)
+        record = replace(
+            self._make_observed_record(self.records.get_existing(request.instance), guest, power.action), power=power.id
+        )
         self.records.write(record, revision)
         self.memory.remember(request, record)
         log.info('instance %s is %s, as was asked', request.instance, record.state)
 
-    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
+    def _adopt(
+        self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
+    ) -> None:
         """Record a guest that exists already; a difference from its claim becomes its fault."""
-        remembered = self.memory.all().get(record.instance)
-        if lost and request.power is not None:
+        remembered = self.memory.get_entries().get(record.instance)
+        if has_lost_record and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
             record = replace(record, power=remembered.record.power if remembered else request.power.id)
-        consumer = allocations.consumer(self.placement, request.instance)
-        claim_fault = difference(request.allocations, consumer.allocations)
-        spec = self.shape.spec(self.compute, request)
+        consumer = allocations.read_consumer(self.placement, request.instance)
+        claim_fault = describe_difference(request.allocations, consumer.allocations)
+        spec = self.template.make_spec(self.compute, request)
         if not record.addresses:
             interfaces = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
             record = replace(record, addresses=interfaces)
             with suppress(BuildFailed):  # the guest keeps the address that it has
-                record = self._reserve(record, spec)
-        record = replace(record, fault='its record was lost' if lost else record.fault)
-        starts = starts and not (guest.running or claim_fault)
-        start_fault = self._start_built(record.at(BUILDING, self.now()), revision) if starts else None
+                record = self._reserve_addresses(record, spec)
+        record = replace(record, fault='its record was lost' if has_lost_record else record.fault)
+        start_if_off = start_if_off and not (guest.running or claim_fault)
+        start_fault = self._start_built(record.enter_state(BUILDING, self.now()), revision) if start_if_off else None
         faults = start_fault, record.fault, claim_fault
-        record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not starts or start_fault)
+        record = replace(self._make_running_record(record), fault='; '.join(filter(None, faults)) or None)
+        is_off = not guest.running and (not start_if_off or start_fault)
         # If it ran when last remembered, the next plan sees that it is off, or starts it after a reboot.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
-            record = record.off(self.now())
+            record = record.mark_off(self.now())
         self.records.write(record, revision)
         self.memory.remember(request, record)
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
-    def _reserve(self, record: Record, spec: GuestSpec) -> Record:
+    def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
         """Reserve the guest's DHCP addresses on libvirt's networks; return the record with them."""
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
-            reserved = self.hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
+            reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
             interfaces.append(Interface(name, mac, expected=reserved))
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
 
-    def _up(self, record: Record) -> Record:
-        console = self.hypervisor.console(record.instance)
-        record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
+    def _make_running_record(self, record: Record) -> Record:
+        console = self.hypervisor.get_console_path(record.instance)
+        record = replace(record, console=f'{self.template.hostname}:{console}' if console else None)
         # A running guest has its image and its disk, even if those stages could not be recorded in time.
         now = self.now()
-        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+        return record.enter_state(ACTIVE, now, 'image', 'disk', 'started').mark_running(CREATED, now)
 
-    def _as_it_is(self, record: Record, guest: Guest) -> Record:
-        return self._up(record) if guest.running else self._up(record).off(self.now())
+    def _make_current_record(self, record: Record, guest: Guest) -> Record:
+        return (
+            self._make_running_record(record)
+            if guest.running
+            else self._make_running_record(record).mark_off(self.now())
+        )
 
-    def _noted(self, record: Record, revision: int) -> Record:
+    def _record_progress(self, record: Record, revision: int) -> Record:
         """Record how far a build is; if etcd is unreachable, the next write includes it."""
         try:
             return self.records.write(record, revision)
@@ -541,68 +586,70 @@ class Instances:
         return record
 
     def _fail(
-        self, record: Record, revision: int, failure: Failure, touched: bool = True, request: Request | None = None
+        self, record: Record, revision: int, failure: Failure, remove_guest: bool = True, request: Request | None = None
     ) -> None:
-        """End an instance in error: remove what is left of it, then record that.
+        """End an instance in error: remove its leftovers, then record that.
 
         The failure is remembered first, with `request` (None: the remembered one), because the record may have to wait.
         With `remove_guest` False domain and disk are not touched.
         """
         self.memory.remember(request, record, failure)
         failpoint('failing')
-        self._remove(record.instance, Destroy(record.instance, self.compute) if touched else None)
+        self._remove(record.instance, Destroy(record.instance, self.compute) if remove_guest else None)
         cleaned = 'nothing of it is left: no domain, disk or allocation'
-        record = replace(record.at(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=())
+        record = replace(
+            record.enter_state(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=()
+        )
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
         self.records.end(record, revision)
 
     def _remove(self, instance: str, job: Step | None) -> None:
         """Run `job`, unless None, and remove an instance's data, address reservations and claim."""
         if job is not None:
-            self._finish(job)
+            self._run_step(job)
             failpoint('removed')
-        self._forget(instance)
+        self._release_host_data(instance)
         failpoint('unreserved')
-        self._release(instance)
+        self._release_claim(instance)
         failpoint('released')
 
-    def _forget(self, instance: str) -> None:
+    def _release_host_data(self, instance: str) -> None:
         """Remove the guest's data for the metadata server and its DHCP reservations."""
-        self.guest_data.remove(instance, all_macs(instance))
+        self.guest_data.remove(instance, list_macs(instance))
         failpoint('forgotten')
-        self.hypervisor.release(instance)
+        self.hypervisor.release_addresses(instance)
 
-    def _release(self, instance: str) -> None:
+    def _release_claim(self, instance: str) -> None:
         """Release the instance's claim, unless it is on another compute."""
 
-        def elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+        def find_claims_elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
             return [consumer for consumer, held in holding.items() if self.compute not in held.allocations]
 
         def attempt() -> bool | None:
-            return release(self.placement, [instance], elsewhere)[instance] is not False or None
+            return release(self.placement, [instance], find_claims_elsewhere)[instance] is not False or None
 
         conflict = Unreachable(f'the claim of {instance} is changed by somebody else all the time')
-        until_committed(attempt, conflict, RELEASES)
+        retry_until_committed(attempt, conflict, MAX_RELEASE_TRIES)
 
-    def _begin(self, request: Request, revision: int, phase: str) -> bool:
+    def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
         """Record and remember the phase of a power action; return False if it was recorded."""
-        record, power = self.records.known(request.instance), _power(request).at(phase)
+        record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
-            record = record.off(self.now()) if phase == OFF else record
+            record = record.mark_off(self.now()) if phase == SHUT_OFF else record
             record = self.records.write(replace(record, power=power, attempts=0), revision)
             self.memory.remember(request, record)
         failpoint('powering')
         return is_new
 
-    def _start(self, record: Record, revision: int, power: str | None, why: str, failed: str) -> None:
+    def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
         reason = self._resume(record, revision)
         if reason is not None:
-            record = replace(record.off(self.now()), fault=f'{failed}: {reason}', power=power)
+            record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)
             log.error('instance %s: %s', record.instance, record.fault)
         else:
             guest = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
-            record = replace(self._seen(record, guest, why), power=power)
+            record = replace(self._make_observed_record(record, guest, boot_reason), power=power)
         self.records.write(record, revision)
 
     def _start_built(self, record: Record, revision: int) -> str | None:
@@ -612,36 +659,36 @@ class Instances:
         """
         log.info('START INSTANCE %s: its build had got as far as its domain', record.instance)
         reason = self._resume(record, revision)
-        return None if reason is None else f'{NOT_STARTED}: {reason}'
+        return None if reason is None else f'{START_FAILED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
         """Start the domain; return None or why it failed. Raises WorkerDied to have it retried."""
-        self.guest_data.off(record.instance)  # its ready report is from an earlier boot
+        self.guest_data.remove_report(record.instance)  # its ready report is from an earlier boot
         try:
-            self._run(Resume(record.instance, self.compute))
+            self._run_power_step(Resume(record.instance, self.compute))
         except Unreachable:
             raise
         except EcompError as error:
             record = replace(record, attempts=record.attempts + 1)
-            if isinstance(error, WorkerDied) and record.attempts < ATTEMPTS:
+            if isinstance(error, WorkerDied) and record.attempts < MAX_ATTEMPTS:
                 self.records.write(record, revision)
                 raise
             return str(error.reason if isinstance(error, BuildFailed) else error)
         return None
 
-    def _finish(self, job: Step) -> None:
+    def _run_step(self, job: Step) -> None:
         for _ in self.runner.run(job):
             pass
 
-    def _run(self, job: Step) -> None:
-        self._finish(job)
+    def _run_power_step(self, job: Step) -> None:
+        self._run_step(job)
         failpoint('powered')
 
-    def _seen(self, record: Record, guest: Guest | None, why: str) -> Record:
+    def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
         """Return the record of a guest as observed; `boot_reason` counts if it is on and was off."""
         if guest is not None and guest.running:
-            observed = record.on(why, self.now())
+            observed = record.mark_running(boot_reason, self.now())
         else:
-            self.guest_data.off(record.instance)
-            observed = record.off(self.now())
-        return replace(observed, fault=fault_of(record, guest))
+            self.guest_data.remove_report(record.instance)
+            observed = record.mark_off(self.now())
+        return replace(observed, fault=find_fault(record, guest))

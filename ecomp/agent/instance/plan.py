@@ -9,15 +9,27 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ecomp.model.boots import off_until
+from ecomp.model.boots import find_previous_stop
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED, Address, Guest
-from ecomp.model.order import ASKED, NOT_STARTED, OFF, START, STOP, Invalid, Power, Request, phase
+from ecomp.model.order import (
+    SHUT_OFF,
+    SHUTDOWN_ASKED,
+    START,
+    START_FAILED,
+    STOP,
+    InvalidRequest,
+    PowerAction,
+    Request,
+    parse_phase,
+)
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
 
-Wish = Request | Invalid
+Wish = Request | InvalidRequest
 
 
 class Kind(Enum):
+    """The tasks for an instance; the values appear in the log."""
+
     BUILD = 'build'
     DESTROY = 'destroy'
     REFUSE = 'refuse'
@@ -33,12 +45,12 @@ class Kind(Enum):
     READY = 'ready'
 
 
-class Patience(Enum):
+class ShutdownAction(Enum):
     """The next action for a guest that was asked to shut down and still runs."""
 
     WAIT = 'wait'
     ASK_AGAIN = 'ask again'
-    NO_MORE = 'no more'
+    SWITCH_OFF = 'no more'
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sightings:
+class Observations:
     """The state of this host that a plan is based on, by instance.
 
     `addresses` are by MAC, of the instances whose addresses were queried. `vanished`: domain and disk were missing in
@@ -61,32 +73,32 @@ class Sightings:
 
     guests: Mapping[str, Guest]
     addresses: Mapping[str, Mapping[str, Address]]
-    patience: Mapping[str, Patience]
+    shutdown_actions: Mapping[str, ShutdownAction]
     vanished: Collection[str]
     before_reboot: Collection[str]
     ready: Collection[str]
     now: str
 
 
-def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], seen: Sightings) -> list[Task]:
+def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations: Observations) -> list[Task]:
     """Return the tasks to do now, at most one for each instance."""
     tasks = []
     for instance, wish in wishes.items():
-        record, guest = records.get(instance), seen.guests.get(instance)
-        task = _ending(wish, record)
+        record, guest = records.get(instance), observations.guests.get(instance)
+        task = _plan_end(wish, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(wish, Request)  # _plan_end() has returned a task for an Invalid
-            task = _power(wish.power, record, guest, seen.patience.get(instance))
-        task = task or _living(instance, record, seen)
+            task = _plan_power(wish.power, record, guest, observations.shutdown_actions.get(instance))
+        task = task or _plan_upkeep(instance, record, observations)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     return tasks
 
 
-def _ending(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
+def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'it is gone, and a uuid is never used twice'
-    if isinstance(wish, Invalid):
+    if isinstance(wish, InvalidRequest):
         return Kind.REFUSE, wish.reason
     if wish.is_tombstone:
         return Kind.DESTROY, 'its destroy was asked for'
@@ -95,8 +107,8 @@ def _ending(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     return None
 
 
-def _power(
-    power: Power | None, record: Record, guest: Guest | None, patience: Patience | None
+def _plan_power(
+    power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: ShutdownAction | None
 ) -> tuple[Kind, str] | None:
     """Return the next step of a requested power action; None if there is nothing to do now."""
     if power is None or power.is_done(record.power) or guest is None:
@@ -105,35 +117,35 @@ def _power(
     if not guest.running:
         return (Kind.DONE, f'it is off: {reason}') if power.action == STOP else (Kind.START, reason)
     # A guest that was asked to shut down may do so late, so a newer request waits until it is off.
-    goes_off = power.action == STOP or phase(record.power) == ASKED
-    if not goes_off and (power.action == START or record.power == power.at(OFF)):
+    goes_off = power.action == STOP or parse_phase(record.power) == SHUTDOWN_ASKED
+    if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
-    if patience is Patience.NO_MORE:
+    if shutdown_action is ShutdownAction.SWITCH_OFF:
         return Kind.SWITCH_OFF, f'{reason}, and it did not turn itself off'
-    return None if patience is Patience.WAIT else (Kind.SHUTDOWN, reason)
+    return None if shutdown_action is ShutdownAction.WAIT else (Kind.SHUTDOWN, reason)
 
 
-def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind, str] | None:
-    guest = seen.guests.get(instance)
+def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
+    guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was asked for and is not there yet'
-    if guest is None and instance in seen.vanished:
-        return Kind.VANISHED, GONE_BOTH
+    if guest is None and instance in observations.vanished:
+        return Kind.VANISHED, DOMAIN_AND_DISK_GONE
     running = guest is not None and guest.running
-    ran_before_reboot = instance in seen.before_reboot and record.state == ACTIVE
+    ran_before_reboot = instance in observations.before_reboot and record.state == ACTIVE
     if ran_before_reboot and guest is not None and guest.defined and guest.disk and not running:
         return Kind.RESUME, 'it ran when the host went down'
-    fault = fault_of(record, guest)
+    fault = find_fault(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
         return Kind.POWER, fault or ('it runs' if running else 'it is off')
-    if news(record, seen.addresses.get(instance, {}), seen.now):
+    if has_new_address(record, observations.addresses.get(instance, {}), observations.now):
         return Kind.ADDRESS, 'its address is known'
-    if instance in seen.ready and unready(record):
+    if instance in observations.ready and is_unready(record):
         return Kind.READY, 'its cloud-init is through'
     return None
 
 
-def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
+def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
     """Return whether there is an address to record: a new one, or the first since a boot."""
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
@@ -141,9 +153,9 @@ def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> boo
     ):
         return True
     first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
-    if first_address is None or not _unaddressed(record):
+    if first_address is None or not _is_unaddressed(record):
         return False
-    off_time = off_until(record.known_boots)
+    off_time = find_previous_stop(record.all_boots)
     # The clock may have been set back since: until it has caught up, every new lease looks older than the last boot.
     if now and off_time > now:
         return True
@@ -151,36 +163,47 @@ def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> boo
     return not (first_address.since and off_time) or first_address.since[:19] >= off_time[:19]
 
 
-def unready(record: Record) -> bool:
+def is_unready(record: Record) -> bool:
     """Return whether the guest runs and its cloud-init has not reported an end in this boot."""
-    return record.state == ACTIVE and 'ready' not in record.reached and record.cloud_init is None
+    return record.state == ACTIVE and 'ready' not in record.reached_stages and record.cloud_init is None
 
 
-def pending(record: Record) -> bool:
+def is_address_pending(record: Record) -> bool:
     """Return whether a running guest lacks an address, or its first one since its last boot."""
     return record.state == ACTIVE and (
-        any(interface.address is None for interface in record.addresses) or _unaddressed(record)
+        any(interface.address is None for interface in record.addresses) or _is_unaddressed(record)
     )
 
 
-def _unaddressed(record: Record) -> bool:
-    return record.boot is not None and bool(record.addresses) and 'addressed' not in record.boot.stages
+def _is_unaddressed(record: Record) -> bool:
+    return record.last_boot is not None and bool(record.addresses) and 'addressed' not in record.last_boot.stages
 
 
-GONE_BOTH = 'its domain and its disk are gone'
-GONE_DOMAIN = 'its domain is gone, its disk is there'
-GONE_DISK = 'its disk is gone'
+DOMAIN_AND_DISK_GONE = 'its domain and its disk are gone'
+DOMAIN_GONE = 'its domain is gone, its disk is there'
+DISK_GONE = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
 # The beginnings of the faults that end by themselves, once they are no longer observed.
-SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, REFUSED_METADATA)
+OBSERVED_FAULTS = (
+    DOMAIN_AND_DISK_GONE,
+    DOMAIN_GONE,
+    DISK_GONE,
+    UNDEFINED,
+    CRASHED,
+    NO_SPACE,
+    PAUSED,
+    UNLIKE,
+    UNPLUGGED,
+    REFUSED_METADATA,
+)
 
 
-def fault_of(record: Record, guest: Guest | None) -> str | None:
+def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return what is wrong with a guest that was active before; None if nothing is."""
-    observed = _seen(record, guest)
-    if observed is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
+    observed = _find_observed_fault(record, guest)
+    if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
         return None
-    if observed is not None or not all(part.startswith(SEEN) for part in (record.fault or '').split('; ')):
+    if observed is not None or not all(part.startswith(OBSERVED_FAULTS) for part in (record.fault or '').split('; ')):
         return observed or record.fault
     # libvirtd forgets why a domain went off when it restarts, so the recorded crash is kept.
     if record.fault == CRASHED and guest is not None and not guest.running:
@@ -188,13 +211,13 @@ def fault_of(record: Record, guest: Guest | None) -> str | None:
     return None
 
 
-def _seen(record: Record, guest: Guest | None) -> str | None:
+def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
     if guest is None:
-        return GONE_BOTH
+        return DOMAIN_AND_DISK_GONE
     if not guest.disk:
-        return GONE_DISK
+        return DISK_GONE
     if not guest.defined:
-        return UNDEFINED if guest.running else GONE_DOMAIN
+        return UNDEFINED if guest.running else DOMAIN_GONE
     sizes = [(name, size, record.resources.get(name.split()[0], size)) for name, size in guest.size.items()]
     # A disk may be smaller: without `resize` it is as large as its image.
     differences = [

@@ -35,8 +35,17 @@ from typing import Any
 from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache, Images
-from ecomp.agent.images.connections import Reach
-from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Job, News, WorkerDied, carry_out
+from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.instance.build import (
+    MAX_CONCURRENT_STOPS,
+    STOPPING_STEPS,
+    Build,
+    Cancelled,
+    Job,
+    JobEvent,
+    WorkerDied,
+    carry_out,
+)
 from ecomp.agent.turns import Waker
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
@@ -45,7 +54,7 @@ from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
 
 
-class Inline:
+class InlineRunner:
     """Runs jobs in the calling thread, for the fake hypervisor; run() itself raises errors."""
 
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
@@ -54,8 +63,8 @@ class Inline:
         self.waker = Waker()
         self._cancelled: set[str | None] = set()
 
-    def run(self, job: Job) -> Iterator[News]:
-        news: list[News] = []
+    def run(self, job: Job) -> Iterator[JobEvent]:
+        news: list[JobEvent] = []
         try:
             carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
         finally:
@@ -66,7 +75,7 @@ class Inline:
     def cancel(self, instance: str | None) -> None:
         self._cancelled.add(instance)
 
-    def allow(self) -> None:
+    def allow_builds(self) -> None:
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
@@ -91,11 +100,11 @@ class WorkerSettings:
 
     state: Path
     local_images: Path | None
-    parent: int
+    parent_pid: int
     limits: CacheLimits
     # The parent process found that guests are to be filtered.
-    filters: bool
-    reach: Reach = Reach()
+    has_filters: bool
+    egress: EgressPolicy = EgressPolicy()
     hold_addresses: bool = False
 
 
@@ -105,31 +114,31 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
 
-    control, hold_addresses = settings.reach.control, settings.hold_addresses
+    control, hold_addresses = settings.egress.control_endpoints, settings.hold_addresses
     hypervisor: Hypervisor = Libvirt(
-        settings.state, control=control, filters=settings.filters, hold_addresses=hold_addresses
+        settings.state, control_endpoints=control, has_filters=settings.has_filters, hold_addresses=hold_addresses
     )
-    directory = hypervisor.image_directory()
+    directory = hypervisor.get_image_directory()
     assert directory is not None  # only the fake hypervisor has none, and it has no workers
-    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
+    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.egress)
     images.sweep()  # this worker may replace one that was killed
-    work(pipe, hypervisor, images, InstanceLocks(settings.state))
+    run_jobs(pipe, hypervisor, images, InstanceLocks(settings.state))
 
 
 def prepare(settings: WorkerSettings) -> None:
     """Set up a worker process: it dies with its parent and ignores signals."""
     # Without this a worker continues its build after its parent was killed with SIGKILL, beside the next ecompute's.
-    inspection.die_with(settings.parent)
+    inspection.die_with_parent(settings.parent_pid)
     # A terminal signals its whole process group, but only the parent decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logs.configure()
 
 
-def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
+def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
     """Run jobs until the pipe is closed: STOPPING_STEPS in threads, each other job in this one."""
-    desk = Desk(pipe, hypervisor, images, locks)
-    with ThreadPoolExecutor(MOST_ENDS, thread_name_prefix='ending') as threads:
+    desk = JobExecutor(pipe, hypervisor, images, locks)
+    with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads:
         while True:
             try:
                 message = pipe.recv()
@@ -137,14 +146,14 @@ def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: Instan
                 break
             if message[0] == 'job':
                 _, number, job = message
-                if isinstance(job, ENDING):
-                    threads.submit(desk.answer, number, job)
+                if isinstance(job, STOPPING_STEPS):
+                    threads.submit(desk.execute, number, job)
                 else:
-                    desk.answer(number, job)
+                    desk.execute(number, job)
     hypervisor.close()
 
 
-class Desk:
+class JobExecutor:
     """Runs a worker's jobs and reports them through the pipe; several threads may share it."""
 
     def __init__(self, pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
@@ -154,63 +163,63 @@ class Desk:
         self._locks = locks
         self._sending = threading.Lock()
 
-    def answer(self, number: int, job: Job) -> None:
+    def execute(self, number: int, job: Job) -> None:
         """Run a job and send its events and its end; an error is sent, not raised."""
         has_reported = False
 
         def checkpoint() -> None:
             # STOPPING_STEPS are not cancelled, and their threads must not read messages that are for other jobs.
-            while not isinstance(job, ENDING) and self._pipe.poll():
+            while not isinstance(job, STOPPING_STEPS) and self._pipe.poll():
                 message = self._pipe.recv()
                 if message == ('cancel', number):
                     raise Cancelled
 
-        def wait() -> None:
+        def report_waiting() -> None:
             nonlocal has_reported
             if not has_reported:
                 has_reported = True
-                self._tell('waits', number)
+                self._send('waits', number)
             checkpoint()
 
         try:
-            self._tell('begun', number)
-            with self._locks.held(job.instance, wait):
-                carry_out(job, self._hypervisor, self._images, partial(self._tell, 'news', number), checkpoint)
+            self._send('begun', number)
+            with self._locks.hold(job.instance, report_waiting):
+                carry_out(job, self._hypervisor, self._images, partial(self._send, 'news', number), checkpoint)
         except (EcompError, Cancelled) as error:
-            self._tell('failed', number, error)
+            self._send('failed', number, error)
         except Exception as error:  # a defect in ecomp: this job fails, the worker continues
             log.exception('unexpected error in a job of instance %s', job.instance)
-            self._tell('failed', number, EcompError(f'{type(error).__name__}: {error}'))
+            self._send('failed', number, EcompError(f'{type(error).__name__}: {error}'))
         else:
-            self._tell('done', number)
+            self._send('done', number)
 
-    def _tell(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         with self._sending:
             self._pipe.send(message)
 
 
 # A worker that ends within this time is likely to end so again, so the next start is deferred.
-YOUNG = 5.0
+MIN_LIFETIME_SECONDS = 5.0
 # Delays of the next start after a worker ended young or could not be started: the first one, and the longest.
-FIRST_DELAY = 0.1
-LAST_DELAY = 10.0
+FIRST_DELAY_SECONDS = 0.1
+MAX_DELAY_SECONDS = 10.0
 # A build that has no image after this time counts as downloading it.
-DOWNLOADS = 2.0
+DOWNLOAD_AFTER_SECONDS = 2.0
 # Workers beyond the pool's size, each to make up for one that downloads.
-MOST_LENT = 8
+MAX_EXTRA_WORKERS = 8
 # The main function of a worker process, which imports it itself because it is spawned.
-Entry = Callable[[Connection, WorkerSettings], None]
+WorkerMain = Callable[[Connection, WorkerSettings], None]
 
 
 @dataclass(eq=False)
 class _Ticket:
     number: int
     job: Job
-    told: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
-    cancelled: bool = False
+    events: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    is_cancelled: bool = False
     # The image that a worker may be downloading for this job.
-    fetches: str | None = None
-    begun: float = math.inf
+    image_in_flight: str | None = None
+    began_at: float = math.inf
 
     def is_build_of(self, instance: str | None) -> bool:
         return isinstance(self.job, Build) and instance in (None, self.job.instance)
@@ -219,12 +228,12 @@ class _Ticket:
     def image(self) -> str | None:
         return self.job.image if isinstance(self.job, Build) else None
 
-    def news(self) -> Iterator[News]:
+    def iter_events(self) -> Iterator[JobEvent]:
         while True:
-            kind, payload = self.told.get()
+            kind, payload = self.events.get()
             if kind == 'news':
                 # The reader writes each event to etcd, which may be slow: skip progress that is outdated.
-                if not isinstance(payload, Progress) or self.told.empty():
+                if not isinstance(payload, Progress) or self.events.empty():
                     yield payload
             elif kind == 'failed':
                 raise payload
@@ -236,21 +245,24 @@ class _Ticket:
 class _Worker:
     process: SpawnProcess
     pipe: Connection
-    started: float
-    ends_only: bool
-    to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
+    started_at: float
+    is_stop_only: bool
+    outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
-    def downloads_at(self) -> float:
+    def get_download_time(self) -> float:
         """Return when its job counts as downloading (monotonic); inf if it has its image."""
-        return min((ticket.begun + DOWNLOADS for ticket in self.tickets.values() if ticket.fetches), default=math.inf)
+        return min(
+            (ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in self.tickets.values() if ticket.image_in_flight),
+            default=math.inf,
+        )
 
     def send_all(self) -> None:
         """Send the messages of `outbox`; at None close the pipe, which ends the worker.
 
         Runs in its own thread: a frozen worker reads nothing, and a job may be larger than the pipe's buffer.
         """
-        while (message := self.to_send.get()) is not None:
+        while (message := self.outbox.get()) is not None:
             with suppress(OSError):  # the worker has died: _reap() fails its jobs
                 self.pipe.send(message)
         self.pipe.close()
@@ -269,7 +281,7 @@ class Workers:
     `waker` interrupts tend(), also from a signal handler.
     """
 
-    def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
+    def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:
         self._entry = entry
         self._context = multiprocessing.get_context('spawn')
         self._settings = settings
@@ -280,10 +292,10 @@ class Workers:
         self._workers: list[_Worker] = []
         self._dismissed: list[SpawnProcess] = []
         self._numbers = iter(range(1, 2**62))
-        self._start_at, self._backoff = 0.0, Backoff(FIRST_DELAY, LAST_DELAY)
-        self._lacks = self._ends_builds = False
+        self._start_at, self._backoff = 0.0, Backoff(FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS)
+        self._cannot_start = self._cancels_builds = False
 
-    def run(self, job: Job) -> Iterator[News]:
+    def run(self, job: Job) -> Iterator[JobEvent]:
         """Submit a job and yield its events until it is done; raises what the job raised.
 
         Progress is skipped if a newer event is waiting. Raises WorkerDied if the worker was killed or the pool is
@@ -292,57 +304,57 @@ class Workers:
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
             self._waiting.append(ticket)
-        if self._ends_builds:  # a later cancel(None) finds the job in the queue
+        if self._cancels_builds:  # a later cancel(None) finds the job in the queue
             self.cancel(None)
         self.waker.wake()
-        return ticket.news()
+        return ticket.iter_events()
 
     def cancel(self, instance: str | None) -> None:
         """Cancel an instance's build at its next step, or every build until allow_builds() (None)."""
         with self._lock:
-            self._ends_builds |= instance is None
+            self._cancels_builds |= instance is None
             for ticket in list(self._waiting):
                 if ticket.is_build_of(instance):
                     self._waiting.remove(ticket)
-                    ticket.told.put(('failed', Cancelled()))
+                    ticket.events.put(('failed', Cancelled()))
             for worker in self._workers:
                 for in_flight in worker.tickets.values():
-                    if in_flight.is_build_of(instance) and not in_flight.cancelled:
-                        in_flight.cancelled = True
-                        worker.to_send.put(('cancel', in_flight.number))
+                    if in_flight.is_build_of(instance) and not in_flight.is_cancelled:
+                        in_flight.is_cancelled = True
+                        worker.outbox.put(('cancel', in_flight.number))
 
-    def allow(self) -> None:
+    def allow_builds(self) -> None:
         """Accept builds again after cancel(None)."""
-        self._ends_builds = False
+        self._cancels_builds = False
 
     def tend(self, timeout: float) -> None:
         """Start, feed, read and reap workers once; waits until woken, `timeout` seconds at most."""
         now = time.monotonic()
-        self._hand_out()
-        worker_count, grows_at = self._wanted(now)
+        self._assign_jobs()
+        worker_count, grows_at = self._adjust_size(now)
         timeout = max(0.0, min(timeout, grows_at - now))
         if len(self._workers) < worker_count and now < self._start_at:
             timeout = min(timeout, self._start_at - now)
         else:
-            while len(self._workers) < worker_count and self._starts():
+            while len(self._workers) < worker_count and self._try_start():
                 pass
-        self._hand_out()
+        self._assign_jobs()
         sentinels = {worker.process.sentinel: worker for worker in self._workers}
         pipes = {worker.pipe: worker for worker in self._workers}
         ready = wait([self.waker.reader, *pipes, *sentinels], timeout)
         self.waker.clear()
         for source in ready:
             if isinstance(source, Connection):
-                self._hear(pipes[source])
+                self._receive(pipes[source])
         for source in ready:
             if isinstance(source, int) and source in sentinels:
-                self._bury(sentinels[source])
-        self._hand_out()
+                self._reap(sentinels[source])
+        self._assign_jobs()
 
     def stop(self) -> None:
         """Stop workers once their jobs are done; queued or unreported jobs fail with WorkerDied."""
         for worker in self._workers:
-            worker.to_send.put(None)
+            worker.outbox.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
             process.join()
         with self._lock:
@@ -350,39 +362,41 @@ class Workers:
             self._waiting.clear()
             self._workers.clear()
         for ticket in unfinished:  # otherwise the thread that waits for it would keep this process alive
-            ticket.told.put(('failed', WorkerDied('the pool was stopped')))
+            ticket.events.put(('failed', WorkerDied('the pool was stopped')))
         self.waker.close()
 
-    def _wanted(self, now: float) -> tuple[int, float]:
+    def _adjust_size(self, now: float) -> tuple[int, float]:
         """Dismiss surplus idle workers; return the target size and when it may rise (monotonic)."""
         with self._lock:
-            times = [worker.downloads_at() for worker in self._workers]
-            extra = min(len([moment for moment in times if moment <= now]), MOST_LENT)
-            idle = [candidate for candidate in self._workers if not candidate.tickets and not candidate.ends_only]
+            times = [worker.get_download_time() for worker in self._workers]
+            extra = min(len([moment for moment in times if moment <= now]), MAX_EXTRA_WORKERS)
+            idle = [candidate for candidate in self._workers if not candidate.tickets and not candidate.is_stop_only]
             for worker in idle[: max(0, len(self._workers) - self._size - extra)]:
                 self._workers.remove(worker)
-                worker.to_send.put(None)
+                worker.outbox.put(None)
                 self._dismissed.append(worker.process)
             self._dismissed = [process for process in self._dismissed if process.exitcode is None]
             waits = any(
-                queued.image not in self._fetched() for queued in self._waiting if not isinstance(queued.job, ENDING)
+                queued.image not in self._list_images_in_flight()
+                for queued in self._waiting
+                if not isinstance(queued.job, STOPPING_STEPS)
             )
         return self._size + (extra if waits else 0), min((t for t in times if t > now), default=math.inf)
 
-    def _fetched(self) -> set[str | None]:
-        return {ticket.fetches for worker in self._workers for ticket in worker.tickets.values()} - {None}
+    def _list_images_in_flight(self) -> set[str | None]:
+        return {ticket.image_in_flight for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
-    def _starts(self) -> bool:
+    def _try_start(self) -> bool:
         """Start a worker; on failure defer the next start, log the first failure and return False."""
         try:
             self._start()
         except (OSError, RuntimeError) as error:
-            if not self._lacks:
+            if not self._cannot_start:
                 log.error('a worker cannot be started: %s; trying again', error)
-            self._lacks = True
-            self._put_off()
+            self._cannot_start = True
+            self._defer_start()
             return False
-        self._lacks = False
+        self._cannot_start = False
         return True
 
     def _start(self) -> None:
@@ -390,13 +404,13 @@ class Workers:
         process = self._context.Process(
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
         )
-        worker = _Worker(process, parent_end, time.monotonic(), ends_only=False)
+        worker = _Worker(process, parent_end, time.monotonic(), is_stop_only=False)
         sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
         try:
             sender.start()
             process.start()
         except BaseException:
-            worker.to_send.put(None)
+            worker.outbox.put(None)
             if not sender.is_alive():
                 parent_end.close()
             raise
@@ -405,30 +419,30 @@ class Workers:
         with self._lock:
             # It is the last of the list, so that an idle worker of the other kind gets a job first.
             is_last = len(self._workers) >= self._size - 1
-            worker.ends_only = is_last and not any(other.ends_only for other in self._workers)
+            worker.is_stop_only = is_last and not any(other.is_stop_only for other in self._workers)
             self._workers.append(worker)
 
-    def _put_off(self) -> None:
+    def _defer_start(self) -> None:
         self._start_at = time.monotonic() + self._backoff.next()
 
-    def _hand_out(self) -> None:
+    def _assign_jobs(self) -> None:
         with self._lock:
             for worker in self._workers:
-                room = MOST_ENDS if worker.ends_only else 1
-                while len(worker.tickets) < room and (ticket := self._next(worker)) is not None:
+                room = MAX_CONCURRENT_STOPS if worker.is_stop_only else 1
+                while len(worker.tickets) < room and (ticket := self._find_next(worker)) is not None:
                     self._waiting.remove(ticket)
                     worker.tickets[ticket.number] = ticket
-                    ticket.fetches = ticket.image
-                    worker.to_send.put(('job', ticket.number, ticket.job))
+                    ticket.image_in_flight = ticket.image
+                    worker.outbox.put(('job', ticket.number, ticket.job))
 
-    def _next(self, worker: _Worker) -> _Ticket | None:
-        stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, ENDING)), None)
-        if stopping is not None or worker.ends_only:
+    def _find_next(self, worker: _Worker) -> _Ticket | None:
+        stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
+        if stopping is not None or worker.is_stop_only:
             return stopping
-        in_flight = self._fetched()
+        in_flight = self._list_images_in_flight()
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()
@@ -436,46 +450,46 @@ class Workers:
                 if ticket is None:
                     continue
                 with self._lock:
-                    self._share(ticket, kind, payload)
+                    self._share_download(ticket, kind, payload)
                     if kind == 'begun':
-                        ticket.begun = time.monotonic()
+                        ticket.began_at = time.monotonic()
                     elif kind == 'waits' or isinstance(payload, str):
-                        ticket.fetches = None
+                        ticket.image_in_flight = None
                     elif kind != 'news':
                         del worker.tickets[number]
                 if kind not in ('begun', 'waits'):
-                    ticket.told.put((kind, payload))
+                    ticket.events.put((kind, payload))
         except (EOFError, ConnectionError):
             return  # its sentinel reports its death, too
 
-    def _share(self, ticket: _Ticket, kind: str, what: object) -> None:
+    def _share_download(self, ticket: _Ticket, kind: str, payload: object) -> None:
         """Pass a download's progress or failure on to all queued builds of the same image."""
-        failed = kind == 'failed' and isinstance(what, BuildFailed) and what.stage == 'image'
-        if ticket.fetches is None or not (failed or isinstance(what, Progress)):
+        failed = kind == 'failed' and isinstance(payload, BuildFailed) and payload.stage == 'image'
+        if ticket.image_in_flight is None or not (failed or isinstance(payload, Progress)):
             return
-        for other in [queued for queued in self._waiting if queued.image == ticket.fetches]:
-            other.told.put((kind, what))
+        for other in [queued for queued in self._waiting if queued.image == ticket.image_in_flight]:
+            other.events.put((kind, payload))
             if failed:
                 self._waiting.remove(other)
 
-    def _bury(self, worker: _Worker) -> None:
-        self._hear(worker)  # its last messages may still be in the pipe
+    def _reap(self, worker: _Worker) -> None:
+        self._receive(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:
             self._workers.remove(worker)
             unfinished = list(worker.tickets.values())
             worker.tickets.clear()
         code = worker.process.exitcode
-        worker.to_send.put(None)
+        worker.outbox.put(None)
         log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
         # A worker that died young would die again: defer its successor, or this loop does nothing but start workers.
-        if time.monotonic() - worker.started < YOUNG:
-            self._put_off()
+        if time.monotonic() - worker.started_at < MIN_LIFETIME_SECONDS:
+            self._defer_start()
         else:
             self._backoff.reset()
             self._start_at = 0.0
         for ticket in unfinished:
-            ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
+            ticket.events.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
 
 
-Runner = Inline | Workers
+Runner = InlineRunner | Workers

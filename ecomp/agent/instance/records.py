@@ -21,15 +21,15 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model import record as records
-from ecomp.model.allocation import compute_of, difference
-from ecomp.model.order import Invalid, Request, parse_request, shares
-from ecomp.model.queue import QueueEntry, parse_waiting
+from ecomp.model.allocation import describe_difference, find_compute
+from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
+from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, until_committed
-from ecomp.store.sharing import Change, listed
+from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, retry_until_committed
+from ecomp.store.sharing import Change, find_by_listing
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RecordEntry(NamedTuple):
 
     record: Record | None = None
     revision: int = 0
-    older: int = 0
+    old_revision: int = 0
 
 
 class Records:
@@ -57,60 +57,64 @@ class Records:
         self._compute = compute
         self._store = store
         self._memory = memory
-        self._known: dict[str, RecordEntry] = {}
+        self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, read if not cached; None if there is none, Unreadable if malformed."""
-        cached = self._known.get(instance, RecordEntry())
+        """Return the record, read if not cached; None if absent, Unreadable if malformed."""
+        cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
             if cached.record is None:
                 return None
-            self._known[instance] = cached
+            self._cache[instance] = cached
         return cached.record
 
-    def known(self, instance: str) -> Record:
+    def get_existing(self, instance: str) -> Record:
         """Return the record of an instance that was planned with one; Superseded if it is gone."""
         if (record := self.get(instance)) is None:
             raise Superseded
         return record
 
-    def to_end(self, instance: str) -> Record | None:
+    def get_to_end(self, instance: str) -> Record | None:
         """Return the record to end; None if malformed, to be overwritten; Unreadable if newer."""
         try:
             return self.get(instance)
         except Unreadable as error:
-            own, older = self._places(instance)
+            own, older = self._get_keys(instance)
             stored = self._store.read([own, older])
             if own in stored or older in stored:
                 if any(is_newer(entry.value) for entry in stored.values()):
                     raise
-                self._known[instance] = RecordEntry(None, revision_of(stored.get(own)), revision_of(stored.get(older)))
+                self._cache[instance] = RecordEntry(
+                    None, get_revision(stored.get(own)), get_revision(stored.get(older))
+                )
                 log.warning('%s; a destroy of it was accepted, and goes by its request', error)
             return None
 
     def forget(self, instance: str) -> None:
         """Drop the cached record."""
-        self._known.pop(instance, None)
+        self._cache.pop(instance, None)
 
-    def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
+    def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
         """Forget, and return, the instances whose record another process has changed or removed.
 
         An unchanged active or stopped instance is remembered, in case the state directory could not be written.
         """
-        to_check = {instance: cached for instance in wishes if (cached := self._known.get(instance)) is not None}
+        to_check = {instance: cached for instance in wishes if (cached := self._cache.get(instance)) is not None}
         if not to_check:
             return []
-        own_keys = {self._places(instance)[0] for instance in to_check}
+        own_keys = {self._get_keys(instance)[0] for instance in to_check}
         snapshot = self._store.snapshot(
-            keys.record(self._compute, ''), keys_only=True, keep=lambda entry: entry if entry.key in own_keys else None
+            keys.record(self._compute, ''),
+            keys_only=True,
+            transform=lambda entry: entry if entry.key in own_keys else None,
         )
         changed = []
         for instance, cached in to_check.items():
-            own, older = self._places(instance)
+            own, older = self._get_keys(instance)
             entry = snapshot.entries.get(own) if cached.revision else self._store.get(older)
             # The cache has a new entry if the record was written during the snapshot.
-            if revision_of(entry) != (cached.revision or cached.older) and self._known.get(instance) is cached:
+            if get_revision(entry) != (cached.revision or cached.old_revision) and self._cache.get(instance) is cached:
                 changed.append(instance)
         for instance in changed:
             self.forget(instance)
@@ -119,31 +123,31 @@ class Records:
             if not isinstance(wish, Request) or wish.is_tombstone:
                 continue
             if record is not None and record.state in (ACTIVE, STOPPED):
-                self._memory.put_right(wish, record)
+                self._memory.repair(wish, record)
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
         """Put the record, with `extra` in the same transaction, if the request is at `revision`."""
         instance = record.instance
-        unchanged, old_keys = self._as_read(instance)
-        operations = [Put(self._places(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
+        unchanged, old_keys = self._make_conditions(instance)
+        operations = [Put(self._get_keys(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
         written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
-        self._known[instance] = RecordEntry(record, written)
+        self._cache[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
         return record
 
-    def lost(self, instance: str, revision: int, is_here: bool) -> None:
+    def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
         """Delete the address at /booted of an instance that has no record.
 
         Its end deletes only an address that its record has. With `is_here` False (it cannot have been built here) only
         one that is remembered is deleted. It stays if another compute has a request, too. A running guest's is written
         again.
         """
-        remembered = self._memory.all().get(instance)
+        remembered = self._memory.get_entries().get(instance)
         may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
-        if may_have_address and not self._asked_elsewhere(instance):
-            booted = Delete(keys.booted(instance))
+        if may_have_address and not self._find_other_request(instance):
+            booted = Delete(keys.address(instance))
             self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
@@ -153,17 +157,19 @@ class Records:
         quota to another compute that has a request for it; if it never ends there, `audit --fix` releases them.
         """
         instance = record.instance
-        unchanged, old_keys = self._as_read(instance)
+        unchanged, old_keys = self._make_conditions(instance)
         removed = [keys.request(self._compute, instance), *old_keys]
         if 'addressed' in record.stages:
-            removed.append(keys.booted(instance))
+            removed.append(keys.address(instance))
         # Another compute that has a request for it uses what it shares, so a failure here releases none of that.
-        other_requests = self._asked_elsewhere(instance) if record.state == ERROR else []
+        other_requests = self._find_other_request(instance) if record.state == ERROR else []
         # As a condition, or two computes that fail concurrently would each leave it to the other.
         conditions: list[Unchanged | Exists] = [*unchanged, *other_requests]
 
-        def write(host: Unchanged) -> int | None:
-            return sharing.write_end(self._store, record, [host, *conditions], removed, not other_requests)
+        def write(request_condition: Unchanged) -> int | None:
+            return sharing.write_final_record(
+                self._store, record, [request_condition, *conditions], removed, not other_requests
+            )
 
         try:
             self._commit(instance, revision, write)
@@ -171,8 +177,8 @@ class Records:
             if record.state == ERROR:
                 raise
             # A full etcd takes deletes only, which make room. Group and quota are left to the audit.
-            name_conditions, change = sharing.freed(self._store, record.name, instance)
-            operations = [*map(Delete, (self._places(instance)[0], *removed)), *change]
+            name_conditions, change = sharing.release_name(self._store, record.name, instance)
+            operations = [*map(Delete, (self._get_keys(instance)[0], *removed)), *change]
             self._commit(
                 instance,
                 revision,
@@ -181,15 +187,15 @@ class Records:
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
-        self._memory.ended(instance)
+        self._memory.record_end(instance)
 
-    def drop(self, instance: str, revision: int, kept: str | None) -> None:
+    def drop_request(self, instance: str, revision: int, kept_name: str | None) -> None:
         """Delete the request of an ended instance, and its name, unless that is `kept_name`."""
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
-        name = shares(parse_request(self._compute, key, entry.value)).name if entry is not None else None
+        name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
         # A failed instance keeps its name. A malformed request may have got a name when it was rewritten.
-        unchanged, change = sharing.freed(self._store, name, instance) if name != kept else ([], [])
+        unchanged, change = sharing.release_name(self._store, name, instance) if name != kept_name else ([], [])
         operations = [Delete(key), *change]
         self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
 
@@ -205,26 +211,26 @@ class Records:
             raise Superseded
         return written
 
-    def _places(self, instance: str) -> tuple[str, str]:
+    def _get_keys(self, instance: str) -> tuple[str, str]:
         return keys.record(self._compute, instance), keys.old_record(instance)
 
     def _read(self, instance: str) -> RecordEntry:
-        own, older = self._places(instance)
+        own, older = self._get_keys(instance)
         entries = self._store.read([own, older])
         if own not in entries:
-            record = older_record(entries.get(older), self._compute, instance)
-            return RecordEntry() if record is None else self._brought(record, entries[older])
+            record = parse_old_record(entries.get(older), self._compute, instance)
+            return RecordEntry() if record is None else self._migrate(record, entries[older])
         try:
             return RecordEntry(from_json(entries[own].value, instance, self._compute), entries[own].revision)
         except ValueError as error:
             raise Unreadable(own, error) from error
 
-    def _brought(self, record: Record, entry: Entry) -> RecordEntry:
+    def _migrate(self, record: Record, entry: Entry) -> RecordEntry:
         """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
 
         An ended one stays, on its lease. Roles come after all have moved: they forbid writes to the old key.
         """
-        own, older = self._places(record.instance)
+        own, older = self._get_keys(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
             unchanged = [Unchanged(own, 0), Unchanged(older, entry.revision)]
             with suppress(UnknownOutcome, NoSpace, Denied):
@@ -233,24 +239,27 @@ class Records:
                     return RecordEntry(record, written)
         return RecordEntry(record, 0, entry.revision)
 
-    def _asked_elsewhere(self, instance: str) -> list[Exists]:
+    def _find_other_request(self, instance: str) -> list[Exists]:
         """Return the condition that another compute has a request, too, or [] (rule 12).
 
         One such key is enough, with any value: its compute may rewrite it often, and etcd takes at most 128 conditions.
         A key that names no compute does not count.
         """
-        all_requests = listed(self._store, instance).requests
+        all_requests = find_by_listing(self._store, instance).requests
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
         return [Exists(all_requests[compute].key) for compute in others[:1]]
 
-    def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
+    def _make_conditions(self, instance: str) -> tuple[list[Unchanged], list[str]]:
         """Return the conditions that the record is as cached, and the old key to delete, if any."""
-        cached, (own, older) = self._known.get(instance, RecordEntry()), self._places(instance)
-        old_keys = [older] if cached.older else []
-        return [Unchanged(own, cached.revision), *([Unchanged(older, cached.older)] if old_keys else [])], old_keys
+        cached, (own, older) = self._cache.get(instance, RecordEntry()), self._get_keys(instance)
+        old_keys = [older] if cached.old_revision else []
+        return [
+            Unchanged(own, cached.revision),
+            *([Unchanged(older, cached.old_revision)] if old_keys else []),
+        ], old_keys
 
 
-def older_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
+def parse_old_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
     """Parse the record at keys.old_record(), if it is of this instance and compute.
 
     None also if it is malformed: ecomp no longer writes there, and other programs may.
@@ -261,16 +270,16 @@ def older_record(entry: Entry | None, compute: str, instance: str) -> Record | N
         return None
 
 
-def revision_of(entry: Entry | None) -> int:
+def get_revision(entry: Entry | None) -> int:
     """Return the revision of the entry; 0 for None."""
     return entry.revision if entry is not None else 0
 
 
 # Tries of a write that loses its race, or whose answer is lost.
-TRIES = 5
+MAX_TRIES = 5
 
-ENDED = frozenset({GONE, ERROR})
-ENDED_BEFORE = 'it had ended before etcd forgot that'
+END_STATES = frozenset({GONE, ERROR})
+ENDED_BEFORE_FAULT = 'it had ended before etcd forgot that'
 CLAIMED_ELSEWHERE = (
     'instance %s is claimed on compute %s: the guest here is kept, and unmanaged. '
     'Fix: look at both guests, then remove this domain manually'
@@ -281,7 +290,7 @@ CLAIMED_ELSEWHERE = (
 class EtcdView:
     """etcd's data of an instance. `was_destroyed`: it was destroyed while it waited in a queue."""
 
-    wish: Request | Invalid | None = None
+    wish: Request | InvalidRequest | None = None
     record: Record | None = None
     was_destroyed: bool = False
 
@@ -300,230 +309,235 @@ class Drop:
     """The decision to forget an instance: nothing of it is here, and etcd has no request."""
 
 
-def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView) -> Publish | Drop | None:
+def decide_republish(
+    compute: str, remembered: MemoryEntry, has_domain_or_disk: bool, etcd_view: EtcdView
+) -> Publish | Drop | None:
     """Decide what to republish of an instance that had not ended; None for nothing. Pure."""
-    if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
+    if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
-    if isinstance(said.wish, Invalid) or (said.wish is not None and said.wish.is_tombstone):
+    if isinstance(etcd_view.wish, InvalidRequest) or (etcd_view.wish is not None and etcd_view.wish.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
-    if record.state == BUILDING and said.record is not None and said.record.state in (ACTIVE, STOPPED):
-        record = said.record  # it reached that state, which could not be remembered here
-    if record.state == DESTROYING or (said.was_destroyed and said.wish is None):
+    if record.state == BUILDING and etcd_view.record is not None and etcd_view.record.state in (ACTIVE, STOPPED):
+        record = etcd_view.record  # it reached that state, which could not be remembered here
+    if record.state == DESTROYING or (etcd_view.was_destroyed and etcd_view.wish is None):
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
-        return Publish(replace(request, allocations={}, image=None, left=request.resources), record, None)
-    if said.wish is None and not is_here and 'started' in record.stages:
+        return Publish(replace(request, allocations={}, image=None, former_resources=request.resources), record, None)
+    if etcd_view.wish is None and not has_domain_or_disk and 'started' in record.stages:
         return Drop()
-    wish = request if said.wish is None else None
-    if said.wish is not None and request.power not in (None, said.wish.power):
-        wish = replace(said.wish, power=request.power)  # otherwise an older power action would be repeated
-    return Publish(wish, record, request if is_here else None)
+    wish = request if etcd_view.wish is None else None
+    if etcd_view.wish is not None and request.power not in (None, etcd_view.wish.power):
+        wish = replace(etcd_view.wish, power=request.power)  # otherwise an older power action would be repeated
+    return Publish(wish, record, request if has_domain_or_disk else None)
 
 
-def ended(compute: str, said: EtcdView, now: str) -> Record | None:
+def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
     """Make the record of an instance that ended here within a day; None if not needed. Pure."""
-    if not isinstance(said.wish, Request) or said.wish.is_tombstone:
+    if not isinstance(etcd_view.wish, Request) or etcd_view.wish.is_tombstone:
         return None
-    if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
+    if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None
-    record = said.record or records.new_record(compute, said.wish, now)
-    return replace(record.at(GONE, now, 'gone'), fault=ENDED_BEFORE)
+    record = etcd_view.record or records.make_record(compute, etcd_view.wish, now)
+    return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
 
 
 def republish(
-    compute: str, store: Store, placement: Placement, memory: Memory, here: Collection[str], now: str
+    compute: str, store: Store, placement: Placement, memory: Memory, local_instances: Collection[str], now: str
 ) -> None:
     """Write every instance that this compute remembers to a new etcd. Idempotent.
 
     `local_instances` have a domain or a disk on this host. An Unreachable or other EcompError may leave a part written.
     """
     published = 0
-    queued = _queued(store)
-    for instance, remembered in memory.all().items():
+    queued = _list_queued(store)
+    for instance, remembered in memory.get_entries().items():
         try:
-            for _ in range(TRIES):
-                state = _Place(compute, store, instance)
-                step = running(compute, remembered, instance in here, state.said())
-                if isinstance(step, Publish) and (other_compute := _find_other_home(placement, compute, instance)):
-                    if instance in here:
+            for _ in range(MAX_TRIES):
+                state = _EtcdState(compute, store, instance)
+                step = decide_republish(compute, remembered, instance in local_instances, state.parse_view())
+                if isinstance(step, Publish) and (other_compute := _find_other_compute(placement, compute, instance)):
+                    if instance in local_instances:
                         log.error(CLAIMED_ELSEWHERE, instance, other_compute)
                     step = None
                 if not isinstance(step, Publish) or _publish(state, step, placement, queued.get(instance, ())):
                     break
-                queued = _queued(store)
+                queued = _list_queued(store)
             else:
-                raise _restless(instance)
+                raise _make_conflict_error(instance)
         except Unreadable as error:
             log.error('instance %s is not published: %s', instance, error)  # the others are published
             continue
         if isinstance(step, Drop):
-            memory.ended(instance)
+            memory.record_end(instance)
             log.warning('instance %s ran here and is not here any more: not published', instance)
         published += isinstance(step, Publish)
-    for instance in memory.all_ended() - set(here):  # a guest that is here is kept
+    for instance in memory.get_ended() - set(local_instances):  # a guest that is here is kept
         try:
-            _stays_ended(compute, store, instance, queued.get(instance, ()), now)
+            _end_again(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
             log.error('instance %s had ended: %s', instance, error)
     log.info('published again: %d instances', published)
 
 
-def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
+def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
     """End an instance again if an older etcd requests it here, or queues it (`queued`)."""
 
     def attempt() -> bool | None:
-        state = _Place(compute, store, instance)
-        last_record = ended(compute, state.said(), now)
+        state = _EtcdState(compute, store, instance)
+        last_record = make_end_record(compute, state.parse_view(), now)
         is_ended = last_record is None or state.end(last_record)
-        is_ended = is_ended and all(_end_waiting(compute, store, entry.key, now) for entry in queued)
+        is_ended = is_ended and all(_end_queued(compute, store, entry.key, now) for entry in queued)
         return last_record is not None if is_ended else None
 
-    was_asked_for = until_committed(attempt, _restless(instance), TRIES)
+    was_asked_for = retry_until_committed(attempt, _make_conflict_error(instance), MAX_TRIES)
     if was_asked_for or queued:
         log.info('instance %s had ended: it is not built again', instance)
 
 
-def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
+def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
     """End an instance that an older etcd has in a queue, taken or not; False on a conflict."""
     entry = store.get(key)
-    waiting = parse_waiting(key, entry.value) if entry is not None else None
+    waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
         return True
-    last_record = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
-    last_record = replace(last_record, fault=ENDED_BEFORE)
+    last_record = records.make_record(compute, waiting.make_request(compute, now), now).enter_state(GONE, now, 'gone')
+    last_record = replace(last_record, fault=ENDED_BEFORE_FAULT)
     old_entry = store.get(keys.record(compute, waiting.instance))
     unchanged = [
         Unchanged(key, entry.revision),
-        Unchanged(keys.record(compute, waiting.instance), revision_of(old_entry)),
+        Unchanged(keys.record(compute, waiting.instance), get_revision(old_entry)),
     ]
     with suppress(UnknownOutcome):
-        if sharing.write_end(store, last_record, unchanged, [key, keys.taker(key)]) is not None:
-            sharing.quietly_revoke(store, old_entry.lease if old_entry is not None else 0)
+        if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is not None:
+            sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
             return True
     return False
 
 
-class _Place:
+class _EtcdState:
     """The keys of one instance as read; commits hold only while these are unchanged."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
         self.compute, self.instance = compute, instance
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
-        self.booted_key, self.older_key = keys.booted(instance), keys.old_record(instance)
+        self.booted_key, self.old_key = keys.address(instance), keys.old_record(instance)
         self.waiting_key = keys.record('', instance)
-        read = (self.request_key, self.record_key, self.older_key, self.waiting_key)
-        self._there = store.read(read)
-        self._unchanged = [Unchanged(key, revision_of(self._there.get(key))) for key in read]
+        read = (self.request_key, self.record_key, self.old_key, self.waiting_key)
+        self._entries = store.read(read)
+        self._unchanged = [Unchanged(key, get_revision(self._entries.get(key))) for key in read]
 
-    def said(self) -> EtcdView:
+    def parse_view(self) -> EtcdView:
         """Parse what was read. Unreadable if the record is malformed or of a newer version."""
-        entry = self._there.get(self.record_key)
+        entry = self._entries.get(self.record_key)
         try:
-            record = records.from_json(entry.value) if entry else self._older()
+            record = records.from_json(entry.value) if entry else self._parse_old_record()
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
-        request_entry = self._there.get(self.request_key)
+        request_entry = self._entries.get(self.request_key)
         wish = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
-        return EtcdView(wish, record, self.waiting_key in self._there)
+        return EtcdView(wish, record, self.waiting_key in self._entries)
 
     def commit(
-        self, operations: Collection[Put | Delete], also: Collection[Unchanged], shared: Callable[[], Change]
+        self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
         """Commit with the change that `make_shared` returns; False on a conflict or a lost answer."""
         if self.record_key in {operation.key for operation in operations}:
-            operations = [*operations, *map(Delete, self._moved())]
+            operations = [*operations, *map(Delete, self._list_moved_keys())]
         with suppress(UnknownOutcome):
-            return sharing.commit_with(self.store, [*self._unchanged, *also], list(operations), shared) is not None
+            return (
+                sharing.commit_with_shared(self.store, [*self._unchanged, *conditions], list(operations), make_shared)
+                is not None
+            )
         return False
 
     def end(self, record: Record) -> bool:
         """Write the last record and delete request and address; False as of commit()."""
         with suppress(UnknownOutcome):
-            removed = [self.request_key, self.booted_key, *self._moved()]
-            return sharing.write_end(self.store, record, self._unchanged, removed) is not None
+            removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
+            return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
         return False
 
-    def _moved(self) -> list[str]:
-        return [self.older_key] if self._older() is not None else []
+    def _list_moved_keys(self) -> list[str]:
+        return [self.old_key] if self._parse_old_record() is not None else []
 
-    def _older(self) -> Record | None:
-        return older_record(self._there.get(self.older_key), self.compute, self.instance)
+    def _parse_old_record(self) -> Record | None:
+        return parse_old_record(self._entries.get(self.old_key), self.compute, self.instance)
 
 
-def _queued(store: Store) -> Mapping[str, Sequence[Entry]]:
+def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
     """Return the queue entries of each instance, without their values."""
     entries: dict[str, list[Entry]] = {}
     for key, entry in store.snapshot(keys.QUEUES, keys_only=True).entries.items():
         if not key.endswith(keys.TAKER):
-            entries.setdefault(keys.in_queue(key), []).append(entry)
+            entries.setdefault(keys.get_queued_instance(key), []).append(entry)
     return entries
 
 
-def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
+def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
     """Carry out `step`; delete the `queued` entries of an older etcd. False on a conflict."""
     record = step.record
     if step.claim is not None:
-        fault = _claimed(placement, step.claim)
+        fault = _ensure_claim(placement, step.claim)
         if fault and fault != record.fault:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault=fault)
-    change = sharing.given_back(at.store, record.name, record.instance)
+    change = sharing.restore_name(state.store, record.name, record.instance)
     if change is None:
-        fault = f'its name {record.name} was another instance\'s when this etcd was accepted'
+        fault = f"its name {record.name} was another instance's when this etcd was accepted"
         if fault not in (record.fault or ''):
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
     name_conditions, operations = change or ([], [])
-    request, is_new = step.request, at.said().wish is None
+    request, is_new = step.request, state.parse_view().wish is None
 
-    def shared() -> Change:
+    def make_shared() -> Change:
         """Return the changes of group and quota; a malformed one is left to the audit."""
         conditions, changes = list[Unchanged](), list[Put | Delete]()
         if request is not None and not request.is_tombstone:
             with suppress(Unreadable):
-                unchanged, joins = sharing.rejoined(at.store, request.group, record.instance, record.compute)
+                unchanged, joins = sharing.rejoin_group(state.store, request.group, record.instance, record.compute)
                 conditions, changes = [*conditions, *unchanged], [*changes, *joins]
         if request is not None and is_new and not queued:
             with suppress(Unreadable):
                 # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
-                unchanged, counts = sharing.recharged(at.store, record.project_id, record.resources)
+                unchanged, counts = sharing.recharge_quota(state.store, record.project_id, record.resources)
                 conditions, changes = [*conditions, *unchanged], [*changes, *counts]
         return conditions, changes
 
     if request is not None:
-        operations.append(Put(at.request_key, requests.to_json(request)))
+        operations.append(Put(state.request_key, requests.to_json(request)))
         for entry in queued if is_new else ():
             # The quota charge belongs to this entry: a process that removed it first has subtracted it.
             name_conditions.append(Unchanged(entry.key, entry.revision))
             operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
-    if record != at.said().record:
-        operations.append(Put(at.record_key, records.to_json(record)))
+    if record != state.parse_view().record:
+        operations.append(Put(state.record_key, records.to_json(record)))
         if record.address is not None:
-            operations.append(Put(at.booted_key, record.address))
-    if not operations and not shared()[1]:
+            operations.append(Put(state.booted_key, record.address))
+    if not operations and not make_shared()[1]:
         return True
-    if not at.commit(operations, name_conditions, shared):
+    if not state.commit(operations, name_conditions, make_shared):
         return False
     # An attempt that found nothing of the instance in etcd may have released its claim: check it again.
-    if step.claim is not None and (fault := _claimed(placement, step.claim)):
+    if step.claim is not None and (fault := _ensure_claim(placement, step.claim)):
         log.error('instance %s: %s', record.instance, fault)
     return True
 
 
-def _find_other_home(placement: Placement, compute: str, instance: str) -> str:
+def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
     """Return the other compute that got the claim while this host was off, or ''."""
-    claimed_on = compute_of(allocations.consumer(placement, instance).allocations)
+    claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
     return claimed_on if claimed_on != compute else ''
 
 
-def _claimed(placement: Placement, request: Request) -> str:
+def _ensure_claim(placement: Placement, request: Request) -> str:
     """Claim for the request if nothing is held; return what is wrong with the claim, or ''."""
 
     def attempt() -> str:
-        consumer = allocations.consumer(placement, request.instance)
+        consumer = allocations.read_consumer(placement, request.instance)
         if consumer.allocations:
-            return difference(request.allocations, consumer.allocations) or ''
+            return describe_difference(request.allocations, consumer.allocations) or ''
         owner = request.user_id, request.project_id
         try:
             allocations.claim_once(placement, request.instance, request.allocations, *owner, consumer.generation)
@@ -534,8 +548,8 @@ def _claimed(placement: Placement, request: Request) -> str:
         return ''
 
     conflict = Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
-    return until_committed(attempt, conflict, TRIES)
+    return retry_until_committed(attempt, conflict, MAX_TRIES)
 
 
-def _restless(instance: str) -> Unreachable:
+def _make_conflict_error(instance: str) -> Unreachable:
     return Unreachable(f'instance {instance}: its keys are changed by somebody else all the time')

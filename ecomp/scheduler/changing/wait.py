@@ -12,21 +12,32 @@ from typing import TYPE_CHECKING
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable, Unreadable
 from ecomp.model import boots, keys
-from ecomp.model.host import Claims
-from ecomp.model.order import ASKED, OFF, STOP, Power, action_id, phase
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, IN_QUEUE, STOPPED, Record, failure, not_ready, waits_for
-from ecomp.model.text import printable
-from ecomp.scheduler.looking.find import read_record, waiting_at
-from ecomp.scheduler.looking.hosts import claimed_on_silent, computes
+from ecomp.model.host import ConsumerLookup
+from ecomp.model.order import SHUT_OFF, SHUTDOWN_ASKED, STOP, PowerAction, parse_action_id, parse_phase
+from ecomp.model.record import (
+    ACTIVE,
+    DESTROYING,
+    ERROR,
+    GONE,
+    QUEUE_WAIT_REASON,
+    STOPPED,
+    Record,
+    describe_cloud_init_failure,
+    describe_failure,
+    describe_wait,
+)
+from ecomp.model.text import make_printable
+from ecomp.scheduler.looking.find import find_queue_entry, read_record
+from ecomp.scheduler.looking.hosts import find_claims_on_silent, read_computes
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import Index, listed, near
+from ecomp.store.sharing import KeyIndex, find_at_living_computes, find_by_listing
 from ecomp.store.watch import Follower
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.change import Acceptance
 
 
-class Whereabouts:
+class InstanceFollower:
     """Follows an instance's record or, while it waits in a queue, its queue entry.
 
     The watch starts with the second read() or with wait(): of many instances read in turn, most are finished at the
@@ -34,53 +45,53 @@ class Whereabouts:
     """
 
     def __init__(
-        self, config: EtcdConfig, instance: str, among: Index | None = None, claims: Claims | None = None
+        self, config: EtcdConfig, instance: str, key_index: KeyIndex | None = None, claims: ConsumerLookup | None = None
     ) -> None:
         self._config = config
         self._instance = instance
-        self._among = among
+        self._key_index = key_index
         self._store = Store(config)
         self._store.claims = claims
         self._changed = threading.Condition()
         self._follower: Follower | None = None
         self._key = ''
         self._state: Mapping[str, Entry] | None = None
-        self._looked_at: Mapping[str, Entry] | None = None
-        self._last: Entry | None = None
+        self._last_state: Mapping[str, Entry] | None = None
+        self._last_entry: Entry | None = None
         self._is_followed = False
         # The backend that did not answer the last read, if one did not: etcd or placement.
-        self.silent = 'etcd'
+        self.silent_backend = 'etcd'
 
-    def __enter__(self) -> Whereabouts:
+    def __enter__(self) -> InstanceFollower:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        self._stop_following()
         self._store.close()
 
-    def look(self) -> tuple[bool, Entry | None]:
+    def read(self) -> tuple[bool, Entry | None]:
         """Read the instance: whether etcd and placement answered, and the record's entry, if any."""
-        self._begin()
+        self._start_following()
         with self._changed:
-            state = self._looked_at = self._state
+            state = self._last_state = self._state
             key = self._key
         self._is_followed = bool(key) and state is not None
         if key and state is not None:
-            previous, self._last = self._last, state.get(key)
-            if previous is not None and self._last is None:
-                self._end()  # the key was deleted: the instance moved, or its record was removed
+            previous, self._last_entry = self._last_entry, state.get(key)
+            if previous is not None and self._last_entry is None:
+                self._stop_following()  # the key was deleted: the instance moved, or its record was removed
                 key, self._is_followed = '', False
         if not key:
             try:
-                key, self._last = self._find()
+                key, self._last_entry = self._find_key()
             except Unreachable as error:
-                self.silent = _silent(error)
+                self.silent_backend = _name_backend(error)
                 return False, None
             self._key = key
-        is_record = self._last is not None and self._last.key.startswith(keys.INSTANCES)
-        return True, self._last if is_record else None
+        is_record = self._last_entry is not None and self._last_entry.key.startswith(keys.INSTANCES)
+        return True, self._last_entry if is_record else None
 
-    def is_believed(self) -> bool | None:
+    def is_trusted(self) -> bool | None:
         """False if another compute holds the claim: the next read() then searches again.
 
         The followed record may be of a compute without a request: while the instance was in a queue, it was the only
@@ -88,16 +99,16 @@ class Whereabouts:
         `claims`.
         """
         try:
-            if not self._is_followed or (key := self._find()[0]) == self._key:
+            if not self._is_followed or (key := self._find_key()[0]) == self._key:
                 return True
             # Without a claim the other compute is not trusted either: the followed one releases its claim as it ends.
-            other_compute, claims = keys.recorded(key)[0], self._store.claims
+            other_compute, claims = keys.parse_record_key(key)[0], self._store.claims
             if claims is None or not other_compute or self._instance not in claims(other_compute):
                 return True
         except Unreachable as error:
-            self.silent = _silent(error)
-            return None if self.silent == 'placement' else True
-        self._end()
+            self.silent_backend = _name_backend(error)
+            return None if self.silent_backend == 'placement' else True
+        self._stop_following()
         return False
 
     @property
@@ -106,45 +117,45 @@ class Whereabouts:
         return self._key.startswith(keys.QUEUES)
 
     @property
-    def is_nowhere(self) -> bool:
+    def is_missing(self) -> bool:
         """True if the last read found no record, no request and no queue entry."""
         return not self._key
 
     @cached_property
-    def in_queue(self) -> str:
+    def queue_reason(self) -> str:
         """The reason why the instance is queued, with any silent compute that holds its claim."""
-        claims = claimed_on_silent(self._store, computes(self._store), [self._instance])
-        return ': '.join([IN_QUEUE, *claims.values()])
+        claims = find_claims_on_silent(self._store, read_computes(self._store), [self._instance])
+        return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
     def wait(self, seconds: float) -> None:
         """Return once the followed key has changed, after `seconds` at the latest."""
-        self._begin()
+        self._start_following()
         with self._changed:
-            self._changed.wait_for(lambda: self._state is not self._looked_at, seconds)
+            self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
 
-    def _find(self) -> tuple[str, Entry | None]:
-        """Find the key to follow ('' if there is none) and its entry."""
-        places = near(self._store, self._instance, self._among)
+    def _find_key(self) -> tuple[str, Entry | None]:
+        """Find the key to follow ('' if absent) and its entry."""
+        places = find_at_living_computes(self._store, self._instance, self._key_index)
         if places is None:
-            queue_entry = waiting_at(self._store, self._instance)
+            queue_entry = find_queue_entry(self._store, self._instance)
             if queue_entry is not None:
                 return queue_entry.key, queue_entry
-            places = listed(self._store, self._instance)
+            places = find_by_listing(self._store, self._instance)
         if places.record is not None:
             return places.record.key, places.record
         return keys.record(places.compute, self._instance) if places.request is not None else '', None
 
-    def _begin(self) -> None:
+    def _start_following(self) -> None:
         if self._key and self._follower is None:
             self._follower = Follower(self._config, [(self._key, self._on_state)])
             self._follower.start()
 
-    def _end(self) -> None:
+    def _stop_following(self) -> None:
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
         with self._changed:
-            self._key, self._state, self._looked_at = '', None, None
+            self._key, self._state, self._last_state = '', None, None
 
     def _on_state(self, state: Mapping[str, Entry]) -> None:
         with self._changed:
@@ -152,12 +163,12 @@ class Whereabouts:
             self._changed.notify()
 
 
-def _silent(error: Unreachable) -> str:
+def _name_backend(error: Unreachable) -> str:
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
 # Seconds between two updates of the live line. The instance itself is watched, not polled.
-TICK = 1.0
+TICK_SECONDS = 1.0
 
 
 class Deadline:
@@ -168,11 +179,11 @@ class Deadline:
         self._began = time.monotonic()
 
     @property
-    def spent(self) -> float:
+    def elapsed(self) -> float:
         return time.monotonic() - self._began
 
 
-def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record:
+def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
     """Return the record once `stage` is reached.
 
     A boot's stages are those of the current boot; of a stopped guest, of the next one; with a start or reboot in
@@ -182,7 +193,7 @@ def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record
     first: Record | None = None
     instance = wait.instance
 
-    def reached(record: Record | None) -> bool:
+    def is_reached(record: Record | None) -> bool:
         nonlocal first
         if record is None:
             if first is not None:
@@ -190,40 +201,40 @@ def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record
             return False
         first = first or record
         if record.state == ERROR:
-            raise EcompError(failure(record))
+            raise EcompError(describe_failure(record))
         if record.state in (DESTROYING, GONE):
             raise NotFound(f'{instance}: destroyed while waiting for it')
-        if is_before_boot(stage, first, record, asked):
+        if is_before_boot(stage, first, record, power_change):
             return False
         if stage == boots.READY and record.cloud_init is not None:
-            raise EcompError(not_ready(instance, record.cloud_init))
-        return stage in record.reached
+            raise EcompError(describe_cloud_init_failure(instance, record.cloud_init))
+        return stage in record.reached_stages
 
-    def what(record: Record | None) -> str:
-        is_power_pending = first is not None and record is not None and is_pending(asked, first, record)
-        return _power_waits_for(record) if is_power_pending else waits_for(record)
+    def describe(record: Record | None) -> str:
+        is_power_pending = first is not None and record is not None and is_pending(power_change, first, record)
+        return _describe_power_wait(record) if is_power_pending else describe_wait(record)
 
-    def forget() -> None:
+    def reset() -> None:
         nonlocal first
         first = None
 
-    record = wait.until(reached, what, forget=forget)
+    record = wait.wait_until(is_reached, describe, reset=reset)
     assert record is not None  # is_reached() is False for None
     return record
 
 
-def is_before_boot(stage: str, first: Record, now: Record, asked: Power | None) -> bool:
+def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
     """True if a stage is of a boot before the awaited one; `first` is the initial record. Pure."""
-    if stage not in boots.STAGES or now.boot is None:
+    if stage not in boots.STAGES or current.last_boot is None:
         return False
-    return is_pending(asked, first, now) or (first.state == STOPPED and first.boot == now.boot)
+    return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
 
 
-def is_pending(asked: Power | None, first: Record, now: Record) -> bool:
+def is_pending(power_change: PowerAction | None, first: Record, current: Record) -> bool:
     """True until the start or reboot is carried out, or another change replaces it."""
-    if asked is None or asked.action == STOP or asked.is_done(now.power):
+    if power_change is None or power_change.action == STOP or power_change.is_done(current.power):
         return False
-    return action_id(now.power) in (asked.id, action_id(first.power))
+    return parse_action_id(current.power) in (power_change.id, parse_action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
@@ -235,10 +246,10 @@ def wait_until_gone(wait: Wait) -> None:
         except Unreadable:  # its compute overwrites it when the instance is gone
             return Record(wait.instance, '', DESTROYING)
 
-    def reached(record: Record | None) -> bool:
+    def is_reached(record: Record | None) -> bool:
         return record is not None and record.state == GONE
 
-    wait.until(reached, lambda _: 'its compute to destroy it', read, ends=True)
+    wait.wait_until(is_reached, lambda _: 'its compute to destroy it', read, accepts_missing=True)
 
 
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
@@ -250,25 +261,27 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
     instance, power = wait.instance, accepted.power
     assert power is not None  # otherwise there is nothing to wait for
 
-    def reached(record: Record | None) -> bool:
+    def is_reached(record: Record | None) -> bool:
         if record is None or record.state in (DESTROYING, GONE):
             raise NotFound(f'{instance}: destroyed while waiting for it')
-        if action_id(record.power) not in (power.id, *accepted.before):
+        if parse_action_id(record.power) not in (power.id, *accepted.previous_ids):
             raise Conflict(f'{instance}: somebody has asked for something else meanwhile')
         if not power.is_done(record.power):
             return False
         if power.action != STOP and record.state != ACTIVE:
-            raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
+            raise EcompError(make_printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
         return True
 
-    record = wait.until(reached, _power_waits_for)
+    record = wait.wait_until(is_reached, _describe_power_wait)
     assert record is not None  # is_reached() raises for None
     return record
 
 
-def _power_waits_for(record: Record | None) -> str:
-    how_far = phase(record.power if record else None)
-    return {ASKED: 'the guest to turn itself off', OFF: 'its domain to start'}.get(how_far, 'its compute to take it')
+def _describe_power_wait(record: Record | None) -> str:
+    how_far = parse_phase(record.power if record else None)
+    return {SHUTDOWN_ASKED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
+        how_far, 'its compute to take it'
+    )
 
 
 @dataclass(frozen=True)
@@ -282,19 +295,19 @@ class Wait:
     config: EtcdConfig
     instance: str
     deadline: Deadline
-    tell: Callable[[str], None]
-    among: Index | None = None
-    seen: Callable[[Record], None] = lambda _: None
-    late: Callable[[Record], None] = lambda _: None
-    claims: Claims | None = None
+    report: Callable[[str], None]
+    key_index: KeyIndex | None = None
+    on_record: Callable[[Record], None] = lambda _: None
+    on_timeout: Callable[[Record], None] = lambda _: None
+    claims: ConsumerLookup | None = None
 
-    def until(
+    def wait_until(
         self,
-        reached: Callable[[Record | None], bool],
-        what: Callable[[Record | None], str],
+        is_reached: Callable[[Record | None], bool],
+        describe: Callable[[Record | None], str],
         read: Callable[[Entry], Record] = read_record,
-        ends: bool = False,
-        forget: Callable[[], None] = lambda: None,
+        accepts_missing: bool = False,
+        reset: Callable[[], None] = lambda: None,
     ) -> Record | None:
         """Return the first record for which `is_reached` is true, if its compute is trusted.
 
@@ -303,45 +316,49 @@ class Wait:
         are then ignored, and raised otherwise. Also raises StillGoing at the deadline, and the errors of `read`.
         """
         deadline, has_answer = self.deadline, False
-        with Whereabouts(self.config, self.instance, self.among, self.claims) as follower:
+        with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
 
-            def waited(record: Record | None) -> str:
-                return follower.in_queue if follower.is_queued else what(record)
+            def describe_current(record: Record | None) -> str:
+                return follower.queue_reason if follower.is_queued else describe(record)
 
-            def is_believed() -> bool:
+            def check_trust() -> bool:
                 nonlocal has_answer
-                trust = follower.is_believed()
+                trust = follower.is_trusted()
                 has_answer = trust is not None
                 if trust is False:
-                    forget()
+                    reset()
                 return bool(trust)
 
             # Even after the deadline each instance is read once.
-            first_read_limit = deadline.spent + self.config.timeout
+            first_read_limit = deadline.elapsed + self.config.timeout
             while True:
-                has_answer, entry = follower.look()
+                has_answer, entry = follower.read()
                 record = read(entry) if entry else None
                 if record is not None:
-                    self.seen(record)
+                    self.on_record(record)
                 try:
-                    if has_answer and (reached(record) or (ends and follower.is_nowhere)) and is_believed():
+                    if (
+                        has_answer
+                        and (is_reached(record) or (accepts_missing and follower.is_missing))
+                        and check_trust()
+                    ):
                         return record
                 except EcompError:
-                    if is_believed():
+                    if check_trust():
                         raise
-                spent = deadline.spent
+                spent = deadline.elapsed
                 limit = deadline.seconds if has_answer else max(deadline.seconds, first_read_limit)
                 if spent >= limit:
                     if record is not None:
-                        self.late(record)
+                        self.on_timeout(record)
                     progress = (
-                        f'still waiting for: {waited(record)}'
+                        f'still waiting for: {describe_current(record)}'
                         if has_answer
-                        else f'and {follower.silent} did not answer'
+                        else f'and {follower.silent_backend} did not answer'
                     )
                     raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {progress}; it goes on')
-                self.tell(
-                    f'waiting for: {waited(record) if has_answer else f"{follower.silent} to answer"}'
+                self.report(
+                    f'waiting for: {describe_current(record) if has_answer else f"{follower.silent_backend} to answer"}'
                     f', {spent:.0f} s'
                 )
-                follower.wait(min(TICK, limit - spent))
+                follower.wait(min(TICK_SECONDS, limit - spent))

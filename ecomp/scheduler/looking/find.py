@@ -10,29 +10,36 @@ from typing import TYPE_CHECKING, NamedTuple
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.choose import Offer
-from ecomp.model.host import Places, by_instance
-from ecomp.model.order import Invalid, Order, Request, name_to_json, parse_request
-from ecomp.model.record import ERROR, GONE, Record, from_json, new_record, recorded, refused_record
-from ecomp.model.text import PREFIX, is_name, printable, some, uuid_prefix
+from ecomp.model.host import EntriesByCompute, group_by_instance
+from ecomp.model.order import InvalidRequest, Order, Request, name_to_json, parse_request
+from ecomp.model.record import ERROR, GONE, Record, extract_recorded_fields, from_json, make_record, make_refused_record
+from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.sharing import Change, Index, everywhere, holder, listed, near
+from ecomp.store.sharing import (
+    Change,
+    KeyIndex,
+    find_at_living_computes,
+    find_by_listing,
+    parse_name_holder,
+    resolve_places,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ecomp.conf import PlacementConfig
     from ecomp.model.queue import QueueEntry
-    from ecomp.placement.client import Placement, Slow
+    from ecomp.placement.client import Placement, SlowAnswerReport
 
     Backend = Future[tuple[Placement, Offer]]
 
 
 # Seconds from the query to placement until the attempt is announced, at most; after more, placement is queried again.
 # So this long after a compute was disabled, every attempt whose offer contains it has been announced.
-FRESH = 2.0
+MAX_OFFER_AGE_SECONDS = 2.0
 
 
-def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Backend:
+def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
     """Connect to placement and query it in a thread; the future has placement and its offer.
 
     It raises what these calls raise. For query None nothing is asked: the offer is empty and never fresh. `slow`: see
@@ -41,7 +48,7 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
     """
     from concurrent.futures import Future  # not for commands that use etcd only
 
-    from ecomp.placement.allocations import candidates
+    from ecomp.placement.allocations import read_candidates
     from ecomp.placement.client import Placement
 
     future: Backend = Future()
@@ -49,7 +56,7 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
     def ask() -> None:
         try:
             placement = Placement(config, slow=slow)
-            future.set_result((placement, Offer(()) if query is None else candidates(placement, query)))
+            future.set_result((placement, Offer(()) if query is None else read_candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)
 
@@ -58,7 +65,7 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
 
 
 # Instances or computes that an error names.
-QUOTED = 5
+MAX_NAMES_IN_ERROR = 5
 
 
 class InstanceEntries(NamedTuple):
@@ -84,14 +91,18 @@ class InstanceEntries(NamedTuple):
     @property
     def order(self) -> Order | None:
         """The order, with the record's values before the request's; None without a valid request."""
-        order: Request | QueueEntry | Invalid | None = self.request
+        order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
-            from ecomp.model.queue import parse_waiting  # imported late, as in read_queued_record()
+            from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
 
-            order = parse_waiting(self.queue_entry.key, self.queue_entry.value)
-        if order is None or isinstance(order, Invalid):
+            order = parse_queue_entry(self.queue_entry.key, self.queue_entry.value)
+        if order is None or isinstance(order, InvalidRequest):
             return None
-        return Order(**order.parts(**{name: value for name, value in recorded(self.record).items() if value}))
+        return Order(
+            **order.copy_fields(
+                **{name: value for name, value in extract_recorded_fields(self.record).items() if value}
+            )
+        )
 
     @property
     def is_destroying(self) -> bool:
@@ -106,45 +117,49 @@ class InstanceEntries(NamedTuple):
         return self.record.name or (request.name if request else None)
 
     @property
-    def group(self) -> str | None:
+    def group_name(self) -> str | None:
         """The name of the instance's group, from the request if an older ecompute wrote the record."""
         request = self.request
         return self.record.group_name or (request.group_name if request else None)
 
 
-def resolve(store: Store, word: str, among: Index | None = None) -> str:
+def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
     `key_index`: see find(). Raises NotFound; UsageError for several uuids with this prefix; Conflict if the name's key
     refers to an instance of another name; Unreadable if that key is malformed.
     """
-    if keys.is_uuid(word):
-        return word
-    if is_name(word) and (entry := store.get(keys.name(word))) is not None:
-        _check_called(store, word, instance := holder(entry), among)
+    if keys.is_uuid(argument):
+        return argument
+    if is_name(argument) and (entry := store.get(keys.name(argument))) is not None:
+        _check_name(store, argument, instance := parse_name_holder(entry), key_index)
         return instance
-    prefix = uuid_prefix(word)
+    prefix = parse_uuid_prefix(argument)
     if prefix is None:
-        short = f' (of its uuid, {PREFIX} digits at least)' if len(word) < PREFIX else ''
-        raise NotFound(f'{word}: no living instance has this name{short}')
-    recorded_uuids = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
+        short = f' (of its uuid, {MIN_PREFIX_DIGITS} digits at least)' if len(argument) < MIN_PREFIX_DIGITS else ''
+        raise NotFound(f'{argument}: no living instance has this name{short}')
+    recorded_uuids = map(keys.get_last_part, store.snapshot(keys.INSTANCES, keys_only=True).entries)
     uuids = {name for name in recorded_uuids if name.startswith(prefix) and keys.is_uuid(name)}
     # Next, instances that no compute has taken or seen yet. In this order one that moves is read twice, not missed.
     queued = store.snapshot(keys.QUEUES, keys_only=True).entries
-    uuids |= {uuid for uuid in map(_waiting, queued) if uuid and uuid.startswith(prefix)}
+    uuids |= {uuid for uuid in map(_parse_queue_key, queued) if uuid and uuid.startswith(prefix)}
     requests = store.snapshot(keys.HOSTS, keys_only=True).entries
-    uuids |= {keys.last(key) for key in requests if _names_instance(key) and keys.last(key).startswith(prefix)}
+    uuids |= {
+        keys.get_last_part(key)
+        for key in requests
+        if _is_request_key(key) and keys.get_last_part(key).startswith(prefix)
+    }
     if not uuids:
-        raise NotFound(f'{word}: no living instance has this name, and no uuid begins so')
+        raise NotFound(f'{argument}: no living instance has this name, and no uuid begins so')
     if len(uuids) > 1:
-        raise UsageError(f'{word}: {len(uuids)} instances begin so: {some(sorted(uuids), QUOTED)}')
+        raise UsageError(f'{argument}: {len(uuids)} instances begin so: {join_some(sorted(uuids), MAX_NAMES_IN_ERROR)}')
     return uuids.pop()
 
 
-def _check_called(store: Store, name: str, instance: str, among: Index | None) -> None:
+def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
     """Raise Conflict if the instance has another name: any compute may write any name's key."""
     try:
-        entries = find(store, instance, among)
+        entries = find(store, instance, key_index)
     except Unreadable:
         return
     # The name of a failed instance is unknown if an older ecompute wrote its record.
@@ -154,50 +169,56 @@ def _check_called(store: Store, name: str, instance: str, among: Index | None) -
         or (entries.name, entries.request, entries.queue_entry) == (None, None, None)
     ):
         return
-    actual_name = f'is called {printable(entries.name)}' if entries.name else 'has no name'
+    actual_name = f'is called {make_printable(entries.name)}' if entries.name else 'has no name'
     mismatch = f'{keys.name(name)} leads to instance {instance}, which {actual_name}'
     raise Conflict(f'{mismatch}: say the uuid of the one that is meant; eschedule audit says more')
 
 
-def find(store: Store, instance: str, among: Index | None = None) -> InstanceEntries | None:
+def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
     """Find an instance; None if etcd has no trace of it. Unreadable if its record is malformed.
 
     `key_index` has the keys of all instances, read a moment ago; what is not found by it is searched for.
     """
-    places = near(store, instance, among)
+    places = find_at_living_computes(store, instance, key_index)
     if places is None:
         # The queues before the requests: an instance that moves in between is found in the requests.
-        queue_entry = waiting_at(store, instance)
+        queue_entry = find_queue_entry(store, instance)
         if queue_entry is not None:
-            return InstanceEntries(read_waiting(queue_entry), None, None, queue_entry)
-        places = listed(store, instance)
+            return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
+        places = find_by_listing(store, instance)
     if places.record is not None:
         return InstanceEntries(read_record(places.record), places.record, places.request)
-    return requested(places)
+    return from_request(places)
 
 
-def waiting_at(store: Store, instance: str) -> Entry | None:
-    """Find the instance's entry in a queue; None if there is none."""
-    queue_keys = [key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _waiting(key) == instance]
+def find_queue_entry(store: Store, instance: str) -> Entry | None:
+    """Find the instance's entry in a queue; None if absent."""
+    queue_keys = [
+        key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _parse_queue_key(key) == instance
+    ]
     return next((entry for entry in map(store.get, queue_keys) if entry is not None), None)
 
 
-def requested(at: Places[Entry]) -> InstanceEntries | None:
+def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
     """Make an instance's entries from its request alone; None without a request."""
-    return InstanceEntries(_scheduled(at.request), None, at.request) if at.request is not None else None
+    return (
+        InstanceEntries(_make_scheduled_record(places.request), None, places.request)
+        if places.request is not None
+        else None
+    )
 
 
-def is_known(store: Store, instance: str, among: Index | None = None) -> bool:
+def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
     """True if etcd has any trace of the instance, malformed or not. `key_index`: see find()."""
     try:
-        return find(store, instance, among) is not None
+        return find(store, instance, key_index) is not None
     except Unreadable:
         return True
 
 
-def living(store: Store, instance: str, among: Index | None = None) -> InstanceEntries:
+def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries:
     """Find an instance that is not gone; NotFound if there is none. See find()."""
-    entries = find(store, instance, among)
+    entries = find(store, instance, key_index)
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
     if entries.record.state == GONE:
@@ -205,29 +226,33 @@ def living(store: Store, instance: str, among: Index | None = None) -> InstanceE
     return entries
 
 
-def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
+def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
     """Read all instances, sorted by request time, and the errors of malformed records.
 
     An instance with only a request is `scheduled`, one in a queue `queued`. If placement is unreachable, the oldest of
     several requests counts; an error says so.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
-    queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
-    records, errors = {uuid: read_waiting(entry) for uuid, entry in queued.items() if uuid}, []
+    queued = {
+        _parse_queue_key(key): entry
+        for key, entry in store.snapshot(keys.QUEUES).entries.items()
+        if _parse_queue_key(key)
+    }
+    records, errors = {uuid: read_queued_record(entry) for uuid, entry in queued.items() if uuid}, []
     # Keys only: a request may be large (user-data), and few of their values are needed.
-    requests = [item for item in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(item[0])]
+    requests = [item for item in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _is_request_key(item[0])]
     entries = [*requests, *store.snapshot(keys.INSTANCES).entries.items()]
     try:
-        places_by_instance = everywhere(store, entries)
+        places_by_instance = resolve_places(store, entries)
     except EcompError as error:  # placement is unreachable
         errors.append(EcompError(f'{error}; of what two computes are asked for, the older request is shown'))
-        places_by_instance = by_instance(entries)
+        places_by_instance = group_by_instance(entries)
     for instance, places in places_by_instance.items():
         try:
             if places.record is not None:
                 records[instance] = read_record(places.record)
             elif places.request is not None and (request := store.get(places.request.key)) is not None:
-                records[instance] = _scheduled(request)
+                records[instance] = _make_scheduled_record(request)
         except EcompError as error:
             errors.append(error)
     shown = [record for record in records.values() if with_gone or record.state != GONE]
@@ -242,57 +267,59 @@ def read_record(entry: Entry) -> Record:
     try:
         if entry.dropped:
             raise ValueError(f'it has {entry.dropped} bytes: too many')
-        compute, instance = keys.recorded(entry.key)
+        compute, instance = keys.parse_record_key(entry.key)
         return from_json(entry.value, instance, compute)
     except ValueError as error:
-        raise Unreadable(printable(entry.key, 100), error) from error
+        raise Unreadable(make_printable(entry.key, 100), error) from error
 
 
-def _scheduled(entry: Entry) -> Record:
+def _make_scheduled_record(entry: Entry) -> Record:
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
-    if isinstance(request, Invalid):
-        return replace(refused_record(compute, request._replace(instance=instance), ''), fault=request.reason)
-    return new_record(compute, request, '')
+    if isinstance(request, InvalidRequest):
+        return replace(make_refused_record(compute, request._replace(instance=instance), ''), fault=request.reason)
+    return make_record(compute, request, '')
 
 
-def read_waiting(entry: Entry) -> Record:
+def read_queued_record(entry: Entry) -> Record:
     """Make the record to show for an entry in a queue."""
-    from ecomp.model.queue import record_of  # its imports take 5 % of a claim's time, and a claim rarely needs them
+    from ecomp.model.queue import (
+        make_queued_record,  # its imports take 5 % of a claim's time, and a claim rarely needs them
+    )
 
-    return record_of(entry.key, entry.value)
+    return make_queued_record(entry.key, entry.value)
 
 
-def _waiting(key: str) -> str | None:
+def _parse_queue_key(key: str) -> str | None:
     """Return the instance of a queue entry's key; None for any other key."""
-    flavor_and_instance = keys.queued(key)
+    flavor_and_instance = keys.parse_queue_key(key)
     return flavor_and_instance[1] if flavor_and_instance and keys.is_uuid(flavor_and_instance[1]) else None
 
 
-def _names_instance(key: str) -> bool:
+def _is_request_key(key: str) -> bool:
     """True for /hosts/<compute>/<instance>; the compute reports any other key below /hosts."""
-    return key.count('/') == 3 and keys.is_uuid(keys.last(key))
+    return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 
-def take_names(store: Store, names: Mapping[str, str | None]) -> Change:
+def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
     """Return the change that takes each name in {instance: name or None}.
 
     Raises Conflict if another living instance has one of them, Unreadable if its key or record is malformed.
     """
     named = {name: instance for instance, name in names.items() if name is not None}
-    conditions = [free_name(store, name, instance) for name, instance in named.items()]
+    conditions = [check_name_is_free(store, name, instance) for name, instance in named.items()]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
-def free_name(store: Store, name: str, wanted: str) -> Unchanged:
+def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
     """Return the condition that a name stays free for `instance`; errors as reserve_names()."""
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:
         return Unchanged(key, 0)
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
-    owner = holder(entry)
-    current = find(store, owner) if owner != wanted else None
+    owner = parse_name_holder(entry)
+    current = find(store, owner) if owner != instance else None
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'it is being destroyed: try again then' if current.is_destroying else 'take another, or destroy it first'
         raise Conflict(f'{name}: is the name of instance {owner}: {cure}')

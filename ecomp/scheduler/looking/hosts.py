@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError
 from ecomp.model import keys, status
-from ecomp.model.host import Computes, Host, InEtcd, InPlacement, computes_of, hosts
-from ecomp.model.order import Invalid, Request, named, parse_request
-from ecomp.model.reach import console_file, is_host_name
-from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, waits_for
-from ecomp.model.text import did_you_mean, is_name, printable, some, uuid_prefix
-from ecomp.scheduler.looking.find import QUOTED, living, read_record
+from ecomp.model.host import Computes, EtcdState, Host, ProviderSummary, list_hosts, parse_computes
+from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
+from ecomp.model.reach import is_host_name, parse_console_path
+from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, describe_wait
+from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
+from ecomp.scheduler.looking.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import everywhere
+from ecomp.store.sharing import resolve_places
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement
@@ -26,112 +26,130 @@ if TYPE_CHECKING:
 class Survey(NamedTuple):
     """The parsed contents of etcd, the entries by key, and the errors of malformed records."""
 
-    etcd: InEtcd
+    etcd: EtcdState
     entries: Mapping[str, Entry]
     errors: tuple[EcompError, ...]
 
 
-def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
+def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Read all computes, and the errors of malformed records, whose instances are not counted."""
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
-    survey = look(store)
-    names = providers.names(placement)
-    uuids = {*survey.etcd.alive, *survey.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
-    shares = providers.shares(placement, uuids & names.keys())
-    having = {trait: providers.having(placement, trait) for trait in status.STATUS}
+    survey = read_survey(store)
+    names = providers.read_provider_names(placement)
+    uuids = {
+        *survey.etcd.living_computes,
+        *survey.etcd.requests,
+        *(uuid for uuid, name in names.items() if uuid == name),
+    }
+    shares = providers.read_rooms(placement, uuids & names.keys())
+    having = {trait: providers.find_with_trait(placement, trait) for trait in status.STATUS_TRAITS}
     in_placement = {
-        uuid: InPlacement(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
+        uuid: ProviderSummary(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
         for uuid, each in shares.items()
     }
-    return hosts(survey.etcd, in_placement), survey.errors
+    return list_hosts(survey.etcd, in_placement), survey.errors
 
 
-def compute_of(store: Store, placement: Callable[[], Placement], word: str) -> str:
+def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
     A whole uuid is not checked: see check_compute_exists(). Placement is needed for a prefix only. Raises NotFound,
     UsageError (no argument, or several uuids), Conflict (several computes with this host name).
     """
-    full_uuid = _whole(word)
+    full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
         return full_uuid
-    if not word:
+    if not argument:
         raise UsageError('no compute is named: give its host name or its uuid')
-    known_computes = computes(store)
-    matches = known_computes.named(word)
+    known_computes = read_computes(store)
+    matches = known_computes.find_by_hostname(argument)
     if len(matches) > 1:
-        raise Conflict(f'{word} is the host name of {len(matches)} computes, say the uuid: {some(matches, QUOTED)}')
+        raise Conflict(
+            f'{argument} is the host name of {len(matches)} computes, '
+            f'say the uuid: {join_some(matches, MAX_NAMES_IN_ERROR)}'
+        )
     if matches:
         return matches[0]
-    prefix = uuid_prefix(word)
+    prefix = parse_uuid_prefix(argument)
     if prefix is not None:
-        candidates = {*known_computes.living, *known_computes.remembered}
+        candidates = {*known_computes.living, *known_computes.stored_hostnames}
         from ecomp.placement import providers
 
-        candidates |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
+        candidates |= {uuid for uuid, name in providers.read_provider_names(get_placement()).items() if uuid == name}
         matches = sorted(candidate for candidate in candidates if candidate.startswith(prefix))
     if len(matches) > 1:
-        raise UsageError(f'{word}: {len(matches)} computes begin so: {some(matches, QUOTED)}')
+        raise UsageError(f'{argument}: {len(matches)} computes begin so: {join_some(matches, MAX_NAMES_IN_ERROR)}')
     if not matches:
-        raise no_such(word, known_computes)
+        raise make_no_such_compute(argument, known_computes)
     return matches[0]
 
 
-def check_there(known: Computes, placement: Callable[[], Placement], word: str) -> None:
+def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
     """Raise NotFound if the argument is a uuid that neither etcd nor placement knows.
 
     It may query placement, and raises its errors: call it only after a lookup found nothing.
     """
-    full_uuid = _whole(word)
-    if full_uuid is None or full_uuid in known.living or full_uuid in known.remembered:
+    full_uuid = _parse_uuid(argument)
+    if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:
         return
     from ecomp.placement import providers
 
-    if providers.name(placement(), full_uuid) != full_uuid:
-        raise no_such(word, known)
+    if providers.read_provider_name(get_placement(), full_uuid) != full_uuid:
+        raise make_no_such_compute(argument, known_computes)
 
 
-def no_such(word: str, known: Computes) -> NotFound:
+def make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
     """Make the error for an argument that means no compute."""
-    suggestion = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
+    suggestion = format_suggestion(
+        argument,
+        filter(None, map(known_computes.find_hostname, {*known_computes.living, *known_computes.stored_hostnames})),
+    )
     problem = f'no compute has this host name or uuid{suggestion}'
-    return NotFound(f'{printable(word, 100)}: {problem}: eschedule hosts shows all')
+    return NotFound(f'{make_printable(argument, 100)}: {problem}: eschedule hosts shows all')
 
 
-def _whole(word: str) -> str | None:
+def _parse_uuid(argument: str) -> str | None:
     """Return an argument as a uuid in canonical form; None if it is no uuid."""
     import uuid
 
     try:
-        return str(uuid.UUID(word))
+        return str(uuid.UUID(argument))
     except ValueError:
         return None
 
 
-def computes(store: Store) -> Computes:
+def read_computes(store: Store) -> Computes:
     """Read which computes are alive (by a key on a lease), and the names of all computes."""
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     names = store.snapshot(keys.HOSTNAMES).entries
-    return computes_of(store.snapshot(keys.COMPUTES).entries, names)
+    return parse_computes(store.snapshot(keys.COMPUTES).entries, names)
 
 
-def claimed_on_silent(store: Store, known: Computes, waiting: Collection[str]) -> dict[str, str]:
+def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
     """Return {instance: text} for claims on silent computes (rule 13), while placement answers."""
     claims: dict[str, str] = {}
     with suppress(EcompError):
-        for compute in sorted(known.remembered.keys() - known.living.keys()) if waiting and store.claims else ():
+        for compute in (
+            sorted(known_computes.stored_hostnames.keys() - known_computes.living.keys())
+            if instances and store.claims
+            else ()
+        ):
             held = store.claims(compute) if store.claims else ()
-            claims |= {name: f'claimed on {known.called(compute)}, which is silent' for name in waiting if name in held}
+            claims |= {
+                name: f'claimed on {known_computes.format_name(compute)}, which is silent'
+                for name in instances
+                if name in held
+            }
     return claims
 
 
-def look(store: Store) -> Survey:
+def read_survey(store: Store) -> Survey:
     """Read all computes, requests and records from etcd; malformed records become errors."""
     # Requests before records: an instance that ends in between is then read twice, not missed.
-    known_computes = computes(store)
+    known_computes = read_computes(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
-    requests: dict[str, dict[str, Request | Invalid]] = {}
+    requests: dict[str, dict[str, Request | InvalidRequest]] = {}
     junk: dict[str, list[str]] = {}
     for key, entry in requested.items():
         compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
@@ -141,18 +159,18 @@ def look(store: Store) -> Survey:
             junk.setdefault(compute, []).append(name)
     records: dict[str, Record] = {}
     errors: dict[str, EcompError] = {}
-    for instance, places in everywhere(store, {**requested, **recorded}.items()).items():
+    for instance, places in resolve_places(store, {**requested, **recorded}.items()).items():
         try:
             if places.record is not None:
                 records[instance] = read_record(places.record)
         except EcompError as error:
             errors[instance] = error
-    etcd = InEtcd(known_computes, requests, records, frozenset(errors), junk)
+    etcd = EtcdState(known_computes, requests, records, frozenset(errors), junk)
     return Survey(etcd, {**requested, **recorded}, tuple(errors.values()))
 
 
 @dataclass(frozen=True)
-class WayIn:
+class GuestAccess:
     """The address of a guest's sshd; `host` is the host to go through, None if it is reachable."""
 
     record: Record
@@ -160,51 +178,53 @@ class WayIn:
     host: str | None
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The name of the instance, or its uuid."""
         return self.record.name or self.record.instance
 
 
-def way_in(store: Store, instance: str) -> WayIn:
+def find_guest_access(store: Store, instance: str) -> GuestAccess:
     """Find how to reach a running guest.
 
     Raises StillGoing without an address, EcompError if the address is malformed or the host's name is not known, and
     the errors of find_running().
     """
-    record = running(store, instance)
+    record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
     if not interfaces:
         raise make_not_ready(record)
     # Any machine on the LAN reaches an interface on its bridge.
-    best = next((interface for interface in interfaces if not _is_behind_its_host(interface)), interfaces[0])
+    best = next((interface for interface in interfaces if not _is_behind_host(interface)), interfaces[0])
     try:
         address = str(IPv4Address(best.address))
     except AddressValueError as error:
-        raise EcompError(f'{instance}: its record has no address that is one: {printable(str(error), 100)}') from error
-    return WayIn(record, address, host_of(store, record) if _is_behind_its_host(best) else None)
+        raise EcompError(
+            f'{instance}: its record has no address that is one: {make_printable(str(error), 100)}'
+        ) from error
+    return GuestAccess(record, address, find_host_name(store, record) if _is_behind_host(best) else None)
 
 
-def names(store: Store) -> Mapping[str, str]:
+def read_names(store: Store) -> Mapping[str, str]:
     """Read {name: instance}, without malformed keys."""
     instances = {}
     for key, entry in store.snapshot(keys.NAMES).entries.items():
         with suppress(ValueError):
             if is_name(name := key.removeprefix(keys.NAMES)):
-                instances[name] = named(entry.value)
+                instances[name] = parse_name_owner(entry.value)
     return instances
 
 
 def read_names_by_instance(store: Store) -> Mapping[str, str]:
     """Read {instance: name}."""
-    return {instance: name for name, instance in names(store).items()}
+    return {instance: name for name, instance in read_names(store).items()}
 
 
-def running(store: Store, instance: str) -> Record:
+def find_running(store: Store, instance: str) -> Record:
     """Return the record of a running guest.
 
     Raises StillGoing if it has not started yet, Conflict if it runs no more, NotFound, Unreadable.
     """
-    record = living(store, instance).record
+    record = find_living(store, instance).record
     if record.state in (QUEUED, SCHEDULED, BUILDING):
         raise make_not_ready(record)
     if record.state != ACTIVE:
@@ -215,32 +235,32 @@ def running(store: Store, instance: str) -> Record:
 def make_not_ready(record: Record) -> StillGoing:
     """Make the error for a guest that has not started, or has no address, yet."""
     lack = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
-    problem = f'{record.instance}: {lack} yet: {record.state}, waiting for: {waits_for(record)}'
+    problem = f'{record.instance}: {lack} yet: {record.state}, waiting for: {describe_wait(record)}'
     return StillGoing(f'{problem}. Try: eschedule wait {record.instance} --for ready')
 
 
-def console(store: Store, instance: str) -> tuple[str, str]:
+def find_console(store: Store, instance: str) -> tuple[str, str]:
     """Return the host of an instance's console and the file there.
 
     Raises NotFound if there is none yet, EcompError for an invalid file or an unknown host, Unreadable.
     """
-    record = living(store, instance).record
+    record = find_living(store, instance).record
     if record.console is None:
         raise NotFound(f'{instance}: has no console yet: it is {record.state}')
     try:
-        return host_of(store, record), console_file(instance, record.console)
+        return find_host_name(store, record), parse_console_path(instance, record.console)
     except ValueError as error:
         raise EcompError(f'{instance}: {error}') from error
 
 
-def host_of(store: Store, record: Record) -> str:
+def find_host_name(store: Store, record: Record) -> str:
     """Return an instance's host name, from its compute or its console; EcompError without any."""
-    name = computes(store).host(record.compute) or (record.console or '').partition(':')[0]
+    name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
         raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not up')
     return name
 
 
-def _is_behind_its_host(interface: Interface) -> bool:
+def _is_behind_host(interface: Interface) -> bool:
     """True if a libvirt network gave the address, so that only its host reaches it."""
     return interface.source == 'lease' or interface.expected is not None

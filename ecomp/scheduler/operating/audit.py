@@ -17,44 +17,52 @@ from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys, planes
-from ecomp.model.audit import Finding, Repair, Revisions, confirmed
+from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
-from ecomp.model.record import KEPT
+from ecomp.model.record import RETENTION_SECONDS
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.sharing import recount
-from ecomp.store.client import AT_ONCE as MOST
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, at_it, wanted
-from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared
+from ecomp.scheduler.operating.sharing import recount_quota
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_wanted_instances, read_pending_instances
+from ecomp.store.sharing import (
+    commit_with_shared,
+    has_unfinished_record,
+    make_empty_change,
+    make_group_operation,
+    note_released,
+    rejoin_group,
+    restore_name,
+)
 
 # Seconds for which the keys of a killed audit, questions and answers, stay in etcd.
 LEASE_SECONDS = 180
 # Seconds in which a compute has to acknowledge an audit, and then to answer: libvirt needs long for 10,000 domains.
-HEARD_SECONDS = 5.0
-ANSWER_SECONDS = 120.0
-FIRST_DELAY = 0.01
-LAST_DELAY = 0.25
+HEARD_TIMEOUT_SECONDS = 5.0
+ANSWER_TIMEOUT_SECONDS = 120.0
+MIN_POLL_SECONDS = 0.01
+MAX_POLL_SECONDS = 0.25
 # Seconds between two reads of one audit.
-AGAIN_SECONDS = 1.5
+READ_INTERVAL_SECONDS = 1.5
 # Seconds between the two audits of --fix (rule 4): the life of an attempt's lease.
-SIGHTINGS_SECONDS = keys.ATTEMPT_SECONDS
+AUDIT_INTERVAL_SECONDS = keys.ATTEMPT_SECONDS
 # Reads in one audit, at most. Two are enough if the same computes answered.
-LOOKS = 4
+MAX_READS = 4
 # Threads that query placement.
-AT_ONCE = 8
+PLACEMENT_THREADS = 8
 # Digits of a page number in a digest, at most; a key with more is no page.
-PAGE_DIGITS = 9
+MAX_PAGE_DIGITS = 9
 # Characters of a project id, at most: placement refuses longer ones, and empty ones.
-LONGEST_PROJECT = 255
+MAX_PROJECT_CHARACTERS = 255
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class Report(NamedTuple):
@@ -65,43 +73,46 @@ class Report(NamedTuple):
     """
 
     findings: list[Finding]
-    compared: str
-    world: planes.World
+    summary: str
+    world: planes.AuditIndex
     revisions: tuple[Revisions, Revisions]
     stalled: frozenset[str]
 
 
 def audit(
-    store: Store, placement: Placement, again: float = AGAIN_SECONDS, stalled: frozenset[str] = frozenset()
+    store: Store,
+    placement: Placement,
+    interval_seconds: float = READ_INTERVAL_SECONDS,
+    stalled: frozenset[str] = frozenset(),
 ) -> Report:
     """Audit once: if the first read has findings, read again and report the confirmed ones.
 
     `interval_seconds` pass before each further read. The computes in `stalled` did not answer the last audit, and are
     waited for no longer than for their acknowledgement. Raises the errors of etcd and placement.
     """
-    first = last = _look(store, placement, stalled)
+    first = last = _read_planes(store, placement, stalled)
     findings, etcd = compare(first), first.etcd
-    for _ in range(LOOKS - 1 if findings else 0):
-        time.sleep(again)
+    for _ in range(MAX_READS - 1 if findings else 0):
+        time.sleep(interval_seconds)
         stalled |= last.stalled
-        previous, last = last, _look(store, placement, stalled)
-        etcd = _etcd(store)
-        revisions = [planes.involved(entries) for entries in (previous.etcd, last.etcd, etcd)]
-        findings = confirmed(compare(previous), compare(last), revisions)
+        previous, last = last, _read_planes(store, placement, stalled)
+        etcd = _read_etcd(store)
+        revisions = [planes.index_revisions(entries) for entries in (previous.etcd, last.etcd, etcd)]
+        findings = confirm_findings(compare(previous), compare(last), revisions)
         if previous.digests.keys() == last.digests.keys():
             break  # otherwise one of the two reads lacks what a compute has
-    world = planes.World(last)
-    consumers = sum(1 for held in world.held.values() if not world.computes.isdisjoint(held))
+    world = planes.AuditIndex(last)
+    consumers = sum(1 for held in world.allocations.values() if not world.computes.isdisjoint(held))
     living = sum(world.is_living(instance) for instance in world.records)
     counted = zip((len(last.digests), living, consumers), ('compute', 'living instance', 'allocation'), strict=True)
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
-    revisions_read, stalled = (planes.involved(first.etcd), planes.involved(etcd)), stalled | last.stalled
+    revisions_read, stalled = (planes.index_revisions(first.etcd), planes.index_revisions(etcd)), stalled | last.stalled
     return Report(findings, compared, world, revisions_read, stalled)
 
 
 @contextmanager
-def asking(store: Store) -> Iterator[tuple[str, int]]:
+def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
     """Yield a name for an audit, and its lease; then revoke the lease and delete all answers."""
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
@@ -114,37 +125,41 @@ def asking(store: Store) -> Iterator[tuple[str, int]]:
                 store.commit([], [Delete(key) for key in answer_keys[first : first + MOST]])
 
 
-def answers(
-    store: Store, audit: str, computes: set[str], heard: str, answered: str, stalled: Collection[str] = ()
+def wait_for_answers(
+    store: Store, audit_name: str, computes: set[str], heard_part: str, answer_part: str, stalled: Collection[str] = ()
 ) -> set[str]:
     """Wait for each compute's part `answer_part`, and return the computes that wrote it.
 
     A compute that is in `stalled`, or has not written `heard_part`, is given up after HEARD_TIMEOUT_SECONDS, any other
     one after ANSWER_TIMEOUT_SECONDS.
     """
-    began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
+    began, backoff = time.monotonic(), Backoff(MIN_POLL_SECONDS, MAX_POLL_SECONDS)
     while True:
         parts = store.snapshot(keys.DIGESTS, keys_only=True).entries
-        done = {compute for compute in computes if keys.digest(audit, compute, answered) in parts}
-        going = {compute for compute in computes.difference(stalled) if keys.digest(audit, compute, heard) in parts}
+        done = {compute for compute in computes if keys.digest(audit_name, compute, answer_part) in parts}
+        going = {
+            compute for compute in computes.difference(stalled) if keys.digest(audit_name, compute, heard_part) in parts
+        }
         elapsed = time.monotonic() - began
-        if done >= computes or elapsed > ANSWER_SECONDS or (elapsed > HEARD_SECONDS and done >= going):
+        if done >= computes or elapsed > ANSWER_TIMEOUT_SECONDS or (elapsed > HEARD_TIMEOUT_SECONDS and done >= going):
             return done
         time.sleep(backoff.next())
 
 
-def _look(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
+def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
     """Read all planes, etcd first: the revisions of the next read then show later changes."""
-    etcd = _etcd(store)
+    etcd = _read_etcd(store)
     # A presence key without a lease proves no life: its compute is not waited for.
-    alive = {keys.last(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
-    with ThreadPoolExecutor(AT_ONCE) as threads, asking(store) as (name, lease):
+    alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
+    with ThreadPoolExecutor(PLACEMENT_THREADS) as threads, open_audit_session(store) as (name, lease):
         # The computes first: they prepare their digests while placement is read.
         value = dump({'version': 1})
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
             raise EcompError(f'{keys.audit(name)} is there already')
-        held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))
-        answered = answers(store, name, alive, 'heard', '0', stalled)
+        held = dict(
+            threads.map(lambda each: _read_provider(placement, *each), providers.read_provider_names(placement).items())
+        )
+        answered = wait_for_answers(store, name, alive, 'heard', '0', stalled)
         late = alive - answered
         parts = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
         stalled_now = frozenset(
@@ -154,52 +169,56 @@ def _look(store: Store, placement: Placement, stalled: Collection[str]) -> plane
         mute = dict.fromkeys(late, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
-            numbered = sorted((int(keys.last(key)), page.value) for key, page in pages.items() if _is_page(key))
+            numbered = sorted(
+                (int(keys.get_last_part(key)), page.value) for key, page in pages.items() if _is_page_key(key)
+            )
             try:
                 digests[compute] = planes.from_pages([value for _, value in numbered])
             except ValueError as error:
                 mute[compute] = str(error)
-    usages = {project: _usage(placement, project) for project in _projects(etcd)}
+    usages = {project: _read_usage(placement, project) for project in _list_projects(etcd)}
     states = {provider: state for provider, state in held.items() if state is not None}
     return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
 
 
-def _projects(etcd: Mapping[str, Entry]) -> list[str]:
+def _list_projects(etcd: Mapping[str, Entry]) -> list[str]:
     """List the projects with a quota, without ids that placement would refuse."""
     named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
-    return [project for project in named if 0 < len(project) <= LONGEST_PROJECT]
+    return [project for project in named if 0 < len(project) <= MAX_PROJECT_CHARACTERS]
 
 
-def _usage(placement: Placement, project: str) -> dict[str, int]:
+def _read_usage(placement: Placement, project: str) -> dict[str, int]:
     """Read what placement counts for a project, in a quota's form."""
-    count, used = providers.project_usages(placement, project)
+    count, used = providers.read_project_usages(placement, project)
     return {**used, **({INSTANCES: count} if count else {})}
 
 
-def _etcd(store: Store) -> dict[str, Entry]:
-    return {key: entry for family in planes.FAMILIES for key, entry in store.snapshot(family).entries.items()}
+def _read_etcd(store: Store) -> dict[str, Entry]:
+    return {key: entry for family in planes.AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
 
 
-def _provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
+def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
     try:
-        inventory = providers.inventory(placement, provider)
-        return provider, planes.ProviderState(name, inventory, allocations.of_provider(placement, provider))
+        inventory = providers.read_raw_inventory(placement, provider)
+        return provider, planes.ProviderState(
+            name, inventory, allocations.read_provider_allocations(placement, provider)
+        )
     except NotFound:
         return provider, None  # removed since the list was read
 
 
-def _is_page(key: str) -> bool:
+def _is_page_key(key: str) -> bool:
     # A compute may write any key there, and int() refuses 5,000 digits.
-    number = keys.last(key)
-    return number.isascii() and number.isdecimal() and len(number) <= PAGE_DIGITS
+    number = keys.get_last_part(key)
+    return number.isascii() and number.isdecimal() and len(number) <= MAX_PAGE_DIGITS
 
 
 # Each member takes two of the 128 conditions that etcd allows in a transaction.
 MAX_MEMBERS_PER_TRANSACTION = 50
-NOT_ANY_MORE = 'left alone: it has changed since'
+CHANGED_SINCE = 'left alone: it has changed since'
 
 
-def fix(store: Store, placement: Placement, tell: Tell, apart: float = SIGHTINGS_SECONDS) -> Report:
+def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: float = AUDIT_INTERVAL_SECONDS) -> Report:
     """Audit twice, `interval_seconds` apart, repair what both found, and audit again.
 
     `notify` is called with each line of progress. Returns the first report if it has no repairable finding, otherwise
@@ -208,27 +227,25 @@ def fix(store: Store, placement: Placement, tell: Tell, apart: float = SIGHTINGS
     first = audit(store, placement)
     if not any(finding.fix for finding in first.findings):
         return first
-    tell(f'{len(first.findings)} found; looking again in {apart:g} s, before anything is changed')
-    time.sleep(apart)
+    notify(f'{len(first.findings)} found; looking again in {interval_seconds:g} s, before anything is changed')
+    time.sleep(interval_seconds)
     second = audit(store, placement, stalled=first.stalled)
-    for line in mend(store, placement, first, second):
-        tell(line)
+    for line in repair_findings(store, placement, first, second):
+        notify(line)
     return audit(store, placement, stalled=first.stalled | second.stalled)
 
 
-def mend(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
+def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
     """Repair what both audits found; return a line for each repair, done or not."""
     revisions = [*first.revisions, *second.revisions]
-    due = [finding for finding in confirmed(first.findings, second.findings, revisions) if finding.fix]
+    due = [finding for finding in confirm_findings(first.findings, second.findings, revisions) if finding.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
     repairs = _Repairs(store, placement, second.world)
     done = [
-        f'{finding.code} {finding.subject}: {repairs.carry_out(finding)}'
-        for finding in due
-        if finding.leftover is None
+        f'{finding.code} {finding.subject}: {repairs.carry_out(finding)}' for finding in due if finding.leftover is None
     ]
     for compute in sorted({finding.compute for finding in due if finding.leftover is not None}):
-        done += _cleared(
+        done += _clear_leftovers(
             store, compute, [finding for finding in due if finding.leftover and finding.compute == compute]
         )
     return done
@@ -240,18 +257,18 @@ class _Repairs:
 
     store: Store
     placement: Placement
-    world: planes.World
+    world: planes.AuditIndex
 
     def carry_out(self, finding: Finding) -> str:
         """Repair one finding; return a sentence about the result, also for an error."""
         repairs: dict[Repair | None, Callable[[Finding], str]] = {
             **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
             Repair.PUT_ON_LEASE: self._put_on_lease,
-            Repair.RELEASE: lambda orphan: _release(self.store, self.placement, orphan.subject),
+            Repair.RELEASE: lambda orphan: _release_orphan(self.store, self.placement, orphan.subject),
             Repair.CLAIM: self._claim,
             Repair.RESTORE_NAME: self._restore_name,
             Repair.JOIN_GROUP: self._join_group,
-            Repair.LEAVE_GROUP: self._leave_group,
+            Repair.LEAVE_GROUP: self._remove_from_group,
             Repair.RECOUNT: self._recount,
         }
         try:
@@ -265,7 +282,7 @@ class _Repairs:
 
     def _put_on_lease(self, finding: Finding) -> str:
         key, state = finding.keys[0], self.world.records[finding.subject].state
-        lease = self.store.grant(KEPT[state])
+        lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
@@ -274,12 +291,12 @@ class _Repairs:
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.wishes.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
-        held = allocations.consumer(self.placement, instance)
+        held = allocations.read_consumer(self.placement, instance)
         entry = self.store.get(key)
         if not isinstance(wish, Request) or wish.is_tombstone or held.allocations:
-            return NOT_ANY_MORE
-        if entry is None or entry.revision != self.world.revision(key):
-            return NOT_ANY_MORE
+            return CHANGED_SINCE
+        if entry is None or entry.revision != self.world.get_revision(key):
+            return CHANGED_SINCE
         owner = wish.user_id, wish.project_id
         allocations.claim_once(self.placement, instance, wish.allocations, *owner, held.generation)
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
@@ -287,9 +304,9 @@ class _Repairs:
     def _restore_name(self, finding: Finding) -> str:
         """Write the name of the instance's record, if it is free."""
         entries = find(self.store, finding.subject)
-        change = given_back(self.store, entries.name, finding.subject) if entries is not None else None
+        change = restore_name(self.store, entries.name, finding.subject) if entries is not None else None
         if entries is None or entries.name is None or change is None or not change[1]:
-            return NOT_ANY_MORE
+            return CHANGED_SINCE
         conditions, operations = change
         return self._commit(finding, operations, f'{keys.name(entries.name)} is its own again', conditions)
 
@@ -297,71 +314,73 @@ class _Repairs:
         """Add the instance to its request's group."""
         wish = self.world.wishes[finding.subject][finding.compute]
         if not isinstance(wish, Request) or wish.group is None:
-            return NOT_ANY_MORE
-        conditions, operations = rejoined(self.store, wish.group, finding.subject, finding.compute)
+            return CHANGED_SINCE
+        conditions, operations = rejoin_group(self.store, wish.group, finding.subject, finding.compute)
         done = f'it is in group {wish.group.name}'
-        return self._commit(finding, operations, done, conditions) if operations else NOT_ANY_MORE
+        return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
-    def _leave_group(self, finding: Finding) -> str:
+    def _remove_from_group(self, finding: Finding) -> str:
         """Remove members without a request, attempt or living record, which ended or never came."""
-        current_group, placing = self.world.groups[finding.subject], at_it(self.store)
+        current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
         for instance, compute in current_group.members.items():
-            may_live = self.world.is_living(instance) or instance in self.world.unreadable
+            may_live = self.world.is_living(instance) or instance in self.world.malformed_records
             request = keys.request(compute, instance)
             if not may_live and instance not in placing and self.store.get(request) is None:
-                leaving[instance] = [Unchanged(request, 0), *self._as_read(self.world.record_key(instance))]
+                leaving[instance] = [Unchanged(request, 0), *self._make_conditions(self.world.get_record_key(instance))]
             if len(leaving) == MAX_MEMBERS_PER_TRANSACTION:
                 break
         if not leaving:
-            return NOT_ANY_MORE
+            return CHANGED_SINCE
         conditions = [condition for unchanged in leaving.values() for condition in unchanged]
         done = f'{", ".join(leaving)} is taken out' if len(leaving) == 1 else f'{len(leaving)} are taken out'
-        return self._commit(finding, [put_group(current_group.without(*leaving))], done, conditions)
+        return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
-        counted = recount(self.store, finding.subject, lambda now: now or Quota(finding.subject))
-        return 'counted anew' if counted is not None else NOT_ANY_MORE
+        counted = recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject))
+        return 'counted anew' if counted is not None else CHANGED_SINCE
 
     def _commit(
         self,
         finding: Finding,
         operations: Sequence[Put | Delete],
-        done: str,
+        message: str,
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
         """Change etcd if the finding's keys are unchanged; return `message` or CHANGED_SINCE."""
-        as_read = self._as_read(*finding.keys)
-        written = commit_with(self.store, [*conditions, *as_read], operations, unshared, lease)
-        return done if written is not None else NOT_ANY_MORE
+        as_read = self._make_conditions(*finding.keys)
+        written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
+        return message if written is not None else CHANGED_SINCE
 
-    def _as_read(self, *about: str) -> list[Unchanged]:
-        return [Unchanged(key, self.world.revision(key)) for key in about]
+    def _make_conditions(self, *etcd_keys: str) -> list[Unchanged]:
+        return [Unchanged(key, self.world.get_revision(key)) for key in etcd_keys]
 
 
-def _release(store: Store, placement: Placement, instance: str) -> str:
+def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
     computes: list[str] = []
 
-    def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+    def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
         computes[:] = sorted(holding[instance].allocations)
-        return {instance} if lives(store, instance) else wanted(store, {instance: computes})
+        return (
+            {instance} if has_unfinished_record(store, instance) else find_wanted_instances(store, {instance: computes})
+        )
 
-    if not release(placement, [instance], needed, partial(note_released, store))[instance]:
-        return NOT_ANY_MORE
+    if not release(placement, [instance], find_needed, partial(note_released, store))[instance]:
+        return CHANGED_SINCE
     return f'released on {", ".join(computes)}' if computes else 'is released already'
 
 
-def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
+def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
     """Have a compute remove leftovers, which it checks itself; return a line for each."""
     leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
     try:
-        with asking(store) as (name, lease):
+        with open_audit_session(store) as (name, lease):
             # The key is on the audit's lease: a compute that answers late does nothing.
             key = keys.clearance(name, compute)
             store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
-            if compute not in answers(store, name, {compute}, 'clearing', 'cleared'):
+            if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
                 return [f'compute {compute}: not known to be mended: it gives no answer']
             entry = store.get(keys.digest(name, compute, 'cleared'))
             lines = planes.cleared_from_json(entry.value) if entry is not None else []

@@ -16,61 +16,86 @@ from typing import TYPE_CHECKING
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
-from ecomp.model.host import QUOTED, InPlacement, Leftovers, leftovers, refusal, there
+from ecomp.model.host import (
+    MAX_QUOTED_INSTANCES,
+    Leftovers,
+    ProviderSummary,
+    find_forget_obstacle,
+    find_leftovers,
+    list_present,
+)
 from ecomp.model.order import Request
-from ecomp.model.record import GONE, SCHEDULED, Record, new_record
-from ecomp.model.text import some
+from ecomp.model.record import GONE, SCHEDULED, Record, make_record
+from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import FRESH
-from ecomp.scheduler.looking.hosts import Survey, look
-from ecomp.store.client import Delete, Store, Unchanged, in_requests, is_alive, silence, until_committed, wanted
-from ecomp.store.sharing import note_released, write_end
+from ecomp.scheduler.looking.find import MAX_OFFER_AGE_SECONDS
+from ecomp.scheduler.looking.hosts import Survey, read_survey
+from ecomp.store.client import (
+    Delete,
+    Store,
+    Unchanged,
+    find_wanted_instances,
+    is_alive,
+    list_attempted_instances,
+    read_silence_condition,
+    retry_until_committed,
+)
+from ecomp.store.sharing import note_released, write_final_record
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.wait import Deadline
 
 # Seconds between two reads while waiting: placement cannot be watched.
-EVERY = 1.0
+POLL_SECONDS = 1.0
 
 
-def disable(placement: Placement, compute: str, called: str) -> str:
+def disable(placement: Placement, compute: str, display_name: str) -> str:
     """Stop the placement on a compute; return a sentence. NotFound unless an ecompute made it."""
-    _check(placement, compute, called)
-    providers.make_known(placement, status.STATUS)
-    changed = providers.change_names(placement, compute, providers.TRAITS, status.disabled)
+    _check_provider(placement, compute, display_name)
+    providers.create_missing_traits(placement, status.STATUS_TRAITS)
+    changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
     failpoint('host-disabled')
     if not changed:
-        return f'{called}: is disabled already'
-    return f'{called}: disabled: nothing new is placed there, and what lives there goes on'
+        return f'{display_name}: is disabled already'
+    return f'{display_name}: disabled: nothing new is placed there, and what lives there goes on'
 
 
-def enable(store: Store, placement: Placement, compute: str, called: str) -> str:
+def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
     """Allow the placement on a compute again; return a sentence. NotFound as disable()."""
-    _check(placement, compute, called)
+    _check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
-    changed = providers.change_names(placement, compute, providers.TRAITS, lambda names: status.enabled(names, alive))
+    changed = providers.change_names(
+        placement, compute, providers.TRAITS, lambda names: status.apply_enable(names, alive)
+    )
     failpoint('host-enabled')
     if not changed:
-        return f'{called}: is enabled already' + ('' if alive else ', but not up')
-    return f'{called}: enabled' + ('' if alive else ', as soon as its ecompute is started')
+        return f'{display_name}: is enabled already' + ('' if alive else ', but not up')
+    return f'{display_name}: enabled' + ('' if alive else ', as soon as its ecompute is started')
 
 
-def inhabitants(store: Store, placement: Placement, compute: str, called: str) -> list[str]:
+def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
     """List the instances on a compute or with a claim there: their number, then a line each."""
-    consumers = allocations.of_provider(placement, compute)  # first: later deliveries are then seen as requests
-    etcd = look(store).etcd
-    instances = sorted(there(compute, etcd) | consumers.keys())
-    lines = [f'{called}: {_count(len(instances))} there']
+    consumers = allocations.read_provider_allocations(
+        placement, compute
+    )  # first: later deliveries are then seen as requests
+    etcd = read_survey(store).etcd
+    instances = sorted(list_present(compute, etcd) | consumers.keys())
+    lines = [f'{display_name}: {_format_count(len(instances))} there']
     for instance in instances:
         record = etcd.records.get(instance)
-        lines.append(f'{etcd.called(instance)}: {record.state if record is not None else SCHEDULED}')
+        lines.append(f'{etcd.format_instance(instance)}: {record.state if record is not None else SCHEDULED}')
     return lines
 
 
-def drained(
-    store: Store, placement: Placement, compute: str, called: str, deadline: Deadline, tell: Callable[[str], None]
+def wait_until_drained(
+    store: Store,
+    placement: Placement,
+    compute: str,
+    display_name: str,
+    deadline: Deadline,
+    report: Callable[[str], None],
 ) -> None:
     """Return once no request or claim is left on a disabled compute or on its way to it.
 
@@ -82,68 +107,74 @@ def drained(
     began = time.monotonic()
     placing, taking, all_announced = frozenset[str](), frozenset[tuple[str, int]](), False
     while True:
-        is_late = time.monotonic() - began > FRESH
+        is_late = time.monotonic() - began > MAX_OFFER_AGE_SECONDS
         # Attempts before requests: what they deliver in between is then seen.
         attempts = store.snapshot(keys.ATTEMPTS, keys_only=True).entries
         # An attempt's key without a lease has no owner, and would stay.
-        current, taker_keys = frozenset(key for key, entry in attempts.items() if entry.lease), _marks(store)
+        current, taker_keys = frozenset(key for key, entry in attempts.items() if entry.lease), _read_taker_keys(store)
         placing, taking = (placing & current, taking & taker_keys) if all_announced else (current, taker_keys)
         all_announced = is_late
         prefix = keys.request_prefix(compute)
         requested = {key.removeprefix(prefix) for key in store.snapshot(prefix, keys_only=True).entries}
         # No compute removes a key that does not name an instance.
-        remaining = set(filter(keys.is_uuid, requested)) | allocations.of_provider(placement, compute).keys()
+        remaining = (
+            set(filter(keys.is_uuid, requested)) | allocations.read_provider_allocations(placement, compute).keys()
+        )
         if all_announced and not (remaining or placing or taking):
             return
-        rest = f'{_count(len(remaining))} to go' if remaining else 'requests under way, which may be for it'
-        if deadline.spent >= deadline.seconds:
-            raise StillGoing(f'{called}: {deadline.seconds:g} s are up, still waiting for: {rest}; it stays disabled')
-        tell(f'waiting for: {rest}, {deadline.spent:.0f} s')
-        time.sleep(max(min(EVERY, deadline.seconds - deadline.spent), 0))
+        rest = f'{_format_count(len(remaining))} to go' if remaining else 'requests under way, which may be for it'
+        if deadline.elapsed >= deadline.seconds:
+            raise StillGoing(
+                f'{display_name}: {deadline.seconds:g} s are up, still waiting for: {rest}; it stays disabled'
+            )
+        report(f'waiting for: {rest}, {deadline.elapsed:.0f} s')
+        time.sleep(max(min(POLL_SECONDS, deadline.seconds - deadline.elapsed), 0))
 
 
-def _marks(store: Store) -> frozenset[tuple[str, int]]:
+def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
     """Read the taker keys in the queues and their revisions; keys without a lease do not count."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
     taker_keys = ((key, entry.revision) for key, entry in waiting.items() if entry.lease and key.endswith(keys.TAKER))
     return frozenset(taker_keys)
 
 
-def _check(placement: Placement, compute: str, called: str) -> None:
-    name = providers.name(placement, compute)
+def _check_provider(placement: Placement, compute: str, display_name: str) -> None:
+    name = providers.read_provider_name(placement, compute)
     if name is None:
-        raise NotFound(f'{called}: no such compute')
+        raise NotFound(f'{display_name}: no such compute')
     if name != compute:
-        raise NotFound(f'{called}: no such compute: placement has such a provider, {name}, but no ecompute made it')
+        raise NotFound(
+            f'{display_name}: no such compute: placement has such a provider, {name}, but no ecompute made it'
+        )
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f'{number or "no"} instance{"" if number == 1 else "s"}'
 
 
 # Tries to forget a compute, each after a new read of both planes.
-TRIES = 5
+MAX_TRIES = 5
 
 # The fault of an instance whose destroy is completed here: if the host was only cut off, its domain still runs.
-UNSEEN = 'its host was forgotten: nobody saw its guest end'
+UNSEEN_END_FAULT = 'its host was forgotten: nobody saw its guest end'
 
 
 @dataclass(frozen=True)
-class _Both:
+class _BothPlanes:
     """Both planes as read: the provider (None: missing), its consumers if it is ours, and etcd.
 
     `may_run_queued`: placement knows the compute, and a request waits in a queue. After a restore of both planes the
     compute may run that instance.
     """
 
-    provider: InPlacement | None
-    held: Mapping[str, object]
-    seen: Survey
-    at_it: frozenset[str]
-    is_awaited: bool
+    provider: ProviderSummary | None
+    consumers: Mapping[str, object]
+    survey: Survey
+    in_flight: frozenset[str]
+    may_run_queued: bool
 
 
-class _Changed(Exception):
+class _StaleReadError(Exception):
     """A key or claim has changed since it was read: read again."""
 
 
@@ -151,9 +182,9 @@ def forget(
     store: Store,
     placement: Placement,
     compute: str,
-    called: str,
+    display_name: str,
     now: Callable[[], str],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     fenced: bool = False,
 ) -> None:
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
@@ -167,171 +198,173 @@ def forget(
         Conflict: it is alive or came back, an instance lives there, it may run one and is not fenced, or other
             processes change it too often.
     """
-    removal = _Removal(store, placement, compute, called, now, tell)
+    removal = _Removal(store, placement, compute, display_name, now, report)
 
-    def attempt() -> _Both | None:
-        planes = _read(store, placement, compute)
-        remaining = _allowed(compute, called, planes, silence(store, compute), fenced)
+    def try_once() -> _BothPlanes | None:
+        planes = _read_planes(store, placement, compute)
+        remaining = _check_allowed(compute, display_name, planes, read_silence_condition(store, compute), fenced)
         try:
-            removal.remove(planes.seen, remaining)
-        except _Changed:
+            removal.remove(planes.survey, remaining)
+        except _StaleReadError:
             return None
         return planes
 
-    lost = Conflict(f'compute {called}: changed by somebody else all the time; try again')
-    planes = until_committed(attempt, lost, TRIES)
+    lost = Conflict(f'compute {display_name}: changed by somebody else all the time; try again')
+    planes = retry_until_committed(try_once, lost, MAX_TRIES)
     failpoint('host-emptied')
     if planes.provider is not None and planes.provider.is_ours:
         try:
-            providers.delete(placement, compute)
+            providers.delete_provider(placement, compute)
         except Conflict as error:
-            raise Conflict(f'compute {called}: its resource provider stays: {error}') from error
-        tell(f'{called}: its resource provider is removed')
+            raise Conflict(f'compute {display_name}: its resource provider stays: {error}') from error
+        report(f'{display_name}: its resource provider is removed')
     failpoint('host-unregistered')
     # The name last: until then the command can be repeated with it.
-    silent, name = silence(store, compute), store.get(keys.hostname(compute))
+    silent, name = read_silence_condition(store, compute), store.get(keys.hostname(compute))
     last_keys = [entry.key for entry in (silent, name) if entry is not None and entry.revision]
     if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
         if silent.revision:
-            tell(f'{silent.key}: removed: it was on no lease')
+            report(f'{silent.key}: removed: it was on no lease')
         if name is not None and planes.provider is None:
-            tell(f'{called}: its name is forgotten')
+            report(f'{display_name}: its name is forgotten')
     # The compute may have started after the last read; it registers its provider at its start only.
     if is_alive(store, compute):
-        raise Conflict(f'compute {called} came back while it was being forgotten: restart its ecompute')
+        raise Conflict(f'compute {display_name} came back while it was being forgotten: restart its ecompute')
 
 
-def _read(store: Store, placement: Placement, compute: str) -> _Both:
+def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
     # Placement first: a claim that is delivered later has its key in etcd by then. Then attempts and queues, and /hosts
     # last, because requests move there.
     provider, consumers = None, {}
-    name = providers.name(placement, compute)
+    name = providers.read_provider_name(placement, compute)
     if name is not None:
-        provider = InPlacement(compute, name, providers.shares(placement, [compute]).get(compute, {}))
+        provider = ProviderSummary(compute, name, providers.read_rooms(placement, [compute]).get(compute, {}))
         if provider.is_ours:
-            consumers = allocations.of_provider(placement, compute)
-    placing = frozenset(in_requests(store.snapshot(keys.ATTEMPTS)))
+            consumers = allocations.read_provider_allocations(placement, compute)
+    placing = frozenset(list_attempted_instances(store.snapshot(keys.ATTEMPTS)))
     is_awaited = name is not None and bool(store.snapshot(keys.QUEUES, keys_only=True).entries)
-    return _Both(provider, consumers, look(store), placing, is_awaited)
+    return _BothPlanes(provider, consumers, read_survey(store), placing, is_awaited)
 
 
-def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None, fenced: bool) -> Leftovers:
+def _check_allowed(
+    compute: str, display_name: str, planes: _BothPlanes, silent: Unchanged | None, fenced: bool
+) -> Leftovers:
     """Return what has to be removed; Conflict or NotFound if the compute must not be forgotten.
 
     `silent`: see silence(). Its revision is not 0 if the presence key exists without a lease.
     """
-    reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
+    reason = find_forget_obstacle(compute, planes.survey.etcd, planes.consumers, planes.in_flight)
     if reason is not None:
-        raise Conflict(f'compute {called} is not forgotten: {reason}')
-    if (planes.held or planes.is_awaited) and not fenced:
-        named = some(list(map(planes.seen.etcd.called, sorted(planes.held))), QUOTED)
+        raise Conflict(f'compute {display_name} is not forgotten: {reason}')
+    if (planes.consumers or planes.may_run_queued) and not fenced:
+        named = join_some(list(map(planes.survey.etcd.format_instance, sorted(planes.consumers))), MAX_QUOTED_INSTANCES)
         waits = 'after a restore it may run what waits in a queue'
         may_run = f'it holds claims and may run {named}' if named else waits
-        cure = f'bring it back or, if the machine is off for good, `eschedule host forget {called} --fenced`'
-        raise Conflict(f'compute {called} is not forgotten: {may_run}. Fix: {cure}')
-    remaining = leftovers(compute, planes.seen.etcd, planes.held)
+        cure = f'bring it back or, if the machine is off for good, `eschedule host forget {display_name} --fenced`'
+        raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
+    remaining = find_leftovers(compute, planes.survey.etcd, planes.consumers)
     provider = planes.provider
-    is_remembered = compute in planes.seen.etcd.computes.remembered
+    is_remembered = compute in planes.survey.etcd.computes.stored_hostnames
     has_key = silent is not None and silent.revision > 0
     if remaining == Leftovers() and provider is None and not is_remembered and not has_key:
-        raise NotFound(f'{called}: no such compute')
+        raise NotFound(f'{display_name}: no such compute')
     if remaining == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
         why = f'placement has such a provider, {provider.name}, but no ecompute made it'
-        raise NotFound(f'{called}: no such compute: {why}')
+        raise NotFound(f'{display_name}: no such compute: {why}')
     return remaining
 
 
 @dataclass(frozen=True)
 class _Removal:
-    """The removal of what is left of a compute; see forget()."""
+    """The removal of a compute's leftovers; see forget()."""
 
     store: Store
     placement: Placement
     compute: str
-    called: str
+    display_name: str
     now: Callable[[], str]
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
-    def remove(self, seen: Survey, left: Leftovers) -> None:
+    def remove(self, survey: Survey, remaining: Leftovers) -> None:
         """Remove it all; _StaleReadError at the first change since the read."""
-        silent = silence(self.store, self.compute)
+        silent = read_silence_condition(self.store, self.compute)
         if silent is None:
-            raise _Changed
+            raise _StaleReadError
 
-        def as_read(name: str) -> list[Unchanged]:
+        def make_conditions(name: str) -> list[Unchanged]:
             paths = keys.request(self.compute, name), keys.record(self.compute, name), keys.old_record(name)
             return [
                 silent,
-                *(Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in paths),
+                *(Unchanged(key, survey.entries[key].revision if key in survey.entries else 0) for key in paths),
             ]
 
-        for instance in left.ended:
-            self._end(instance, seen, as_read(instance))
-        for name in left.stray:
-            self._remove_stray(name, as_read(name))
-        for consumer in left.orphans:
+        for instance in remaining.destroyed:
+            self._complete_destroy(instance, survey, make_conditions(instance))
+        for name in remaining.stray_requests:
+            self._remove_stray(name, make_conditions(name))
+        for consumer in remaining.orphans:
             self._release(consumer)
-            self.tell(f'{consumer}: its claim is released: no request stands behind it')
+            self.report(f'{consumer}: its claim is released: no request stands behind it')
 
-    def _end(self, instance: str, seen: Survey, as_read: Sequence[Unchanged]) -> None:
+    def _complete_destroy(self, instance: str, survey: Survey, conditions: Sequence[Unchanged]) -> None:
         """Complete the accepted destroy of an instance; _StaleReadError if it has changed."""
-        self._release(instance, its_end=True)
+        self._release(instance, is_destroyed=True)
         failpoint('host-released')
-        record = _ended(self.compute, seen, instance, self.now())
-        removed = [keys.request(self.compute, instance), keys.booted(instance)]
-        if keys.record(self.compute, instance) not in seen.entries:
+        record = _make_end_record(self.compute, survey, instance, self.now())
+        removed = [keys.request(self.compute, instance), keys.address(instance)]
+        if keys.record(self.compute, instance) not in survey.entries:
             removed.append(keys.old_record(instance))
-        if write_end(self.store, record, as_read, removed) is None:
-            raise _Changed
+        if write_final_record(self.store, record, conditions, removed) is None:
+            raise _StaleReadError
         done = 'its claim and its keys are removed, its record says gone'
-        self.tell(f'{instance}: its destroy had been accepted: {done}')
+        self.report(f'{instance}: its destroy had been accepted: {done}')
 
-    def _remove_stray(self, name: str, as_read: Sequence[Unchanged]) -> None:
+    def _remove_stray(self, name: str, conditions: Sequence[Unchanged]) -> None:
         """Delete a request that no compute carries out; Conflict if its key is undecodable."""
         key = keys.request(self.compute, name)
-        if self.store.commit(as_read, [Delete(key)]) is None:
+        if self.store.commit(conditions, [Delete(key)]) is None:
             # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
             if '\ufffd' in name and self.store.get(key) is None:
-                raise Conflict(_no_text(self.compute, self.called))
-            raise _Changed
-        self.tell(f'{key}: removed: no compute would have carried it out')
+                raise Conflict(_format_undecodable_key(self.compute, self.display_name))
+            raise _StaleReadError
+        self.report(f'{key}: removed: no compute would have carried it out')
 
-    def _release(self, consumer: str, its_end: bool = False) -> None:
+    def _release(self, consumer: str, is_destroyed: bool = False) -> None:
         """Release a consumer's claim if it is on this compute; _StaleReadError if it is in use.
 
         `is_destroyed`: its request here is a tombstone, which does not keep the claim. A silent compute claims nothing,
         and a claim elsewhere moves the generation that was read.
         """
 
-        def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+        def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
             holders = holding[consumer].allocations
             if self.compute not in holders:
                 return holding
             # Only this compute would have taken a queued request here, so one that waits does not keep its claim.
-            claims = {consumer: () if its_end else holders}
-            if is_alive(self.store, self.compute) or wanted(self.store, claims, False):
-                raise _Changed
+            claims = {consumer: () if is_destroyed else holders}
+            if is_alive(self.store, self.compute) or find_wanted_instances(self.store, claims, False):
+                raise _StaleReadError
             return ()
 
         # Noted also for a destroyed instance: of two concurrent forgets one is late; by then its record may
         # be cleared and its uuid used again.
-        if release(self.placement, [consumer], needed, partial(note_released, self.store))[consumer] is False:
-            raise _Changed
+        if release(self.placement, [consumer], find_needed, partial(note_released, self.store))[consumer] is False:
+            raise _StaleReadError
 
 
-def _no_text(compute: str, called: str) -> str:
+def _format_undecodable_key(compute: str, display_name: str) -> str:
     prefix = keys.request_prefix(compute)
     return (
-        f'compute {called} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
+        f'compute {display_name} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
         f'`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it'
     )
 
 
-def _ended(compute: str, seen: Survey, instance: str, now: str) -> Record:
-    record, request = seen.etcd.records.get(instance), seen.etcd.requests.get(compute, {}).get(instance)
+def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
+    record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):
             raise EcompError(f'{instance}: neither a record nor a request')  # leftovers() lists no such instance
-        record = new_record(compute, request, now)
+        record = make_record(compute, request, now)
     # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
-    return replace(record.at(GONE, now, 'gone'), fault=UNSEEN)
+    return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT)

@@ -14,46 +14,48 @@ from ecomp.conf import ScheduleConfig
 from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import missing
-from ecomp.model.flavor import Flavor, check_flavor_name, from_json, on_top, parse_flavor, to_json
+from ecomp.model.allocation import list_missing_classes
+from ecomp.model.flavor import Flavor, check_flavor_name, from_json, merge_query, parse_flavor, to_json
 from ecomp.model.order import parse_request
-from ecomp.model.quota import INSTANCES, Demand, Quota, counted, in_words, parse_limits
-from ecomp.model.text import did_you_mean, printable
+from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
+from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.looking.find import read_record
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, until_committed
-from ecomp.store.sharing import Index, listed, put_quota, quota
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
+from ecomp.store.sharing import KeyIndex, find_by_listing, load_quota, make_quota_put
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement
 
-HERE = 'schedule.yaml'
-ETCD = 'etcd'
-LISTED = 'eschedule flavor list shows all'
+SOURCE_FILE = 'schedule.yaml'
+SOURCE_ETCD = 'etcd'
+LIST_HINT = 'eschedule flavor list shows all'
 
 
-def with_flavor(config: ScheduleConfig, etcd: Callable[[], Store], name: str, query: str) -> str:
+def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
     """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, etcd.
 
     Raises NotFound, UsageError (invalid name or resources), Unreadable.
     """
     try:
-        flavor = config.flavors.get(check_flavor_name(name)) or _of_etcd(etcd(), name, config.flavors)
-        return on_top(flavor, query)
+        flavor = config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(
+            get_store(), name, config.flavors
+        )
+        return merge_query(flavor, query)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def all_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
+def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
     """Read {name: (flavor, source)} and the errors of malformed ones; schedule.yaml wins."""
     flavors: dict[str, tuple[Flavor, str]] = {}
     errors: list[EcompError] = []
     for entry in store.snapshot(keys.FLAVORS).entries.values():
         try:
-            flavors[keys.last(entry.key)] = read_flavor(entry), ETCD
+            flavors[keys.get_last_part(entry.key)] = read_flavor(entry), SOURCE_ETCD
         except Unreadable as error:
             errors.append(error)
-    configured = {name: (flavor, HERE) for name, flavor in config.flavors.items()}
+    configured = {name: (flavor, SOURCE_FILE) for name, flavor in config.flavors.items()}
     return dict(sorted({**flavors, **configured}.items())), errors
 
 
@@ -63,21 +65,21 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     Raises UsageError if it is invalid or names classes or traits that placement cannot know, EcompError if another
     process changed it concurrently.
     """
-    from ecomp.model.query import Named
-    from ecomp.placement.providers import unknown_names
+    from ecomp.model.query import QueryNames
+    from ecomp.placement.providers import find_unknown_names
 
     try:
         flavor = parse_flavor(name, text)
     except ValueError as error:
-        raise UsageError(f'flavor {printable(name, 100)}: {error}') from error
-    named = Named(frozenset(flavor.resources), frozenset({*flavor.required, *flavor.forbidden}))
-    unknown = unknown_names(placement, named)
+        raise UsageError(f'flavor {make_printable(name, 100)}: {error}') from error
+    named = QueryNames(frozenset(flavor.resources), frozenset({*flavor.required, *flavor.forbidden}))
+    unknown = find_unknown_names(placement, named)
     if unknown.never:
         raise UsageError(f'flavor {name}: {unknown.never}')
     key, value = keys.flavor(name), to_json(flavor)
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), value.encode())
-    lacking = ', '.join(missing(flavor.resources))
+    lacking = ', '.join(list_missing_classes(flavor.resources))
     remark = f'; it asks for no {lacking}, so it needs a query on top that does' if lacking else ''
     remark += f'; {unknown.yet}: nobody can take it yet' if unknown.yet else ''
     return f'flavor {name}: {"changed" if previous else "made"}; what is placed already stays as it is{remark}'
@@ -91,98 +93,103 @@ def delete_flavor(store: Store, name: str) -> str:
     key = keys.flavor(name)
     previous = store.get(key)
     if previous is None:
-        raise NotFound(f'{printable(name, 100)}: etcd has no such flavor{did_you_mean(name, flavor_names(store))}')
+        raise NotFound(
+            f'{make_printable(name, 100)}: etcd has no such flavor{format_suggestion(name, list_flavor_names(store))}'
+        )
     _commit_flavor(store, key, previous, Delete(key), None)
     message = f'flavor {name}: removed; what is placed already stays as it is'
     try:
         queue_keys = store.snapshot(keys.queue(name, ''), keys_only=True).entries
     except Unreachable:
         return message
-    waiting = sum(keys.queued(queue_key) is not None for queue_key in queue_keys)
+    waiting = sum(keys.parse_queue_key(queue_key) is not None for queue_key in queue_keys)
     remark = f'; nobody takes what still waits in its queue ({waiting}): set it again, or destroy those'
     return message + (remark if waiting else '')
 
 
-def no_such_flavor(name: str, known: Iterable[str]) -> NotFound:
+def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
     """Make the error for a flavor that is not among `names`."""
-    return NotFound(f'{printable(name, 100)}: no such flavor{did_you_mean(name, known)}: {LISTED}')
+    return NotFound(f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}: {LIST_HINT}')
 
 
-def _of_etcd(store: Store, name: str, here: Iterable[str]) -> Flavor:
+def _read_flavor_from_etcd(store: Store, name: str, configured_names: Iterable[str]) -> Flavor:
     entry = store.get(keys.flavor(name))
     if entry is None:
-        raise no_such_flavor(name, [*here, *flavor_names(store)])
+        raise make_no_such_flavor(name, [*configured_names, *list_flavor_names(store)])
     return read_flavor(entry)
 
 
-def flavor_names(store: Store) -> list[str]:
-    return [keys.last(key) for key in store.snapshot(keys.FLAVORS, keys_only=True).entries]
+def list_flavor_names(store: Store) -> list[str]:
+    """Read the names of all flavors from etcd, without their values."""
+    return [keys.get_last_part(key) for key in store.snapshot(keys.FLAVORS, keys_only=True).entries]
 
 
 def read_flavor(entry: Entry) -> Flavor:
     """Parse the flavor in an entry; Unreadable if it is malformed."""
     try:
-        return from_json(keys.last(entry.key), entry.value)
+        return from_json(keys.get_last_part(entry.key), entry.value)
     except ValueError as error:
         raise Unreadable(entry.key, error) from error
 
 
-def _commit_flavor(store: Store, key: str, before: Entry | None, change: Put | Delete, wanted: bytes | None) -> None:
+def _commit_flavor(
+    store: Store, key: str, previous: Entry | None, change: Put | Delete, new_value: bytes | None
+) -> None:
     """Write or delete a key, reading back an unknown outcome; EcompError on a conflict."""
     try:
-        if store.commit([Unchanged(key, before.revision if before else 0)], [change]) is not None:
+        if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
             return
     except UnknownOutcome:
         pass
     current = store.get(key)
-    if (current.value if current else None) != wanted:
+    if (current.value if current else None) != new_value:
         raise EcompError(f'{key}: somebody else changed it at this moment, or it was not written: try again')
 
 
 # Tries to write a quota. After each that loses to another write the usage is counted again.
-TRIES = 50
+MAX_TRIES = 50
 # Seconds between two tries, at most.
-PAUSE = 0.05
+MAX_PAUSE_SECONDS = 0.05
 
 
-def check_limits(placement: Placement, words: Sequence[str]) -> str:
+def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
     """Return a remark on limited classes that placement does not know yet, '' for none.
 
     UsageError for classes that it cannot know. Limits that are to be removed are not checked.
     """
-    from ecomp.model.query import Named
-    from ecomp.placement.providers import unknown_names
+    from ecomp.model.query import QueryNames
+    from ecomp.placement.providers import find_unknown_names
 
     try:
-        classes = {name for name, maximum in parse_limits(words).items() if maximum is not None} - {INSTANCES}
+        classes = {name for name, maximum in parse_limits(arguments).items() if maximum is not None} - {INSTANCES}
     except ValueError as error:
-        raise UsageError(f'quota set: {printable(str(error))}') from error
-    unknown = unknown_names(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
+        raise UsageError(f'quota set: {make_printable(str(error))}') from error
+    unknown = find_unknown_names(placement, QueryNames(frozenset(classes), frozenset()), more_suggestions=(INSTANCES,))
     if unknown.never:
         raise UsageError(f'quota set: {unknown.never}')
     return unknown.yet
 
 
-def limit(store: Store, project: str, words: Sequence[str]) -> str:
+def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
     """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota()."""
     try:
-        new_limits = parse_limits(words)
+        new_limits = parse_limits(arguments)
     except ValueError as error:
-        raise UsageError(f'quota set: {printable(str(error))}') from error
+        raise UsageError(f'quota set: {make_printable(str(error))}') from error
 
-    def change(now: Quota | None) -> Quota:
-        limits = {**(now.limits if now else {}), **new_limits}
+    def merge_limits(current: Quota | None) -> Quota:
+        limits = {**(current.limits if current else {}), **new_limits}
         return Quota(project, {name: maximum for name, maximum in limits.items() if maximum is not None})
 
-    changed = recount(store, project, change)
+    changed = recount_quota(store, project, merge_limits)
     if changed is None:
-        return f'quota of project {printable(project)}: it has no limits any more'
+        return f'quota of project {make_printable(project)}: it has no limits any more'
     exceeded = [name for name, maximum in changed.limits.items() if changed.used.get(name, 0) > maximum]
     more = f'; it has more {" and ".join(exceeded)} than that already, which stays' if exceeded else ''
-    return f'quota of project {printable(project)}: {in_words(changed)}{more}'
+    return f'quota of project {make_printable(project)}: {format_quota(changed)}{more}'
 
 
-def recount(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
+def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
     """Change a project's quota and count its usage; None if it has no limits, and so no quota.
 
     Deliveries and removals change an existing quota, so the count is valid if the quota has not changed in between.
@@ -190,12 +197,12 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
     Unreadable.
     """
 
-    def attempt() -> Quota | None:
-        now, unchanged = quota(store, project)
+    def try_once() -> Quota | None:
+        now, unchanged = load_quota(store, project)
         target = change(now)
-        new = Quota(project, target.limits, _counted(store, project))
+        new = Quota(project, target.limits, _count_usage(store, project))
         failpoint('quota-counted')
-        operation: Put | Delete = put_quota(new) if target.limits else Delete(keys.quota(project))
+        operation: Put | Delete = make_quota_put(new) if target.limits else Delete(keys.quota(project))
         if store.commit([unchanged], [operation]) is None:
             return None
         if target.limits and now is None:
@@ -203,37 +210,37 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
             return None
         return new
 
-    lost = Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
-    new = until_committed(attempt, lost, TRIES, PAUSE)
+    lost = Conflict(f'quota of project {make_printable(project)}: changed by somebody else all the time; try again')
+    new = retry_until_committed(try_once, lost, MAX_TRIES, MAX_PAUSE_SECONDS)
     return new if new.limits else None
 
 
-def _counted(store: Store, project: str) -> dict[str, int]:
+def _count_usage(store: Store, project: str) -> dict[str, int]:
     """Sum up what a project's requests and queue entries use: {class or 'instances': amount}."""
-    from ecomp.model.queue import parse_waiting  # 5 % of a claim's time, and some claims import this module
+    from ecomp.model.queue import parse_queue_entry  # 5 % of a claim's time, and some claims import this module
 
     # Queues first: an instance that moves in between is then read twice, and counted once.
     waiting = store.snapshot(keys.QUEUES).entries
-    demands: list[Demand] = [parse_waiting(key, entry.value) for key, entry in waiting.items()]
+    demands: list[Demand] = [parse_queue_entry(key, entry.value) for key, entry in waiting.items()]
     request_keys: dict[str, list[str]] = {}
     for key, entry in store.snapshot(keys.HOSTS).entries.items():
-        request_keys.setdefault(keys.last(key), []).append(key)
+        request_keys.setdefault(keys.get_last_part(key), []).append(key)
         demands.append(parse_request(key.removeprefix(keys.HOSTS).partition('/')[0], key, entry.value))
-    return counted(project, demands, partial(_record, store, Index(request_keys)))
+    return sum_charges(project, demands, partial(_read_record, store, KeyIndex(request_keys)))
 
 
-def _record(store: Store, among: Index, instance: str) -> Record | None:
+def _read_record(store: Store, key_index: KeyIndex, instance: str) -> Record | None:
     """Read the record of an instance from its trusted compute; None if missing or malformed."""
     try:
-        entry = listed(store, instance, among).record
+        entry = find_by_listing(store, instance, key_index).record
         return read_record(entry) if entry is not None else None
     except Unreadable:
         return None
 
 
-def one_quota(store: Store, project: str) -> Quota:
+def require_quota(store: Store, project: str) -> Quota:
     """Return a project's quota; NotFound if it has no limits, Unreadable if it is malformed."""
-    existing, _ = quota(store, project)
+    existing, _ = load_quota(store, project)
     if existing is None:
-        raise NotFound(f'{printable(project, 100)}: no limits are set for this project')
+        raise NotFound(f'{make_printable(project, 100)}: no limits are set for this project')
     return existing

@@ -28,17 +28,17 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
-from ecomp.model.group import Group, Membership, settle
+from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import dump
-from ecomp.model.order import Order, Request, announced, to_json
-from ecomp.model.quota import Quota, charge, refusal, times
-from ecomp.model.text import did_you_mean
+from ecomp.model.order import Order, Request, parse_attempt_instances, to_json
+from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
+from ecomp.model.text import format_suggestion
 from ecomp.placement import allocations, providers
-from ecomp.placement.allocations import claim, in_short, release
+from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, Unchanged, being_taken, withdraw
-from ecomp.store.sharing import Change, commit_with, group, note_released, quota
+from ecomp.store.client import Delete, Put, Store, Unchanged, read_taken_instances, withdraw_attempt
+from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released
 
 
 class Terms(NamedTuple):
@@ -47,41 +47,43 @@ class Terms(NamedTuple):
     group: Group | None
     quota: Quota | None
 
-    def room(self, resources: Resources, count: int, minimum: int) -> int:
+    def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
         """Count how many of `count` instances the quota allows; OverQuota below `minimum`."""
         if self.quota is None:
             return count
-        allowed = self.quota.room(charge(resources), count)
+        allowed = self.quota.count_allowed(make_charge(resources), count)
         if allowed < minimum:
-            excess = self.quota.excess(times(charge(resources), minimum))
-            raise OverQuota(refusal(self.quota.project, excess))
+            excess = self.quota.list_excesses(multiply_amounts(make_charge(resources), minimum))
+            raise OverQuota(describe_excesses(self.quota.project, excess))
         return allowed
 
 
-def terms_of(store: Store, wanted: Order, instances: Collection[str]) -> Terms:
+def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
     """Read an order's group and quota. UsageError (no policy), Conflict (another), Unreadable."""
-    existing = settled(store, wanted.group)
-    return Terms(existing.without(*instances) if existing is not None else None, quota(store, wanted.project_id)[0])
+    existing = read_settled_group(store, order.group)
+    return Terms(
+        existing.without_members(*instances) if existing is not None else None, load_quota(store, order.project_id)[0]
+    )
 
 
-def settled(store: Store, wanted: Membership | None) -> Group | None:
+def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
     """Read the group that an order names, or make it if it is missing; errors as read_terms()."""
-    if wanted is None:
+    if membership is None:
         return None
-    existing = group(store, wanted.name)[0]
+    existing = load_group(store, membership.name)[0]
     try:
-        return settle(existing, wanted)
+        return resolve_group(existing, membership)
     except UsageError as error:
-        names = map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries)
-        raise UsageError(f'{error}{did_you_mean(wanted.name, names)}') from error
+        names = map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries)
+        raise UsageError(f'{error}{format_suggestion(membership.name, names)}') from error
 
 
 log = logging.getLogger(__name__)
 
 # Instances claimed by one call: placement handles a call on one processor, in 5 to 9 ms for each instance.
-BLOCK = 50
+MAX_INSTANCES_PER_CALL = 50
 # Concurrent calls for a set: docker.sh's placement has a process for each processor.
-AT_ONCE = 2
+MAX_CONCURRENT_CALLS = 2
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,25 @@ class Claimer:
     placement: Placement
     user_id: str
     project_id: str
-    still_ours: Callable[[], bool]
-    above: Callable[[Collection[str]], int] = lambda _: 0
-    called: Callable[[str], str] = str
+    is_attempt_ours: Callable[[], bool]
+    read_highest_released: Callable[[Collection[str]], int] = lambda _: 0
+    get_display_name: Callable[[str], str] = str
     movable: set[str] = field(default_factory=set)
     foreign: set[str] = field(default_factory=set)
 
-    def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+    def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
         """Claim as many candidates as there is room for; return the instances that now hold theirs.
 
         Raises UnknownOutcome before any other error, Unreachable, ClaimedElsewhere, Conflict and PlacementRefusal, all
         of them after the calls in flight.
         """
-        parts = blocks(wanted)
+        parts = split_into_blocks(candidates)
         if len(parts) == 1:
-            return self._claim_what_fits(wanted)
+            return self._claim_part(candidates)
         from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait  # for large sets
 
-        threads = ThreadPoolExecutor(AT_ONCE, 'claim')
-        calls = [threads.submit(self._claim_what_fits, part) for part in parts]
+        threads = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, 'claim')
+        calls = [threads.submit(self._claim_part, part) for part in parts]
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
         except BaseException:
@@ -128,73 +130,83 @@ class Claimer:
             raise min(errors, key=lambda error: not isinstance(error, UnknownOutcome))
         return set().union(*(call.result() for call in done))
 
-    def _claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+    def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
         try:
-            self.claim({instance: candidate.allocations for instance, candidate in wanted.items()})
+            self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
-            if len(wanted) == 1:
-                ((instance, candidate),) = wanted.items()
+            if len(candidates) == 1:
+                ((instance, candidate),) = candidates.items()
                 if isinstance(error, ConsumerConflict):
                     why = 'what it holds in placement is changed by somebody else all the time; try again'
                     raise Conflict(f'{instance}: {why}') from error
-                if isinstance(error, PlacementRefusal) and self._is_there(candidate):
+                if isinstance(error, PlacementRefusal) and self._has_providers(candidate):
                     raise
-                log.warning('compute %s: %s', self.called(candidate.compute), error)
+                log.warning('compute %s: %s', self.get_display_name(candidate.compute), error)
                 return set()
             # One full compute fails the whole call, and the answer does not say which.
-            return set().union(*(self._claim_what_fits(half) for half in halves(wanted)))
+            return set().union(*(self._claim_part(half) for half in split_in_half(candidates)))
         failpoint('claimed-some')
-        return set(wanted)
+        return set(candidates)
 
-    def claim(self, wanted: Mapping[str, Allocations]) -> None:
+    def claim(self, claims: Mapping[str, Allocations]) -> None:
         """Claim until each instance holds exactly these allocations; errors as allocations.claim()."""
 
         def check() -> None:
-            self.check(in_short(wanted))
+            self.check(summarize_instances(claims))
 
-        claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted), self.movable)
-        self.movable.update(wanted.keys() - self.foreign)
+        claim(
+            self.placement,
+            claims,
+            self.user_id,
+            self.project_id,
+            check,
+            lambda: self.read_highest_released(claims),
+            self.movable,
+        )
+        self.movable.update(claims.keys() - self.foreign)
 
     def check(self, instances: str) -> None:
         """Raise Conflict unless the attempt is ours; `instances` names it in the message."""
-        if not self.still_ours():
+        if not self.is_attempt_ours():
             raise Conflict(f'{instances}: another eschedule took it over, or this one was too slow')
 
-    def _is_there(self, candidate: Candidate) -> bool:
+    def _has_providers(self, candidate: Candidate) -> bool:
         """False if one of the candidate's providers was removed, by `host forget`, since the offer."""
-        return all(providers.name(self.placement, provider) is not None for provider in candidate.allocations)
+        return all(
+            providers.read_provider_name(self.placement, provider) is not None for provider in candidate.allocations
+        )
 
 
-def blocks(wanted: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
+def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
     """Split a claim into parts for concurrent calls; the instances of a compute stay together.
 
     There is one part if two would share a provider, such as a shared disk: their calls would conflict.
     """
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
-    for instance, candidate in wanted.items():
+    for instance, candidate in wanted_candidates.items():
         by_compute.setdefault(candidate.compute, {})[instance] = candidate
     for candidates in by_compute.values():
-        if parts[-1] and len(parts[-1]) + len(candidates) > BLOCK:
+        if parts[-1] and len(parts[-1]) + len(candidates) > MAX_INSTANCES_PER_CALL:
             parts.append({})
         parts[-1].update(candidates)
     sets = [{provider for candidate in part.values() for provider in candidate.allocations} for part in parts]
-    return parts if sum(map(len, sets)) == len(set().union(*sets)) else [wanted]
+    return parts if sum(map(len, sets)) == len(set().union(*sets)) else [wanted_candidates]
 
 
-def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
+def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
     """Split a claim in two, between computes if there are several."""
     by_compute: dict[str, list[str]] = {}
-    for instance, candidate in wanted.items():
+    for instance, candidate in candidates.items():
         by_compute.setdefault(candidate.compute, []).append(instance)
-    groups = list(by_compute.values()) if len(by_compute) > 1 else [[instance] for instance in wanted]
+    groups = list(by_compute.values()) if len(by_compute) > 1 else [[instance] for instance in candidates]
     first_half: list[str] = groups[0]
     for batch in groups[1:-1]:
-        if len(first_half) + len(batch) <= len(wanted) / 2:
+        if len(first_half) + len(batch) <= len(candidates) / 2:
             first_half = first_half + batch
     return (
-        {instance: wanted[instance] for instance in wanted if instance in set(first_half)},
-        {instance: wanted[instance] for instance in wanted if instance not in set(first_half)},
+        {instance: candidates[instance] for instance in candidates if instance in set(first_half)},
+        {instance: candidates[instance] for instance in candidates if instance not in set(first_half)},
     )
 
 
@@ -207,11 +219,11 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
     placement.
     """
 
-    def wanted(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+    def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
         attempt_entry = store.get(keys.attempt(attempt))
         if attempt_entry is not None and attempt_entry.revision != revision:
             return holding
-        taken_now = being_taken(store)
+        taken_now = read_taken_instances(store)
         return [
             instance
             for instance, held in holding.items()
@@ -221,7 +233,7 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
             )
         ]
 
-    return all(release(placement, instances, wanted, partial(note_released, store)).values())
+    return all(release(placement, instances, find_needed, partial(note_released, store)).values())
 
 
 # Seconds for which a set's user-data stays, for computes that are away: as long as a failed instance's record.
@@ -232,7 +244,7 @@ class DeliveryOutcome(NamedTuple):
     """The compute with the request; `is_repeated`: it was delivered before."""
 
     compute: str
-    again: bool = False
+    is_repeated: bool = False
 
 
 def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
@@ -264,11 +276,13 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
 
     Call it before looking for deliveries: of two attempts each then sees the other's key or its delivery.
     """
-    ours = announced(keys.attempt(attempt), dump(value).encode())
+    ours = parse_attempt_instances(keys.attempt(attempt), dump(value).encode())
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
-        if is_older and ours & announced(key, entry.value):
-            raise Conflict(f'{attempt}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
+        if is_older and ours & parse_attempt_instances(key, entry.value):
+            raise Conflict(
+                f'{attempt}: an eschedule at {keys.get_last_part(key)} is at it: try again when that has ended'
+            )
 
 
 def deliver(
@@ -277,7 +291,7 @@ def deliver(
     attempt: str,
     revision: int,
     user_data: SharedUserData | None,
-    joining: Callable[[], Change],
+    make_shared_change: Callable[[], Change],
 ) -> bool:
     """Deliver all requests in one transaction: True once it is done, False if it is not.
 
@@ -287,37 +301,37 @@ def deliver(
     """
     attempt_key = keys.attempt(attempt)
     conditions = [Unchanged(attempt_key, revision)]
-    user_data_puts, granted = put_user_data(store, user_data)
+    user_data_puts, granted = prepare_user_data(store, user_data)
     operations: list[Put | Delete] = [Delete(attempt_key), *user_data_puts]
     for compute, request in deliveries:
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
         operations.append(Put(keys.request(compute, request.instance), to_json(request)))
     try:
-        return commit_with(store, conditions, operations, joining, granted) is not None
+        return commit_with_shared(store, conditions, operations, make_shared_change, granted) is not None
     except UnknownOutcome as error:
         first, instance = deliveries[0][0], deliveries[0][1].instance
         try:
-            if withdraw(store, attempt_key, revision):
+            if withdraw_attempt(store, attempt_key, revision):
                 return False
             # All or none: one request stands for all.
             if store.get(keys.request(first, instance)) is not None:
                 return True
-            from ecomp.model.host import by_instance
+            from ecomp.model.host import group_by_instance
 
             # A record of another compute comes from a delivery by another eschedule with this uuid.
             records = store.read([keys.record(first, instance), keys.old_record(instance)])
-            return any(first in places.records for places in by_instance(records.items()).values())
+            return any(first in places.records for places in group_by_instance(records.items()).values())
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
 
 
-def put_user_data(store: Store, data: SharedUserData | None) -> tuple[list[Put], int]:
+def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
     """Return the write of user-data and the lease granted for it: 0 if it has one already."""
-    if data is None:
+    if user_data is None:
         return [], 0
-    key = keys.user_data(data.sha256)
+    key = keys.user_data(user_data.sha256)
     existing = store.snapshot(key, keys_only=True).entries.get(key)
     if existing is not None and existing.lease and store.keep_alive(existing.lease) >= USER_DATA_SECONDS:
-        return [Put(key, data.text, existing.lease)], 0
+        return [Put(key, user_data.text, existing.lease)], 0
     lease = store.grant(USER_DATA_SECONDS)
-    return [Put(key, data.text, lease)], lease
+    return [Put(key, user_data.text, lease)], lease

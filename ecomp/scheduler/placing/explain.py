@@ -16,158 +16,200 @@ from dataclasses import dataclass, replace
 from ecomp.errors import EcompError, NotFound
 from ecomp.model.allocation import Inventory, Resources
 from ecomp.model.choose import Candidate, Offer
-from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
+from ecomp.model.explain import (
+    Miss,
+    Provider,
+    add_group_failure,
+    apply_cures,
+    explain_uncovered,
+    find_miss,
+    find_smallest_miss,
+    format_cures,
+    sort_misses,
+)
 from ecomp.model.group import Group, Membership
-from ecomp.model.host import Computes, Hint, Living
-from ecomp.model.query import ENABLED, Amount, Constraint, Has, Unexplained, enabled_only, limit, parse, words
+from ecomp.model.host import Computes, Hint, PresenceFacts
+from ecomp.model.query import (
+    NOT_DISABLED,
+    Amount,
+    Constraint,
+    Requirement,
+    UnsupportedQueryError,
+    exclude_disabled,
+    format_query,
+    parse_query,
+    read_limit,
+)
 from ecomp.model.status import DISABLED
 from ecomp.placement import providers
-from ecomp.placement.allocations import candidates
+from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import AGGREGATES, inventory, matching
+from ecomp.placement.providers import AGGREGATES, find_matching, read_raw_inventory
 from ecomp.scheduler.looking import hosts
-from ecomp.scheduler.placing.claim import settled
+from ecomp.scheduler.placing.claim import read_settled_group
 from ecomp.store.client import Store
 
 # Calls to placement for all reasons of a refusal, besides the query that found no room.
-CALLS = 5
+MAX_CALLS = 5
 
 # Of these, the last one: it checks the smallest change that fits.
-ADVICE = 1
+ADVICE_CALLS = 1
 
 # Limits of one request: only calls about a single provider return them.
-LIMITS = ('min_unit', 'max_unit', 'step_size')
+UNIT_LIMITS = ('min_unit', 'max_unit', 'step_size')
 
 # Classes to read first, the likeliest to be free first; then the others of the query.
-FIRST = ('MEMORY_MB', 'DISK_GB', 'VCPU')
+FIRST_CLASSES = ('MEMORY_MB', 'DISK_GB', 'VCPU')
 
 
-class Facts:
+class ProviderFacts:
     """The providers as placement knows them, read with at most `max_calls` calls.
 
     `constraints` are the query's for one provider; `offered` the providers in placement's recent answer to it.
     """
 
     def __init__(
-        self, placement: Placement, asked: Sequence[Constraint], named: Collection[str] = (), calls: int = CALLS
+        self,
+        placement: Placement,
+        constraints: Sequence[Constraint],
+        offered: Collection[str] = (),
+        max_calls: int = MAX_CALLS,
     ) -> None:
         self._placement = placement
-        self._asked = asked
-        self._named = named
-        self._left = calls - 1
-        self.listed = providers.everyone(placement)
+        self._constraints = constraints
+        self._offered = offered
+        self._calls_left = max_calls - 1
+        self.listed = providers.list_all(placement)
         self.sharing: list[Provider] = []
-        self._seen: dict[str, Provider] = {}
+        self._known_providers: dict[str, Provider] = {}
         # Classes of which only providers in _known_providers have anything free.
-        self._none_of: set[str] = set()
+        self._exhausted_classes: set[str] = set()
         # The providers in each aggregate that matters.
-        self._near: dict[str, frozenset[str]] = {}
-        self._amounts = [constraint for constraint in asked if isinstance(constraint, Amount)]
-        self._others = [constraint for constraint in asked if not isinstance(constraint, Amount)]
-        self._traits = {constraint for constraint in self._others if constraint.key in ('required', 'root_required')}
+        self._members_by_aggregate: dict[str, frozenset[str]] = {}
+        self._amounts = [constraint for constraint in constraints if isinstance(constraint, Amount)]
+        self._other_constraints = [constraint for constraint in constraints if not isinstance(constraint, Amount)]
+        self._trait_constraints = {
+            constraint for constraint in self._other_constraints if constraint.key in ('required', 'root_required')
+        }
         # Calls to read one provider.
-        self._each = 3 if self._traits else 2
+        self._calls_per_provider = 3 if self._trait_constraints else 2
 
     def find(
-        self, wanted: Iterable[str], living: Mapping[str, Living], given: Mapping[str, Sequence[Resources]]
+        self,
+        requested: Iterable[str],
+        living: Mapping[str, PresenceFacts],
+        extra_used: Mapping[str, Sequence[Resources]],
     ) -> dict[str, Provider]:
         """Read those of these providers that the calls suffice for, more important ones first.
 
-        `extra_used` is added to their usage. Raises the errors of placement, and Unexplained.
+        `extra_used` is added to their usage. Raises the errors of placement, and UnsupportedQueryError.
         """
-        uuids = [uuid for uuid in wanted if uuid in self.listed]
+        uuids = [uuid for uuid in requested if uuid in self.listed]
         hints = {uuid: presence.room for uuid, presence in living.items()}
-        member_of = [constraint for constraint in self._others if constraint.key == 'member_of']
-        self._look_into(
+        member_of = [constraint for constraint in self._other_constraints if constraint.key == 'member_of']
+        self._read_aggregates(
             name
             for constraint in member_of
-            for name in (constraint.any_of if isinstance(constraint, Has) else [constraint.name])
+            for name in (constraint.any_of if isinstance(constraint, Requirement) else [constraint.name])
         )
-        self._look_for_free(uuids, hints)
-        results = {uuid: self._whole(self._seen[uuid]) for uuid in uuids if uuid in self._seen}
-        results |= self._full([uuid for uuid in uuids if uuid not in results], hints, results)
-        results |= self._read([uuid for uuid in uuids if uuid not in results], results)
-        results = {uuid: results[uuid].less(given.get(uuid, ())) for uuid in uuids if uuid in results}
-        return self._limited(self._undoubted(results, living), living)
+        self._read_free(uuids, hints)
+        results = {uuid: self._complete(self._known_providers[uuid]) for uuid in uuids if uuid in self._known_providers}
+        results |= self._infer_full([uuid for uuid in uuids if uuid not in results], hints, results)
+        results |= self._read_individually([uuid for uuid in uuids if uuid not in results], results)
+        results = {uuid: results[uuid].with_usage(extra_used.get(uuid, ())) for uuid in uuids if uuid in results}
+        return self._read_nearest_limits(self._check_doubtful(results, living), living)
 
-    def offers(self, query: Sequence[Constraint], provider: str) -> bool:
+    def is_offered(self, query: Sequence[Constraint], provider: str) -> bool:
         """Return whether placement offers a provider for a query; False if no call is left."""
-        if not self._left:
+        if not self._calls_left:
             return False
-        self._left -= 1
+        self._calls_left -= 1
         constraints = [part for part in query if isinstance(part, Amount) or part.key != 'in_tree']
-        offered = candidates(self._placement, words([*constraints, Has('in_tree', (provider,))])).candidates
+        offered = read_candidates(
+            self._placement, format_query([*constraints, Requirement('in_tree', (provider,))])
+        ).candidates
         return any(provider in allocations for allocations in offered)
 
-    def _look_into(self, aggregates: Iterable[str]) -> None:
+    def _read_aggregates(self, aggregates: Iterable[str]) -> None:
         """Read the members of these aggregates."""
         for name in dict.fromkeys(aggregates):
-            if name not in self._near:
+            if name not in self._members_by_aggregate:
                 self._spend(1)
-                self._near[name] = providers.holding(self._placement, Has('member_of', (name,)))
+                self._members_by_aggregate[name] = providers.find_satisfying(
+                    self._placement, Requirement('member_of', (name,))
+                )
 
-    def _look_for_free(self, there: Collection[str], hints: Mapping[str, Hint | None]) -> None:
-        classes = list(dict.fromkeys([*FIRST, *(amount.name for amount in self._amounts)]))
+    def _read_free(self, uuids: Collection[str], hints: Mapping[str, Hint | None]) -> None:
+        classes = list(dict.fromkeys([*FIRST_CLASSES, *(amount.name for amount in self._amounts)]))
         sharing: frozenset[str] | None = None
-        while classes and self._left > self._kept(map(self._whole, self._seen.values())):
-            unseen = [uuid for uuid in there if uuid not in self._seen]
-            if not unseen or len(unseen) * self._each <= self._left - ADVICE - (sharing is None):
+        while classes and self._calls_left > self._count_reserved_calls(
+            map(self._complete, self._known_providers.values())
+        ):
+            unseen = [uuid for uuid in uuids if uuid not in self._known_providers]
+            if not unseen or len(unseen) * self._calls_per_provider <= self._calls_left - ADVICE_CALLS - (
+                sharing is None
+            ):
                 break  # few enough to be read one by one
 
-            def having(name: str, unseen: Sequence[str] = unseen) -> int:
+            def count_having(name: str, unseen: Sequence[str] = unseen) -> int:
                 return sum(_may_have(hints.get(uuid), name) for uuid in unseen)
 
-            name = max(classes, key=having)
+            name = max(classes, key=count_having)
             classes.remove(name)
-            self._left -= 1
+            self._calls_left -= 1
             # Time has passed since the last call: what was read first counts.
-            self._seen = {**providers.with_free(self._placement, name), **self._seen}
-            self._none_of.add(name)
-            sharing = self._sharing(hints) if sharing is None else sharing
-        sharing = self._sharing(hints) if sharing is None else sharing
-        self._look_at_sharing(
-            sharing | {uuid for uuid, provider in self._seen.items() if providers.SHARES in provider.traits}
+            self._known_providers = {**providers.read_with_free(self._placement, name), **self._known_providers}
+            self._exhausted_classes.add(name)
+            sharing = self._find_sharing(hints) if sharing is None else sharing
+        sharing = self._find_sharing(hints) if sharing is None else sharing
+        self._read_sharing(
+            sharing
+            | {uuid for uuid, provider in self._known_providers.items() if providers.SHARING_TRAIT in provider.traits}
         )
 
-    def _sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
+    def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
         """Find unread providers that share with others; a compute with a hint does not."""
-        if not self._left or all(uuid in self._seen or hints.get(uuid) for uuid in self.listed):
+        if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
-        self._left -= 1
-        return matching(self._placement, f'required={providers.SHARES}')
+        self._calls_left -= 1
+        return find_matching(self._placement, f'required={providers.SHARING_TRAIT}')
 
-    def _look_at_sharing(self, uuids: Iterable[str]) -> None:
+    def _read_sharing(self, uuids: Iterable[str]) -> None:
         for uuid in sorted(uuids):
-            provider = self._seen.get(uuid)
+            provider = self._known_providers.get(uuid)
             if provider is None:
                 self._spend(2)
-                provider = providers.look(self._placement, uuid, True, traits=False, aggregates=False)
+                provider = providers.read_provider(self._placement, uuid, True, traits=False, aggregates=False)
             if provider is not None:
                 self._spend(1)
-                aggregates = providers.names_of(self._placement, uuid, AGGREGATES)
-                self._look_into(sorted(aggregates))
+                aggregates = providers.read_names(self._placement, uuid, AGGREGATES)
+                self._read_aggregates(sorted(aggregates))
                 self.sharing.append(replace(provider, aggregates=aggregates))
 
     def _spend(self, calls: int) -> None:
-        if self._left < calls:
-            raise Unexplained('more aggregates matter than are looked into at once')
-        self._left -= calls
+        if self._calls_left < calls:
+            raise UnsupportedQueryError('more aggregates matter than are looked into at once')
+        self._calls_left -= calls
 
-    def _full(
-        self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found: Mapping[str, Provider]
+    def _infer_full(
+        self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found_providers: Mapping[str, Provider]
     ) -> dict[str, Provider]:
         """Infer full providers from their hints: their capacity, all of it used."""
-        if self._traits - {ENABLED}:
+        if self._trait_constraints - {NOT_DISABLED}:
             return {}  # hints do not contain traits
         full = {
-            uuid: self._whole(Provider(uuid, {
+            uuid: self._complete(Provider(uuid, {
                 name: Inventory(hinted.capacity, used=hinted.capacity) for name, hinted in hint.items()
             }))
             for uuid in unseen if (hint := hints.get(uuid)) is not None and self._is_full(hint)
         }  # fmt: skip
-        if full and self._traits and self._left > self._kept([*found.values(), *full.values()]):
-            self._left -= 1
-            disabled = providers.having(self._placement, DISABLED)
+        if (
+            full
+            and self._trait_constraints
+            and self._calls_left > self._count_reserved_calls([*found_providers.values(), *full.values()])
+        ):
+            self._calls_left -= 1
+            disabled = providers.find_with_trait(self._placement, DISABLED)
             full |= {uuid: replace(full[uuid], traits=[DISABLED]) for uuid in disabled.intersection(full)}
         return full
 
@@ -176,76 +218,88 @@ class Facts:
 
         An overcommitted class has a negative hint: its usage is larger than the hint can say.
         """
-        free = [(amount.name, hint[amount.name].hundredths) for amount in self._amounts if amount.name in hint]
-        return all(hundredths == 0 or (hundredths > 0 and name in self._none_of) for name, hundredths in free)
+        free = [(amount.name, hint[amount.name].free_percent) for amount in self._amounts if amount.name in hint]
+        return all(hundredths == 0 or (hundredths > 0 and name in self._exhausted_classes) for name, hundredths in free)
 
-    def _read(self, unseen: Iterable[str], found: Mapping[str, Provider]) -> dict[str, Provider]:
+    def _read_individually(self, unseen: Iterable[str], found_providers: Mapping[str, Provider]) -> dict[str, Provider]:
         """Read providers one by one, as many as there are calls for."""
         unseen, providers_read = list(unseen), dict[str, Provider]()
-        spare = self._left - self._kept(found.values()) if unseen else 0
+        spare = self._calls_left - self._count_reserved_calls(found_providers.values()) if unseen else 0
         for uuid in unseen:
-            if spare < self._each:
+            if spare < self._calls_per_provider:
                 break
-            spare, self._left = spare - self._each, self._left - self._each
-            provider = providers.look(self._placement, uuid, True, traits=bool(self._traits), aggregates=False)
-            providers_read |= {uuid: self._whole(provider)} if provider is not None else {}
+            spare, self._calls_left = spare - self._calls_per_provider, self._calls_left - self._calls_per_provider
+            provider = providers.read_provider(
+                self._placement, uuid, True, traits=bool(self._trait_constraints), aggregates=False
+            )
+            providers_read |= {uuid: self._complete(provider)} if provider is not None else {}
         return providers_read
 
-    def _whole(self, provider: Provider) -> Provider:
+    def _complete(self, provider: Provider) -> Provider:
         """Return the provider with its aggregates, and whether it stands alone."""
-        aggregates = frozenset(name for name, members in self._near.items() if provider.uuid in members)
-        listed = self.listed.get(provider.uuid)
-        return replace(provider, aggregates=aggregates, alone=listed is None or listed.alone)
+        aggregates = frozenset(name for name, members in self._members_by_aggregate.items() if provider.uuid in members)
+        listings = self.listed.get(provider.uuid)
+        return replace(provider, aggregates=aggregates, is_standalone=listings is None or listings.is_alone)
 
-    def _kept(self, found: Iterable[Provider]) -> int:
+    def _count_reserved_calls(self, found_providers: Iterable[Provider]) -> int:
         """Count the calls kept for is_offered(): 0 if no query change fits the providers read."""
         has_providers = False
-        for provider in found:
-            has_providers, cures = True, miss(self._asked, provider).cures
-            if cures and not any(cure.freed for cure in cures):
-                return ADVICE
-        return 0 if has_providers else ADVICE
+        for provider in found_providers:
+            has_providers, cures = True, find_miss(self._constraints, provider).cures
+            if cures and not any(cure.amount_to_free for cure in cures):
+                return ADVICE_CALLS
+        return 0 if has_providers else ADVICE_CALLS
 
-    def _undoubted(self, found: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
+    def _check_doubtful(self, found_providers: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
         """Add the limits, which operators may set, of providers that have room and are not offered.
 
         Those for which no call is left are dropped.
         """
 
-        def doubted() -> list[str]:
-            doubtful = [provider for uuid, provider in found.items() if uuid in living and uuid not in self._named]
+        def list_doubtful() -> list[str]:
+            doubtful = [
+                provider for uuid, provider in found_providers.items() if uuid in living and uuid not in self._offered
+            ]
             doubtful = [
                 provider
                 for provider in doubtful
-                if not provider.is_closed and not unexplained(self._asked, provider, self.sharing)
+                if not provider.is_closed and not explain_uncovered(self._constraints, provider, self.sharing)
             ]
-            return [provider.uuid for provider in doubtful if miss(self._asked, provider).fits]
+            return [provider.uuid for provider in doubtful if find_miss(self._constraints, provider).is_candidate]
 
-        if len(doubted()) > self._left - ADVICE and self._left:
-            self._left -= 1
-            offer = candidates(self._placement, words(self._asked))
-            self._named = {*self._named, *(uuid for allocations in offer.candidates for uuid in allocations)}
-        for uuid in doubted():
-            provider = found.pop(uuid)
-            if self._left > ADVICE:
-                found[uuid] = self._with_limits(provider)
-        return found
+        if len(list_doubtful()) > self._calls_left - ADVICE_CALLS and self._calls_left:
+            self._calls_left -= 1
+            offer = read_candidates(self._placement, format_query(self._constraints))
+            self._offered = {*self._offered, *(uuid for allocations in offer.candidates for uuid in allocations)}
+        for uuid in list_doubtful():
+            provider = found_providers.pop(uuid)
+            if self._calls_left > ADVICE_CALLS:
+                found_providers[uuid] = self._read_limits(provider)
+        return found_providers
 
-    def _limited(self, found: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
+    def _read_nearest_limits(
+        self, found_providers: dict[str, Provider], living: Collection[str]
+    ) -> dict[str, Provider]:
         """Add the limits of the nearest providers while calls are left."""
-        unread = (provider for uuid, provider in found.items() if uuid in living and uuid in self._seen)
-        spare = self._left - self._kept(found.values())
-        for result in nearest(miss(self._asked, result) for result in unread)[: max(spare, 0)] if spare else ():
-            found[result.provider] = self._with_limits(found[result.provider])
-        return found
+        unread = (
+            provider for uuid, provider in found_providers.items() if uuid in living and uuid in self._known_providers
+        )
+        spare = self._calls_left - self._count_reserved_calls(found_providers.values())
+        for result in (
+            sort_misses(find_miss(self._constraints, result) for result in unread)[: max(spare, 0)] if spare else ()
+        ):
+            found_providers[result.provider] = self._read_limits(found_providers[result.provider])
+        return found_providers
 
-    def _with_limits(self, provider: Provider) -> Provider:
-        self._left -= 1
-        self._seen.pop(provider.uuid, None)
+    def _read_limits(self, provider: Provider) -> Provider:
+        self._calls_left -= 1
+        self._known_providers.pop(provider.uuid, None)
         with suppress(NotFound):
-            answer = inventory(self._placement, provider.uuid)
+            answer = read_raw_inventory(self._placement, provider.uuid)
             limits = {
-                name: shown._replace(**{part: answer[name][part] for part in LIMITS if part in answer.get(name, {})})
+                name: shown._replace(
+                    **{part: answer[name][part] for part in UNIT_LIMITS if part in answer.get(name, {})}
+                )
                 for name, shown in provider.inventories.items()
             }
             return replace(provider, inventories=limits)
@@ -253,50 +307,50 @@ class Facts:
 
 
 def _may_have(hint: Hint | None, name: str) -> bool:
-    return hint is None or (name in hint and hint[name].hundredths > 0)
+    return hint is None or (name in hint and hint[name].free_percent > 0)
 
 
 # Seconds for finding the reasons; the refusal itself is reported before.
-SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 
 # Up to MAX_LISTED_COMPUTES have a line each; of more, the MAX_NEAREST_COMPUTES nearest.
-MOST = 50
-SHOWN = 10
+MAX_LISTED_COMPUTES = 50
+MAX_NEAREST_COMPUTES = 10
 
 
-def tell(
+def report_reasons(
     store: Store,
     backend: Future[tuple[Placement, Offer]],
     query: str,
-    wanted: Membership | None,
-    taken: Sequence[Candidate],
-    on: str | None,
-    say: Callable[[str], None],
-    calls: int = CALLS,
+    membership: Membership | None,
+    placed: Sequence[Candidate],
+    compute_argument: str | None,
+    report: Callable[[str], None],
+    max_calls: int = MAX_CALLS,
 ) -> None:
     """Report the reasons, a line each, or one line if they cannot be found out; see Refusal."""
     lines: Future[list[str]] = Future()
 
-    def find() -> None:
+    def find_reasons() -> None:
         try:
             placement, offer = backend.result()
             named = {uuid for allocations in offer.candidates for uuid in allocations}
-            refusal = Refusal(query, settled(store, wanted), taken, on, named)
-            lines.set_result(reasons(store, placement, refusal, calls))
+            refusal = Refusal(query, read_settled_group(store, membership), placed, compute_argument, named)
+            lines.set_result(list_reasons(store, placement, refusal, max_calls))
         except BaseException as error:
             lines.set_exception(error)
 
     try:
         # A daemon thread, which may outlive the time-out here: its calls have longer ones.
-        threading.Thread(target=find, name='reasons', daemon=True).start()
-        for line in lines.result(SECONDS):
-            say(line)
+        threading.Thread(target=find_reasons, name='reasons', daemon=True).start()
+        for line in lines.result(TIMEOUT_SECONDS):
+            report(line)
     except TimeoutError:
-        say(f'what each compute lacks could not be found out within {SECONDS:g} s')
+        report(f'what each compute lacks could not be found out within {TIMEOUT_SECONDS:g} s')
     except KeyboardInterrupt:
         pass  # the refusal itself was reported before
     except Exception as error:
-        say(f'what each compute lacks could not be found out: {str(error) or type(error).__name__}')
+        report(f'what each compute lacks could not be found out: {str(error) or type(error).__name__}')
 
 
 @dataclass(frozen=True)
@@ -313,91 +367,113 @@ class Refusal:
     named: Collection[str] = ()
 
 
-def reasons(store: Store, placement: Placement, refusal: Refusal, calls: int = CALLS) -> list[str]:
+def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls: int = MAX_CALLS) -> list[str]:
     """Return a line for each compute, the nearest miss, and the smallest change that fits.
 
     With `taken` that change is a smaller --count. Raises the errors of etcd and placement.
     """
     try:
-        constraints = _asked(refusal.query, refusal.on)
-    except Unexplained as error:
+        constraints = _parse_constraints(refusal.query, refusal.on)
+    except UnsupportedQueryError as error:
         return [f'what each compute lacks is not explained for this query: {error}']
-    known_computes = hosts.computes(store)
-    names = _names(known_computes)
-    requested = [constraint.any_of[0] for constraint in constraints if isinstance(constraint, Has) and constraint.typed]
+    known_computes = hosts.read_computes(store)
+    names = _list_names(known_computes)
+    requested = [
+        constraint.any_of[0]
+        for constraint in constraints
+        if isinstance(constraint, Requirement) and constraint.argument
+    ]
     try:
-        facts = Facts(placement, constraints, refusal.named, calls)
+        facts = ProviderFacts(placement, constraints, refusal.named, max_calls)
         dead = sorted(
-            uuid
-            for uuid, listing in facts.listed.items()
-            if uuid not in known_computes.living and listing.name == uuid
+            uuid for uuid, listing in facts.listed.items() if uuid not in known_computes.living and listing.name == uuid
         )
-        compute_count, are_many = len(names) + len(dead), len(names) + len(dead) > MOST
+        compute_count, are_many = len(names) + len(dead), len(names) + len(dead) > MAX_LISTED_COMPUTES
         chosen = dict.fromkeys([*requested, *names] if are_many else [*names, *dead])
-        texts, misses = _examined(facts, constraints, chosen, known_computes, refusal)
-    except Unexplained as error:
+        texts, misses = _examine(facts, constraints, chosen, known_computes, refusal)
+    except UnsupportedQueryError as error:
         return [f'what each compute lacks is not explained: {error}']
-    texts |= _limited(refusal, misses)
+    texts |= _explain_limit(refusal, misses)
     if are_many:
         failing = {result.provider: len(result.failures) for result in misses}
         shown = sorted(
             (uuid for uuid in texts if uuid in names), key=lambda uuid: failing.get(uuid, len(constraints) + 1)
         )
-        chosen = dict.fromkeys([*requested, *shown[:SHOWN]])
+        chosen = dict.fromkeys([*requested, *shown[:MAX_NEAREST_COMPUTES]])
         texts = {uuid: texts[uuid] for uuid in chosen if uuid in texts}
         misses = [result for result in misses if result.provider in texts]
-    lines = _lines(texts, known_computes, compute_count, refusal.on, requested)
-    if any(result.fits for result in misses):
+    lines = _format_lines(texts, known_computes, compute_count, refusal.on, requested)
+    if any(result.is_candidate for result in misses):
         return lines
-    advice = _advice(facts, constraints, misses, known_computes, requested)
+    advice = _make_advice(facts, constraints, misses, known_computes, requested)
     if not refusal.taken:
         return [*lines, *advice]
     return [*lines, *advice[:1], f'the smallest change that fits: --count {len(refusal.taken)}']
 
 
-def _limited(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
+def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
     """Explain computes with room that placement did not offer because of the query's limit=."""
-    limited = limit(refusal.query)
+    limited = read_limit(refusal.query)
     if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
         return {}
     # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
     why = f'has room, but limit={limited} has placement name fewer computes: ask without it'
-    return {result.provider: why for result in misses if result.fits and result.provider not in refusal.named}
+    return {result.provider: why for result in misses if result.is_candidate and result.provider not in refusal.named}
 
 
-def _lines(said: Mapping[str, str], known: Computes, there: int, on: str | None, wanted: Collection[str]) -> list[str]:
+def _format_lines(
+    texts: Mapping[str, str],
+    known_computes: Computes,
+    compute_count: int,
+    compute_argument: str | None,
+    requested: Collection[str],
+) -> list[str]:
     """Format a line for each of the `requested` computes or, without any, for all."""
-    if wanted:
-        return [f'{on}: {text}' for uuid, text in said.items() if uuid in wanted] or [f'{on}: there is no such compute']
-    lines = [f'{known.called(uuid)}: {text}' for uuid, text in said.items() if text]
-    hidden = there - len(said)
+    if requested:
+        return [f'{compute_argument}: {text}' for uuid, text in texts.items() if uuid in requested] or [
+            f'{compute_argument}: there is no such compute'
+        ]
+    lines = [f'{known_computes.format_name(uuid)}: {text}' for uuid, text in texts.items() if text]
+    hidden = compute_count - len(texts)
     return [*lines, f'{hidden} more are not shown: no nearer, or not alive'] if hidden else lines
 
 
-def lacking(
-    placement: Placement, query: str, known: Computes, among: Sequence[str], group: Group | None = None
+def find_shortfalls(
+    placement: Placement, query: str, known_computes: Computes, computes: Sequence[str], group: Group | None = None
 ) -> dict[str, str]:
-    """Return what the first MAX_LISTED_COMPUTES lack. Errors: placement's, Unexplained."""
-    constraints = _asked(query)
-    texts, _ = _examined(Facts(placement, constraints), constraints, among[:MOST], known, Refusal(query, group))
+    """Return what the first MAX_LISTED_COMPUTES lack. Errors: placement's, UnsupportedQueryError."""
+    constraints = _parse_constraints(query)
+    texts, _ = _examine(
+        ProviderFacts(placement, constraints),
+        constraints,
+        computes[:MAX_LISTED_COMPUTES],
+        known_computes,
+        Refusal(query, group),
+    )
     return {uuid: text for uuid, text in texts.items() if text}
 
 
-def _asked(query: str, on: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query's constraints, one of which may stem from --on. Raises Unexplained."""
-    typed = '' if on is None else f'--on {on}'
+def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
+    """Parse a query's constraints, one of which may stem from --on. Raises UnsupportedQueryError."""
+    typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
-        constraint._replace(typed=typed) if isinstance(constraint, Has) and constraint.key == 'in_tree' else constraint
-        for constraint in parse(enabled_only(query))
+        constraint._replace(argument=typed)
+        if isinstance(constraint, Requirement) and constraint.key == 'in_tree'
+        else constraint
+        for constraint in parse_query(exclude_disabled(query))
     )
 
 
-def _examined(
-    facts: Facts, asked: Sequence[Constraint], chosen: Iterable[str], known: Computes, refusal: Refusal
+def _examine(
+    facts: ProviderFacts,
+    constraints: Sequence[Constraint],
+    chosen: Iterable[str],
+    known_computes: Computes,
+    refusal: Refusal,
 ) -> tuple[dict[str, str], list[Miss]]:
     """Return what each compute lacks ('': it is none), and the misses that our rules cover.
 
-    A compute of which nothing could be read is in neither. Raises Unexplained.
+    A compute of which nothing could be read is in neither. Raises UnsupportedQueryError.
     """
     takers = [candidate.compute for candidate in refusal.taken]
     extra_used: dict[str, list[Resources]] = {}
@@ -405,39 +481,43 @@ def _examined(
         for uuid, amounts in candidate.allocations.items():
             extra_used.setdefault(uuid, []).append(amounts)
     chosen = list(chosen)
-    providers_found = facts.find(chosen, known.living, extra_used)
+    providers_found = facts.find(chosen, known_computes.living, extra_used)
     words: dict[str, str] = {}
     misses: list[Miss] = []
     for uuid in chosen:
         provider = providers_found.get(uuid)
         if provider is None and uuid in facts.listed:
             continue
-        text = _apart(provider, uuid in known.living)
+        text = _describe_unavailable(provider, uuid in known_computes.living)
         if text is None and provider is not None:
-            text = unexplained(asked, provider, facts.sharing)
+            text = explain_uncovered(constraints, provider, facts.sharing)
             if text is None:
-                misses.append(apart(miss(asked, provider), refusal.group, takers, known.called))
-                text = _lacks(misses[-1], known.called(uuid), provider.taken_count)
+                misses.append(
+                    add_group_failure(
+                        find_miss(constraints, provider), refusal.group, takers, known_computes.format_name
+                    )
+                )
+                text = _describe_miss(misses[-1], known_computes.format_name(uuid), provider.taken_count)
             else:
                 text = f'not explained: {text}'
         words[uuid] = text or ''
     return words, misses
 
 
-def _lacks(found: Miss, called: str, taken_count: int) -> str:
+def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
     # Two hosts of one name are shown with their uuid, and then the command takes only the uuid.
-    cure = f' (eschedule {_enable(found, called)})'
-    reasons_given = (failure.why + cure if failure.is_disabled else failure.why for failure in found.failures)
-    is_short = any(isinstance(failure.constraint, Amount) for failure in found.failures)
+    cure = f' (eschedule {_format_enable_command(result, display_name)})'
+    reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
+    is_short = any(isinstance(failure.constraint, Amount) for failure in result.failures)
     takes = f'takes {taken_count} of them, then ' if taken_count and is_short else ''
     return takes + '; '.join(reasons_given) or 'has room by now: ask again'
 
 
-def _enable(found: Miss, called: str) -> str:
-    return f'host enable {found.provider if found.provider in called else called}'
+def _format_enable_command(result: Miss, display_name: str) -> str:
+    return f'host enable {result.provider if result.provider in display_name else display_name}'
 
 
-def _apart(provider: Provider | None, alive: bool) -> str | None:
+def _describe_unavailable(provider: Provider | None, alive: bool) -> str | None:
     """Explain a compute without room for any query; '' if it is none, None for all others."""
     if alive:
         if provider is None:
@@ -449,8 +529,12 @@ def _apart(provider: Provider | None, alive: bool) -> str | None:
     return 'is closed: its ecompute was stopped' if provider.is_closed else 'is not alive'
 
 
-def _advice(
-    facts: Facts, asked: Sequence[Constraint], misses: Collection[Miss], known: Computes, wanted: Collection[str]
+def _make_advice(
+    facts: ProviderFacts,
+    constraints: Sequence[Constraint],
+    misses: Collection[Miss],
+    known_computes: Computes,
+    requested: Collection[str],
 ) -> list[str]:
     """Return the nearest miss, and the smallest change that fits, checked with placement.
 
@@ -458,28 +542,33 @@ def _advice(
     """
     if not misses:
         return []
-    lines = [] if wanted else [f'the nearest miss is {known.called(nearest(misses)[0].provider)}']
-    best = smallest(misses)
+    lines = [] if requested else [f'the nearest miss is {known_computes.format_name(sort_misses(misses)[0].provider)}']
+    best = find_smallest_miss(misses)
     disabled = [
-        result for result in nearest(misses) if result.is_disabled and (not wanted or result.provider in wanted)
+        result
+        for result in sort_misses(misses)
+        if result.is_disabled and (not requested or result.provider in requested)
     ]
-    enabled = [f'eschedule {_enable(result, known.called(result.provider))}' for result in disabled[:1]]
-    host = known.called(best.provider) if best else ''
-    done = in_words(best.cures, host) if best and best.cures else ''
-    if best is None or not best.cures or any(cure.freed for cure in best.cures):
+    enabled = [
+        f'eschedule {_format_enable_command(result, known_computes.format_name(result.provider))}'
+        for result in disabled[:1]
+    ]
+    host = known_computes.format_name(best.provider) if best else ''
+    done = format_cures(best.cures, host) if best and best.cures else ''
+    if best is None or not best.cures or any(cure.amount_to_free for cure in best.cures):
         if enabled:
             return [*lines, f'the smallest change that fits: {enabled[0]}']
         no_change = f'no change of the query alone fits: {done}' if done else 'no change of the query fits any of them'
         return [*lines, no_change]
-    fits = enabled if wanted else []
+    fits = enabled if requested else []
     with suppress(EcompError):
         # The facts may be stale, or incomplete: placement may not know a trait, say.
-        if facts.offers(changed(asked, best.cures), best.provider):
+        if facts.is_offered(apply_cures(constraints, best.cures), best.provider):
             fits.append(f'{done} (on {host})')
     return [*lines, f'the smallest change that fits: {", or ".join(fits)}'] if fits else lines
 
 
-def _names(known: Computes) -> dict[str, str]:
+def _list_names(known_computes: Computes) -> dict[str, str]:
     """Return {uuid: display name} of living computes: first those with a host name, sorted."""
-    called = {uuid: known.called(uuid) for uuid in known.living}
-    return dict(sorted(called.items(), key=lambda each: (known.host(each[0]) is None, each[1])))
+    called = {uuid: known_computes.format_name(uuid) for uuid in known_computes.living}
+    return dict(sorted(called.items(), key=lambda each: (known_computes.find_hostname(each[0]) is None, each[1])))
