@@ -55,7 +55,7 @@ def draw() -> str:
     return '\n'.join([*parts, '</svg>']) + '\n'
 
 
-def _draw_box(x: int, y: int, width: int, height: int, name: str, caption: str, fill: str) -> str:
+def _draw_box(x: int, y: int, width: int, height: int, name: str, caption: str, fill: str) -> str:  # noqa: PLR0913
     middle, half = x + width // 2, y + height // 2
     return (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{fill}"/>'

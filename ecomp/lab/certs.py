@@ -188,7 +188,7 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
     return _Signer(signed, new_key)
 
 
-def _make_certificate(
+def _make_certificate(  # noqa: PLR0913
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
     """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable."""

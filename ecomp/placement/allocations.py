@@ -152,7 +152,7 @@ EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
 MAX_RELEASE_BATCH = 20
 
 
-def claim(
+def claim(  # noqa: PLR0913
     placement: Placement,
     requested_allocations: Mapping[str, Allocations],
     user_id: str,

@@ -148,7 +148,7 @@ class Follower:
     revision are kept (see Entry.dropped). That is logged once per key.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: EtcdConfig,
         subscriptions: Iterable[Subscription],

@@ -55,7 +55,7 @@ def make_seed_url(instance: str) -> str:
     return f'http://{METADATA_ADDRESS}/seed/{instance}/'
 
 
-def make_domain_xml(
+def make_domain_xml(  # noqa: PLR0913
     spec: GuestSpec,
     disk: str,
     console_log: str,

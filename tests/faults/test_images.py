@@ -180,7 +180,7 @@ HOSTILE_IMAGES: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(('what', 'path', 'reason'), HOSTILE_IMAGES, ids=[what for what, _, _ in HOSTILE_IMAGES])
-def test_hostile_image_is_refused_and_cache_unchanged(
+def test_hostile_image_is_refused_and_cache_unchanged(  # noqa: PLR0913
     web: ImageServer,
     cache: ImageCache,
     tmp_path: Path,

@@ -65,7 +65,7 @@ class Cloud:
         compute = self.make_compute(alive, **totals)
         return compute, self.make_order_on(compute)
 
-    def create(
+    def create(  # noqa: PLR0913
         self,
         order: SetOrder,
         resume: bool = False,

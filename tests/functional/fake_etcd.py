@@ -54,7 +54,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision
         return frame
 
-    def Range(self, request: Any, _: Any) -> Any:
+    def Range(self, request: Any, _: Any) -> Any:  # noqa: N802
         """Return the requested values; the requested revision is ignored."""
         end = request.range_end or request.key + b'\0'
         self.list_count += bool(request.range_end)
@@ -64,7 +64,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
                 reply.kvs.add(key=key, value=value, mod_revision=self.header[1], create_revision=1, version=1)
         return reply
 
-    def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+    def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         """Send the next scripted frames, then stay silent."""
         next(requests)
         try:

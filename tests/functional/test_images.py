@@ -145,7 +145,7 @@ def test_unreachable_server_is_reported(directory: Path) -> None:
 def test_refusal_of_a_proxy_is_reported(web: ImageServer, status: int, says: str) -> None:
     """The message uses the standard phrase of the status, not the proxy's own text."""
 
-    def do_CONNECT(handler: Handler) -> None:
+    def do_CONNECT(handler: Handler) -> None:  # noqa: N802
         handler.send_response(status, 'ask \x1b[7m me')
         handler.end_headers()
 

@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, 'application/json', b'{"allocations": {"', {'content-length': '4096'})
         self.close_connection = self.close_connection or kind in ('lost', 'truncated', 'broken')
 
-    do_GET = do_PUT = do_POST = do_DELETE = handle_any
+    do_GET = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815
 
     def _answer(self, status: int, content_type: str, body: bytes, more: dict[str, str] | None = None) -> None:
         self.send_response(status)

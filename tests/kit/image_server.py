@@ -52,7 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Send the image, or 304 to a client that has it."""
         self._send_image(self.path.strip('/'), self.server.headers)
 
-    def answer_SHA256SUMS(self) -> None:
+    def answer_SHA256SUMS(self) -> None:  # noqa: N802
         if self.server.sums is None:
             self.send_body(b'no such list', status=404)
         else:

@@ -65,7 +65,7 @@ class TunedEcompute(ArmedEcompute):
         return {**super().environment(), **self.extra}
 
 
-def make_tuned(
+def make_tuned(  # noqa: PLR0913
     control: Control,
     inventory: str = 'VCPU:4,DISK_GB:10,MEMORY_MB:512',
     failpoint: str = '',

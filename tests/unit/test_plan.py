@@ -353,7 +353,7 @@ KIND_BY_PATIENCE = {
 }
 
 
-def plan_power(
+def plan_power(  # noqa: PLR0913
     power: PowerAction | None,
     recorded_power: str | None,
     guest: Guest | None,

@@ -178,7 +178,7 @@ class _StaleReadError(Exception):
     """A key or claim has changed since it was read: read again."""
 
 
-def forget(
+def forget(  # noqa: PLR0913
     store: Store,
     placement: Placement,
     compute: str,

@@ -124,7 +124,7 @@ UNCHANGED = 'nothing was changed'
 UNDONE = 'nothing was placed, and its claim is released'
 
 
-def create(
+def create(  # noqa: PLR0913
     store: Store,
     backend: Future[tuple[Placement, Offer]],
     order: SetOrder,

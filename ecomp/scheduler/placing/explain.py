@@ -318,7 +318,7 @@ MAX_LISTED_COMPUTES = 50
 MAX_NEAREST_COMPUTES = 10
 
 
-def report_reasons(
+def report_reasons(  # noqa: PLR0913
     store: Store,
     backend: Future[tuple[Placement, Offer]],
     query: str,
