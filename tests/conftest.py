@@ -31,7 +31,7 @@ pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 __all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'shared_lab']
 
 # Fixtures that provide a Control, besides `cluster`.
-CONTROL_FIXTURES = ('own_control', 'several', 'secured', 'small')
+CONTROL_FIXTURES = ('own_control', 'cluster_control', 'secured', 'small_etcd_control')
 
 # A deadline would assert a time, which no test does: on a busy machine an example may take any time.
 LENIENT = {'deadline': None, 'suppress_health_check': [HealthCheck.too_slow]}

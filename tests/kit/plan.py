@@ -89,7 +89,7 @@ def _choose_group(item: pytest.Item) -> str | None:
     if 'hypervisors' in item.fixturenames:
         # The slow ones wait so long that a single lab for all of them would finish last.
         return LAB_GROUPS[1 + (item.path.stem > FIRST_LAB_END and 'not slow' not in item.config.option.markexpr)]
-    if 'whole' in item.fixturenames:
+    if 'shared_lab' in item.fixturenames:
         return LAB_GROUPS[0]
     definitions = item._fixtureinfo.name2fixturedefs.values()
     return item.path.stem if any(fixtures[-1].scope in ('module', 'class') for fixtures in definitions) else None
