@@ -72,7 +72,7 @@ def armed(cluster: Control) -> ArmedEcompute:
 @pytest.mark.parametrize(
     'step', mark_slow_steps(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed')
 )
-def test_worker_killed_during_a_build(cluster: Control, armed: ArmedEcompute, step: str) -> None:
+def test_killed_while_building(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a build: the next start completes it, once (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
@@ -85,7 +85,7 @@ def test_worker_killed_during_a_build(cluster: Control, armed: ArmedEcompute, st
 
 
 @pytest.mark.parametrize('step', mark_slow_steps(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
-def test_worker_killed_during_a_destroy(cluster: Control, armed: ArmedEcompute, step: str) -> None:
+def test_killed_while_destroying(cluster: Control, armed: ArmedEcompute, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a destroy: the next start completes it (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()

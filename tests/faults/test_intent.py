@@ -46,7 +46,7 @@ BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building',
 
 
 @pytest.mark.parametrize('step', mark_slow_steps(BUILD_FAILPOINTS, 'confirmed', 'built', 'addressed'))
-def test_destroyed_while_a_worker_is_frozen(cluster: Control, step: str) -> None:
+def test_destroyed_while_building(cluster: Control, step: str) -> None:
     """F26: a destroy at any step of the build: gone, and nothing is left (fake)."""
     compute = make_tuned(cluster, failpoint=f'{step}:stop:1')
     _, instance = place(cluster)

@@ -51,7 +51,7 @@ def test_one():
     pytest.skip('no root')
 
 @pytest.mark.skip(reason='not here')
-def test_two_interfaces_are_configured_by_mac():
+def test_two():
     pass
 """
     assert '3 skipped' in run_pytest(tmp_path, text).stdout
