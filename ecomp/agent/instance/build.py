@@ -25,7 +25,10 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to build. `requested_at` is monotonic, which all processes of a boot share."""
+    """A guest to build from the image at the URL `image`.
+
+    `requested_at` is monotonic, which all processes of a boot share.
+    """
 
     spec: GuestSpec
     image: str
@@ -60,21 +63,21 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """Starts a guest whose domain is defined."""
+    """Starts a guest whose domain is defined; no-op if it runs. Raises BuildFailed."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.resume(self.instance, self.compute)
 
 
 class Shutdown(Step):
-    """Asks a guest to shut down, without waiting for it."""
+    """Asks a guest to shut down, without waiting for it; no-op if it is off."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.shutdown(self.instance, self.compute)
 
 
 class SwitchOff(Step):
-    """Switches a guest off; its domain stays defined and its disk is kept."""
+    """Switches a guest off and waits for that; its domain stays defined and its disk is kept."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.switch_off(self.instance, self.compute)
@@ -106,11 +109,12 @@ def carry_out(
     report: Callable[[JobEvent], None],
     checkpoint: Callable[[], None],
 ) -> None:
-    """Run a job; a build returns once the domain runs, or leaves nothing behind.
+    """Run a job; a build returns once the domain runs, or undoes its steps and raises.
 
     A domain of this instance that already runs is accepted as it is: the same request was built before a restart.
-    `report` gets each stage reached and the progress of the download. `checkpoint` is called before each step of a
-    build and while it waits for the image, and raises Cancelled to stop it.
+    `report` gets 'image', 'disk' and 'started' when they are done, and the Progress of the download. `checkpoint` is
+    called before each step of a build and while it waits for the image, and raises Cancelled to stop it. A Step does
+    not report and cannot be cancelled.
 
     Raises BuildFailed if the guest cannot be built, Conflict if a domain or volume of its name is not ecomp's or is
     another compute's, and EcompError if the hypervisor is unreachable or the image could not be inspected.

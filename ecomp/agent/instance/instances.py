@@ -81,7 +81,10 @@ log = logging.getLogger(__name__)
 
 
 def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
-    """Return a malformed request with its name, group and quota, read from etcd if needed."""
+    """Return a malformed request with its holdings; read them from etcd if they are empty.
+
+    Unchanged if its key is gone.
+    """
     entry = store.get(keys.request(compute, wish.instance)) if wish.holdings == Holdings() else None
     return (
         wish if entry is None else wish._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
@@ -89,7 +92,10 @@ def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequ
 
 
 def query_aside(query: Callable[[], Consumer]) -> Future[Consumer]:
-    """Query placement in a new thread, or in this one if none can be started."""
+    """Query placement in a new thread, or in this one if none can be started.
+
+    The future gets the result or the exception; nothing is raised here.
+    """
     future: Future[Consumer] = Future()
 
     def complete() -> None:
@@ -141,8 +147,9 @@ class HostServices:
 class GuestTemplate:
     """The properties that all guests of this compute share.
 
-    `hostname` is the host in a console's address. `make_seed` returns the files of the NoCloud disk of the guest with
-    this MAC, or raises BuildFailed; it is None if guests get no such disk.
+    With `resize` False a disk is as large as its image. `hostname` is the host in a console's address. `make_seed`
+    returns the files of the NoCloud disk of the guest with this MAC, or raises BuildFailed; it is None if guests get no
+    such disk.
     """
 
     virt_type: str
@@ -167,7 +174,7 @@ class GuestTemplate:
 
 
 def load_user_data(store: Store, request: Request) -> Request:
-    """Return the request with the user-data of its set; BuildFailed if gone or malformed."""
+    """Return the request with its set's user-data, if any; BuildFailed if gone or malformed."""
     if request.user_data_sha256 is None:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
@@ -202,7 +209,7 @@ class Shutdowns:
         self._request_times[instance] = first_time, now
 
     def find_actions(self, now: float) -> dict[str, ShutdownAction]:
-        """Return the action that is due for each guest that was asked."""
+        """Return the action that is due for each guest that was asked; WAIT if none is."""
         return {
             instance: self._decide_action(first, last, now) for instance, (first, last) in self._request_times.items()
         }
@@ -258,7 +265,10 @@ class Instances:
         self.records = Records(control.compute, control.store, memory)
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return the guests by instance, with the trouble of those that are refused metadata."""
+        """Return the guests by instance, with the trouble of those that are refused metadata.
+
+        Only running ones get it. Refusals of MACs that no guest here has are deleted.
+        """
         guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
@@ -268,10 +278,12 @@ class Instances:
         return guests
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Build the guest, once placement confirms its claim (rule 2).
+        """Build the guest once placement confirms its claim (rule 2), and record it as active.
 
-        A guest that may have run is adopted. Unreachable is retried without limit, an unknown failure, raised as
-        EcompError, up to MAX_ATTEMPTS in all; any other failure ends the instance in error.
+        No-op if its record is active or stopped. A guest that may have run is adopted; a removal after an earlier
+        failure is completed. Unreachable passes, to be retried without limit; an unknown failure is raised as
+        EcompError, up to MAX_ATTEMPTS in all. The last of these and any other failure end the instance in error,
+        without raising. A cancelled build raises Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -354,7 +366,10 @@ class Instances:
             log.info('instance %s is active', instance)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and all that belongs to it; its record stays for a day as `gone`."""
+        """Remove the guest and all that belongs to it; its record stays for a day as `gone`.
+
+        A full etcd keeps no record. Raises Unreadable if a newer ecomp wrote the record.
+        """
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = stored or make_record(self.compute, request, self.now())
@@ -399,7 +414,8 @@ class Instances:
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
         """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
 
-        Without a record in etcd the instance may have ended long ago, so only what was begun here is removed.
+        No-op if the instance is not `building` or has a request. Without a record in etcd the instance may have ended
+        long ago, so only what was begun here is removed.
         """
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
@@ -432,7 +448,10 @@ class Instances:
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
-        """Record the guest's addresses; the first interface's also at /booted, as in 2019."""
+        """Record the guest's addresses, by MAC; the first interface's also at /booted, as in 2019.
+
+        Interfaces whose MAC is not in `addresses` keep theirs.
+        """
         record = self.records.get_existing(instance)
         interfaces = tuple(
             replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
@@ -452,7 +471,10 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or 'none yet', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record that cloud-init has finished or failed, and the host keys that the guest reported."""
+        """Record that cloud-init has finished or failed, and the host keys that the guest reported.
+
+        EcompError if its report cannot be read.
+        """
         previous, now = self.records.get_existing(instance), self.now()
         try:
             report = self.guest_data.read_report(instance)
@@ -481,7 +503,10 @@ class Instances:
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def resume(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down; a failure becomes its fault."""
+        """Start a guest that ran when the host went down; a failure becomes its fault.
+
+        Unreachable and an early WorkerDied pass, as in start().
+        """
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
@@ -490,7 +515,10 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Ask a guest to shut down; a failure is logged, as if the guest had ignored the request."""
+        """Ask a guest to shut down; a failure is logged, as if the guest had ignored the request.
+
+        Unreachable passes.
+        """
         if self._record_phase(request, revision, SHUTDOWN_ASKED):
             log.info('SHUT DOWN INSTANCE %s: its %s was asked for', request.instance, _get_power(request).action)
         try:
@@ -507,7 +535,10 @@ class Instances:
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Start a stopped guest as requested; a failure becomes its fault and is not retried."""
+        """Start a stopped guest as requested; a failure becomes its fault and is not retried.
+
+        Unreachable passes, and so does WorkerDied before the start number MAX_ATTEMPTS: these are retried.
+        """
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was asked for', request.instance, power.action)
@@ -526,7 +557,10 @@ class Instances:
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
     ) -> None:
-        """Record a guest that exists already; a difference from its claim becomes its fault."""
+        """Record a guest that exists already; a difference from its claim becomes its fault.
+
+        So does `has_lost_record`. With `start_if_off` it is started if it is off, unless the claim differs.
+        """
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
@@ -553,7 +587,10 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's DHCP addresses on libvirt's networks; return the record with them."""
+        """Reserve the guest's DHCP addresses on libvirt's networks; return the record with them.
+
+        The record is not written. Raises BuildFailed.
+        """
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
@@ -562,6 +599,7 @@ class Instances:
         return replace(record, addresses=tuple(interfaces))
 
     def _make_running_record(self, record: Record) -> Record:
+        """Return the record as active, with console, build stages and a boot; write nothing."""
         console = self.hypervisor.get_console_path(record.instance)
         record = replace(record, console=f'{self.template.hostname}:{console}' if console else None)
         # A running guest has its image and its disk, even if those stages could not be recorded in time.
@@ -569,6 +607,7 @@ class Instances:
         return record.enter_state(ACTIVE, now, 'image', 'disk', 'started').mark_running(CREATED, now)
 
     def _make_current_record(self, record: Record, guest: Guest) -> Record:
+        """Return the record of a built guest: active, or stopped if it is off; write nothing."""
         return (
             self._make_running_record(record)
             if guest.running
@@ -576,7 +615,10 @@ class Instances:
         )
 
     def _record_progress(self, record: Record, revision: int) -> Record:
-        """Record how far a build is; if etcd is unreachable, the next write includes it."""
+        """Record how far a build is; if etcd is unreachable, the next write includes it.
+
+        If the request has changed, the build is cancelled. Returns the record; neither error is raised.
+        """
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -620,7 +662,10 @@ class Instances:
         self.hypervisor.release_addresses(instance)
 
     def _release_claim(self, instance: str) -> None:
-        """Release the instance's claim, unless it is on another compute."""
+        """Release the instance's claim, unless it is on another compute.
+
+        Unreachable after MAX_RELEASE_TRIES conflicts.
+        """
 
         def find_claims_elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
             return [consumer for consumer, held in holding.items() if self.compute not in held.allocations]
@@ -632,7 +677,10 @@ class Instances:
         retry_until_committed(attempt, conflict, MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
-        """Record and remember the phase of a power action; return False if it was recorded."""
+        """Record and remember the phase of a power action; return False if it was recorded before.
+
+        A new phase resets `attempts`; SHUT_OFF also marks the record off.
+        """
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
@@ -643,6 +691,10 @@ class Instances:
         return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
+        """Start the guest and record it as active, or as off with why it failed as its fault.
+
+        `power` is recorded in both cases. Raises what _resume() raises.
+        """
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)
@@ -662,7 +714,11 @@ class Instances:
         return None if reason is None else f'{START_FAILED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Start the domain; return None or why it failed. Raises WorkerDied to have it retried."""
+        """Start the domain; return None or why it failed.
+
+        The guest's ready report, of an earlier boot, is removed first. Unreachable passes, and WorkerDied, to have it
+        retried, before the start number MAX_ATTEMPTS.
+        """
         self.guest_data.remove_report(record.instance)  # its ready report is from an earlier boot
         try:
             self._run_power_step(Resume(record.instance, self.compute))
@@ -677,6 +733,7 @@ class Instances:
         return None
 
     def _run_step(self, job: Step) -> None:
+        """Run the job to its end; its events are dropped and its errors pass."""
         for _ in self.runner.run(job):
             pass
 
@@ -685,7 +742,10 @@ class Instances:
         failpoint('powered')
 
     def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
-        """Return the record of a guest as observed; `boot_reason` counts if it is on and was off."""
+        """Return the record of a guest as observed; `boot_reason` counts if it is on and was off.
+
+        If it is off or None, its ready report is removed. Nothing is written.
+        """
         if guest is not None and guest.running:
             observed = record.mark_running(boot_reason, self.now())
         else:

@@ -67,8 +67,8 @@ class Observations:
     """The state of this host that a plan is based on, by instance.
 
     `addresses` are by MAC, of the instances whose addresses were queried. `vanished`: domain and disk were missing in
-    two checks at least APART seconds apart. `before_reboot`: they were here when the host went down and are not handled
-    yet. `ready`: cloud-init has finished. `now` is the time of day in ISO 8601, '' if unknown.
+    two checks at least CONFIRMATION_SECONDS (host/claims.py) apart. `before_reboot`: they were here when the host went
+    down and are not handled yet. `ready`: cloud-init has finished. `now` is the time of day in ISO 8601, '' if unknown.
     """
 
     guests: Mapping[str, Guest]
@@ -81,7 +81,7 @@ class Observations:
 
 
 def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations: Observations) -> list[Task]:
-    """Return the tasks to do now, at most one for each instance."""
+    """Return the tasks to do now, in the order of `wishes`: at most one for each instance."""
     tasks = []
     for instance, wish in wishes.items():
         record, guest = records.get(instance), observations.guests.get(instance)
@@ -96,6 +96,11 @@ def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations
 
 
 def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
+    """Return the task (kind, reason) that ends an instance or its request; None if it lives.
+
+    The first that applies: CLEAR (record is gone), REFUSE (malformed request), DESTROY (tombstone), CLEAR (record is in
+    error).
+    """
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'it is gone, and a uuid is never used twice'
     if isinstance(wish, InvalidRequest):
@@ -110,7 +115,12 @@ def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
 def _plan_power(
     power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: ShutdownAction | None
 ) -> tuple[Kind, str] | None:
-    """Return the next step of a requested power action; None if there is nothing to do now."""
+    """Return the next step of a requested power action; None if it is done or must wait.
+
+    It waits while the guest is missing, and while a shutdown has time. A guest that is off: DONE for STOP, else START.
+    One that runs: DONE for START, and for a reboot after SHUT_OFF was recorded; otherwise, and if it was asked to shut
+    down before, SHUTDOWN, at last SWITCH_OFF.
+    """
     if power is None or power.is_done(record.power) or guest is None:
         return None
     reason = f'its {power.action} was asked for'
@@ -126,6 +136,11 @@ def _plan_power(
 
 
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
+    """Return the task that makes guest and record agree, power actions aside; None if they do.
+
+    The first that applies: BUILD (no active or stopped record), VANISHED, RESUME, POWER (state or fault differs),
+    ADDRESS, READY.
+    """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was asked for and is not there yet'
@@ -146,7 +161,12 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
 
 
 def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
-    """Return whether there is an address to record: a new one, or the first since a boot."""
+    """Return whether there is an address to record: a new one, or the first since a boot.
+
+    The first since a boot counts on the first interface only, and unless its lease is older than the end of the boot
+    before. It counts in any case if one of these times is unknown, or if `now` (ISO 8601, '' if unknown) is before that
+    end.
+    """
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
         for interface in record.addresses
@@ -176,6 +196,7 @@ def is_address_pending(record: Record) -> bool:
 
 
 def _is_unaddressed(record: Record) -> bool:
+    """Return whether the guest has interfaces and got no address in its last boot."""
     return record.last_boot is not None and bool(record.addresses) and 'addressed' not in record.last_boot.stages
 
 
@@ -199,7 +220,11 @@ OBSERVED_FAULTS = (
 
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return what is wrong with a guest that was active before; None if nothing is."""
+    """Return the fault to record for a guest that was active before; None if there is none.
+
+    A recorded fault that a look at the guest cannot confirm or end is kept: a failed start, until the guest runs; a
+    crash, while it is off.
+    """
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
         return None
@@ -212,6 +237,11 @@ def find_fault(record: Record, guest: Guest | None) -> str | None:
 
 
 def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
+    """Return what a look at the guest shows to be wrong; None if nothing is.
+
+    No guest means that domain and disk are gone. Its trouble and size count only if it has both; its disk may be
+    smaller than claimed.
+    """
     if guest is None:
         return DOMAIN_AND_DISK_GONE
     if not guest.disk:
