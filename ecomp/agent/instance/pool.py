@@ -64,6 +64,7 @@ class InlineRunner:
         self._cancelled: set[str | None] = set()
 
     def run(self, job: Job) -> Iterator[JobEvent]:
+        """Run the job to its end; return its events. Raises what the job raises."""
         news: list[JobEvent] = []
         try:
             carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
@@ -73,9 +74,14 @@ class InlineRunner:
         return iter(news)
 
     def cancel(self, instance: str | None) -> None:
+        """Cancel an instance's build at its next step, or every build until allow_builds() (None).
+
+        An instance without a build in flight has its next build cancelled.
+        """
         self._cancelled.add(instance)
 
     def allow_builds(self) -> None:
+        """Accept builds again after cancel(None)."""
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
@@ -87,6 +93,7 @@ class InlineRunner:
         self.waker.close()
 
     def _checkpoint(self, instance: str) -> None:
+        """Raise Cancelled if the instance's build, or every build, is cancelled."""
         if self._cancelled & {None, instance}:
             raise Cancelled
 
@@ -109,7 +116,7 @@ class WorkerSettings:
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
-    """Run jobs on libvirt until the pipe is closed."""
+    """Run jobs on libvirt until the pipe is closed; sweep the image cache first."""
     prepare(settings)
     # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
@@ -126,7 +133,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Set up a worker process: it dies with its parent and ignores signals."""
+    """Set up a worker: it dies with its parent, ignores SIGINT, SIGTERM and SIGHUP, and logs."""
     # Without this a worker continues its build after its parent was killed with SIGKILL, beside the next ecompute's.
     inspection.die_with_parent(settings.parent_pid)
     # A terminal signals its whole process group, but only the parent decides when to stop.
@@ -136,7 +143,10 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-    """Run jobs until the pipe is closed: STOPPING_STEPS in threads, each other job in this one."""
+    """Run jobs until the pipe is closed: STOPPING_STEPS in threads, each other job in this one.
+
+    Messages other than jobs are dropped here; a job in flight reads its own. Closes `hypervisor` at the end.
+    """
     desk = JobExecutor(pipe, hypervisor, images, locks)
     with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads:
         while True:
@@ -164,10 +174,14 @@ class JobExecutor:
         self._sending = threading.Lock()
 
     def execute(self, number: int, job: Job) -> None:
-        """Run a job and send its events and its end; an error is sent, not raised."""
+        """Run a job and send its events and its end; an error is sent, not raised.
+
+        The job holds its instance's lock. An unexpected exception is logged and sent as an EcompError.
+        """
         has_reported = False
 
         def checkpoint() -> None:
+            """Raise Cancelled if a cancel of this job has come, and drop all other messages."""
             # STOPPING_STEPS are not cancelled, and their threads must not read messages that are for other jobs.
             while not isinstance(job, STOPPING_STEPS) and self._pipe.poll():
                 message = self._pipe.recv()
@@ -175,6 +189,7 @@ class JobExecutor:
                     raise Cancelled
 
         def report_waiting() -> None:
+            """Send 'waits', once, and do as checkpoint()."""
             nonlocal has_reported
             if not has_reported:
                 has_reported = True
@@ -213,6 +228,8 @@ WorkerMain = Callable[[Connection, WorkerSettings], None]
 
 @dataclass(eq=False)
 class _Ticket:
+    """A submitted job. `began_at`: when a worker began it (monotonic), inf before."""
+
     number: int
     job: Job
     events: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
@@ -222,6 +239,7 @@ class _Ticket:
     began_at: float = math.inf
 
     def is_build_of(self, instance: str | None) -> bool:
+        """Return whether the job is a build, of this instance (None: of any)."""
         return isinstance(self.job, Build) and instance in (None, self.job.instance)
 
     @property
@@ -229,6 +247,10 @@ class _Ticket:
         return self.job.image if isinstance(self.job, Build) else None
 
     def iter_events(self) -> Iterator[JobEvent]:
+        """Wait for the job's events and yield them until it is done; raise what it raised.
+
+        Progress is skipped if a newer event is queued.
+        """
         while True:
             kind, payload = self.events.get()
             if kind == 'news':
@@ -243,6 +265,11 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _Worker:
+    """A worker process, and this end of its pipe. `started_at` is monotonic.
+
+    `tickets` are its jobs in flight, by number; `is_stop_only`: it gets only STOPPING_STEPS.
+    """
+
     process: SpawnProcess
     pipe: Connection
     started_at: float
@@ -251,7 +278,10 @@ class _Worker:
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
     def get_download_time(self) -> float:
-        """Return when its job counts as downloading (monotonic); inf if it has its image."""
+        """Return when its job counts as downloading (monotonic), which may be past.
+
+        inf if it has its image, is no build or was not begun.
+        """
         return min(
             (ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in self.tickets.values() if ticket.image_in_flight),
             default=math.inf,
@@ -296,10 +326,10 @@ class Workers:
         self._cannot_start = self._cancels_builds = False
 
     def run(self, job: Job) -> Iterator[JobEvent]:
-        """Submit a job and yield its events until it is done; raises what the job raised.
+        """Submit a job; return an iterator over its events, which raises what the job raised.
 
         Progress is skipped if a newer event is waiting. Raises WorkerDied if the worker was killed or the pool is
-        stopped.
+        stopped, Cancelled for a build after cancel(None).
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
@@ -310,7 +340,10 @@ class Workers:
         return ticket.iter_events()
 
     def cancel(self, instance: str | None) -> None:
-        """Cancel an instance's build at its next step, or every build until allow_builds() (None)."""
+        """Cancel an instance's build at its next step, or every build until allow_builds() (None).
+
+        A queued build fails with Cancelled immediately. No-op without a build.
+        """
         with self._lock:
             self._cancels_builds |= instance is None
             for ticket in list(self._waiting):
@@ -352,7 +385,10 @@ class Workers:
         self._assign_jobs()
 
     def stop(self) -> None:
-        """Stop workers once their jobs are done; queued or unreported jobs fail with WorkerDied."""
+        """Stop the workers and wait for their end; queued or unreported jobs fail with WorkerDied.
+
+        A build in flight is undone at its next checkpoint; other jobs in flight are finished.
+        """
         for worker in self._workers:
             worker.outbox.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
@@ -366,7 +402,10 @@ class Workers:
         self.waker.close()
 
     def _adjust_size(self, now: float) -> tuple[int, float]:
-        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic)."""
+        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic).
+
+        inf if no worker is about to count as downloading.
+        """
         with self._lock:
             times = [worker.get_download_time() for worker in self._workers]
             extra = min(len([moment for moment in times if moment <= now]), MAX_EXTRA_WORKERS)
@@ -387,7 +426,10 @@ class Workers:
         return {ticket.image_in_flight for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
     def _try_start(self) -> bool:
-        """Start a worker; on failure defer the next start, log the first failure and return False."""
+        """Start a worker; on failure defer the next start, log the first failure and return False.
+
+        Returns True on success.
+        """
         try:
             self._start()
         except (OSError, RuntimeError) as error:
@@ -400,6 +442,10 @@ class Workers:
         return True
 
     def _start(self) -> None:
+        """Start a worker process and its sender thread. Raises OSError or RuntimeError.
+
+        It is stop-only if it fills the pool's size and no other worker is.
+        """
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
@@ -426,6 +472,7 @@ class Workers:
         self._start_at = time.monotonic() + self._backoff.next()
 
     def _assign_jobs(self) -> None:
+        """Give queued jobs to workers: one each, up to MAX_CONCURRENT_STOPS to the stop-only one."""
         with self._lock:
             for worker in self._workers:
                 room = MAX_CONCURRENT_STOPS if worker.is_stop_only else 1
@@ -436,6 +483,10 @@ class Workers:
                     worker.outbox.put(('job', ticket.number, ticket.job))
 
     def _find_next(self, worker: _Worker) -> _Ticket | None:
+        """Return the queued job that the worker is to take next; None if there is none for it.
+
+        STOPPING_STEPS come first; builds of an image that a worker is downloading wait. The caller holds the lock.
+        """
         stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
         if stopping is not None or worker.is_stop_only:
             return stopping
@@ -443,6 +494,10 @@ class Workers:
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _receive(self, worker: _Worker) -> None:
+        """Read the worker's messages without waiting: update its tickets and pass their events on.
+
+        A broken pipe ends this silently.
+        """
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()
@@ -463,7 +518,10 @@ class Workers:
             return  # its sentinel reports its death, too
 
     def _share_download(self, ticket: _Ticket, kind: str, payload: object) -> None:
-        """Pass a download's progress or failure on to all queued builds of the same image."""
+        """Pass a download's progress or failure on to all queued builds of the same image.
+
+        Builds that failed so leave the queue. No-op for other messages. The caller holds the lock.
+        """
         failed = kind == 'failed' and isinstance(payload, BuildFailed) and payload.stage == 'image'
         if ticket.image_in_flight is None or not (failed or isinstance(payload, Progress)):
             return
@@ -473,6 +531,10 @@ class Workers:
                 self._waiting.remove(other)
 
     def _reap(self, worker: _Worker) -> None:
+        """Remove a worker whose process has ended, and log that; its jobs fail with WorkerDied.
+
+        The next start is deferred if the worker lived for less than MIN_LIFETIME_SECONDS.
+        """
         self._receive(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:

@@ -39,7 +39,10 @@ class Superseded(Exception):
 
 
 class RecordEntry(NamedTuple):
-    """A cached record (None: none, or malformed), and the revisions of its new and old key."""
+    """A cached record (None: none, or malformed), and the revisions of its new and old key.
+
+    A revision of 0 means that the key is absent.
+    """
 
     record: Record | None = None
     revision: int = 0
@@ -60,7 +63,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, read if not cached; None if absent, Unreadable if malformed."""
+        """Return the record, read if not cached; None if absent. Raises Unreadable if malformed."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -76,7 +79,10 @@ class Records:
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Return the record to end; None if malformed, to be overwritten; Unreadable if newer."""
+        """Return the record to end; None if absent or malformed; Unreadable if newer.
+
+        A malformed one is logged, and overwritten by the next write.
+        """
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -98,7 +104,8 @@ class Records:
     def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
         """Forget, and return, the instances whose record another process has changed or removed.
 
-        An unchanged active or stopped instance is remembered, in case the state directory could not be written.
+        Only cached ones are checked. An unchanged active or stopped instance is remembered, in case the state directory
+        could not be written.
         """
         to_check = {instance: cached for instance in wishes if (cached := self._cache.get(instance)) is not None}
         if not to_check:
@@ -127,7 +134,11 @@ class Records:
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
-        """Put the record, with `extra` in the same transaction, if the request is at `revision`."""
+        """Put the record, with `extra` in the same transaction, if the request is at `revision`.
+
+        Returns `record`. A revision of 0 means that there is no request. Superseded if request or record has changed.
+        The old key is deleted; an active, stopped or destroying instance is remembered.
+        """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
         operations = [Put(self._get_keys(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
@@ -154,7 +165,8 @@ class Records:
         """Write the last record, on a lease, and delete request, address and name atomically.
 
         An address that this compute never wrote stays: it may be another's. An instance in error leaves name, group and
-        quota to another compute that has a request for it; if it never ends there, `audit --fix` releases them.
+        quota to another compute that has a request for it; if it never ends there, `audit --fix` releases them. If etcd
+        is full, NoSpace passes for an instance in error; another one ends without a record. The end is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
@@ -190,7 +202,10 @@ class Records:
         self._memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, kept_name: str | None) -> None:
-        """Delete the request of an ended instance, and its name, unless that is `kept_name`."""
+        """Delete the request of an ended instance, and its name, unless that is `kept_name`.
+
+        Superseded if the request has changed.
+        """
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
@@ -200,7 +215,11 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
-        """Commit if the request is at `revision`; return the new revision or raise Superseded."""
+        """Commit if the request is at `revision`; return the new revision or raise Superseded.
+
+        `commit` returns None if its conditions do not hold. The cached record is dropped then, and at an
+        UnknownOutcome.
+        """
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
@@ -212,9 +231,14 @@ class Records:
         return written
 
     def _get_keys(self, instance: str) -> tuple[str, str]:
+        """Return the record's key, and that of ecomp 1.0."""
         return keys.record(self._compute, instance), keys.old_record(instance)
 
     def _read(self, instance: str) -> RecordEntry:
+        """Read the record, at its old key if the new one is absent; empty if there is none of ours.
+
+        A valid one at the old key is moved, if possible. Raises Unreadable if that at the new key is malformed.
+        """
         own, older = self._get_keys(instance)
         entries = self._store.read([own, older])
         if own not in entries:
@@ -228,7 +252,8 @@ class Records:
     def _migrate(self, record: Record, entry: Entry) -> RecordEntry:
         """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
 
-        An ended one stays, on its lease. Roles come after all have moved: they forbid writes to the old key.
+        An ended one stays, on its lease. A move that fails is left to the next write. Roles come after all have moved:
+        they forbid writes to the old key.
         """
         own, older = self._get_keys(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
@@ -297,7 +322,10 @@ class EtcdView:
 
 @dataclass(frozen=True)
 class Publish:
-    """The decision to write record and `request`, and before that to claim for `claim`."""
+    """The decision to write record and `request`, and before that to claim for `claim`.
+
+    `request` None leaves the request as it is; `claim` None makes no claim.
+    """
 
     request: Request | None
     record: Record
@@ -346,7 +374,9 @@ def republish(
 ) -> None:
     """Write every instance that this compute remembers to a new etcd. Idempotent.
 
-    `local_instances` have a domain or a disk on this host. An Unreachable or other EcompError may leave a part written.
+    `local_instances` have a domain or a disk on this host. An Unreadable record is logged and skipped; an instance that
+    is claimed on another compute is skipped, and logged if it is here. An Unreachable, also after MAX_TRIES conflicts,
+    or other EcompError may leave a part written.
     """
     published = 0
     queued = _list_queued(store)
@@ -380,9 +410,13 @@ def republish(
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
-    """End an instance again if an older etcd requests it here, or queues it (`queued`)."""
+    """End an instance again if an older etcd requests it here, or queues it (`queued`).
+
+    Unreachable after MAX_TRIES conflicts.
+    """
 
     def attempt() -> bool | None:
+        """Return whether it was requested here, once it is ended; None on a conflict."""
         state = _EtcdState(compute, store, instance)
         last_record = make_end_record(compute, state.parse_view(), now)
         is_ended = last_record is None or state.end(last_record)
@@ -395,7 +429,10 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd has in a queue, taken or not; False on a conflict."""
+    """End an instance that an older etcd has in a queue, taken or not; False on a conflict.
+
+    True also if the entry is gone or malformed.
+    """
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -441,7 +478,10 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with the change that `make_shared` returns; False on a conflict or a lost answer."""
+        """Commit with the change that `make_shared` returns; False on a conflict or a lost answer.
+
+        If the record is written, that at its old key is deleted.
+        """
         if self.record_key in {operation.key for operation in operations}:
             operations = [*operations, *map(Delete, self._list_moved_keys())]
         with suppress(UnknownOutcome):
@@ -459,6 +499,7 @@ class _EtcdState:
         return False
 
     def _list_moved_keys(self) -> list[str]:
+        """Return the old key if it has this compute's record of the instance, else []."""
         return [self.old_key] if self._parse_old_record() is not None else []
 
     def _parse_old_record(self) -> Record | None:
@@ -475,7 +516,10 @@ def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
 
 
 def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Carry out `step`; delete the `queued` entries of an older etcd. False on a conflict."""
+    """Carry out `step`; delete the `queued` entries of an older etcd. False on a conflict.
+
+    A wrong claim and a name that another instance has are logged, and become the record's fault.
+    """
     record = step.record
     if step.claim is not None:
         fault = _ensure_claim(placement, step.claim)
@@ -526,13 +570,19 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
-    """Return the other compute that got the claim while this host was off, or ''."""
+    """Return the compute that holds the claim, if it is another one, or ''.
+
+    It got the claim while this host was off.
+    """
     claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
     return claimed_on if claimed_on != compute else ''
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
-    """Claim for the request if nothing is held; return what is wrong with the claim, or ''."""
+    """Claim for the request if nothing is held; return '' or the fault, in words, to record.
+
+    A refused claim is a fault; Unreachable passes, also after too many conflicts.
+    """
 
     def attempt() -> str:
         consumer = allocations.read_consumer(placement, request.instance)
