@@ -70,7 +70,7 @@ class BaseVolumes:
         self._limit_bytes = limit_bytes
 
     def lock_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
-        """Lock a URL against other threads and processes; calls `checkpoint` while it waits."""
+        """Lock a URL against other threads and processes; waits, calling `checkpoint` every 0.1 s."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
         return self._hold_lock(self.get_part_path(url).stem, 0.1, checkpoint)
 
@@ -122,7 +122,10 @@ class BaseVolumes:
         self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
 
     def hold(self, sha256: str, size: int | None = None) -> BaseHold | None:
-        """Hold the base volume with this content and size (None: any); None if missing or bad."""
+        """Hold the base volume with this content and size (None: any); None if missing or bad.
+
+        Its time of last use becomes now.
+        """
         with self._hold_lock():
             if self._get_note_path(BAD_PREFIX, sha256).exists():
                 return None
@@ -133,7 +136,10 @@ class BaseVolumes:
         return None
 
     def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
-        """Make a whole download a base volume, unless its content is one, and hold it. OSError."""
+        """Make a whole download a base volume, unless its content is one, and hold it. OSError.
+
+        `part` is renamed, or stays if a good volume with its content and size exists.
+        """
         path = self._get_base_path(sha256, image_format)
         with self._hold_lock():
             is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
@@ -151,7 +157,8 @@ class BaseVolumes:
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
         """Extend an open download to `size_bytes`, evicting volumes for it; return its length.
 
-        Up to `ahead_bytes` are added without evictions, at most a quarter of the free room. BuildFailed: too large.
+        Up to `ahead_bytes` are added without evictions, at most a quarter of the free room. Raises OSError; BuildFailed
+        if it is larger than the cache, or volumes in use leave too little room.
         """
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
@@ -160,7 +167,7 @@ class BaseVolumes:
             return size_bytes
 
     def sweep(self) -> None:
-        """Remove the leftovers of downloads and evictions whose worker was killed."""
+        """Remove the downloads of killed workers, and the notes of images no longer cached."""
         with self._hold_lock():
             self._remove_stale_notes()
         for part in self._directory.glob('base-*.part'):
@@ -169,7 +176,11 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict for `more_bytes` of a download; return what is free beside them. BuildFailed."""
+        """Evict for `more_bytes` of a download; return the bytes that are free beside them.
+
+        The least recently used go first, only as many as needed, none that is held or has an overlay. BuildFailed, with
+        nothing evicted, if `size_bytes`, its whole length, exceeds the limit or that is not enough.
+        """
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
                 'image',
@@ -220,6 +231,7 @@ class BaseVolumes:
         return base_files
 
     def _remove_stale_notes(self) -> None:
+        """Remove the notes of images and of URLs that are not cached; malformed .url- files stay."""
         for path in self._directory.glob('.url-*.json'):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 _, entry = _read_url_file(path)
@@ -236,7 +248,10 @@ class BaseVolumes:
     def _hold_lock(
         self, name: str = 'bases', pause_seconds: float = 0.002, checkpoint: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold a lock, retried every `pause_seconds`; `bases` is for finding, adding and evicting."""
+        """Hold a lock, retried every `pause_seconds` without a timeout.
+
+        `checkpoint` is called before each retry. `bases` is for finding, adding and evicting.
+        """
         while (lock := try_lock(self._directory / LOCK_FILE, name)) is None:
             checkpoint()
             time.sleep(pause_seconds)
@@ -262,7 +277,7 @@ def list_bad(directory: Path) -> list[str]:
 
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this .part file (True for others), and keep it so."""
+    """Yield whether no process writes this .part file, and keep it so; True for other files."""
     try:
         lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:
@@ -276,7 +291,10 @@ def lock_if_idle(part: Path) -> Iterator[bool]:
 
 
 def _read_url_file(path: Path) -> tuple[str, Download]:
-    """Read a file of record_url(); OSError, ValueError, KeyError or TypeError if malformed."""
+    """Read the URL and image in a file of record_url().
+
+    Raises OSError, ValueError, KeyError or TypeError if it is unreadable or malformed.
+    """
     data = load_object(path.read_bytes())
     entry, version = data['found'], Version(**data['found']['version'])
     texts = version.etag, version.modified, version.answered
@@ -287,6 +305,7 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
 
 
 def _hold_file(path: Path) -> BaseHold:
+    """Hold a base volume: flock it, set its mtime to now, and make it our user's. OSError."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
@@ -319,10 +338,12 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def _hash_url(url: str) -> str:
+    """Return the first 32 hexadecimal digits of the URL's SHA-256."""
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _format_size(size: int) -> str:
+    """Format bytes as GiB, or as MiB below 0.1 GiB, with one decimal."""
     return f'{size / GIB:.1f} GiB' if size >= GIB / 10 else f'{size / MIB:.1f} MiB'
 
 
@@ -356,7 +377,10 @@ class Scrubber:
             self._thread.join()
 
     def scrub(self, now: float) -> None:
-        """Read each base volume that was not read within a day of `now` (since the epoch)."""
+        """Read each base volume that was not read within a day of `now` (since the epoch).
+
+        One whose content has changed is noted as bad and logged; an unreadable one is logged. stop() ends it early.
+        """
         for path in sorted(self._directory.glob('base-*')):
             match = BASE_NAME.fullmatch(path.name)
             # A read in the future is of a clock that was set back since; beyond a day it counts as old.
@@ -379,7 +403,7 @@ class Scrubber:
                 )  # fmt: skip
 
     def _hash_file(self, path: Path) -> str | None:
-        """Hash a file's content; None if stop() was called."""
+        """Hash a file's content, at `bytes_per_second`; None if stop() was called. OSError."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -389,6 +413,7 @@ class Scrubber:
         return digest.hexdigest()
 
     def _list_users(self, path: Path) -> list[str]:
+        """Return the names, without .qcow2, of the files here that are on this base volume."""
         users = []
         for overlay in sorted(self._directory.glob('*.qcow2')):
             try:
@@ -399,6 +424,7 @@ class Scrubber:
         return users
 
     def _run(self) -> None:
+        """Scrub now and every hour until stop()."""
         while not self._stopped.is_set():
             self.scrub(time.time())
             self._stopped.wait(HOUR_SECONDS)
@@ -456,12 +482,17 @@ class ImageCache:
             yield bases
 
     def sweep(self) -> None:
+        """Make the directory, and remove in it what killed workers left. OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
     def _iter_bases(
         self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Generator[BaseImage | None, None, None]:
+        """Yield what hold() describes; an OSError becomes BuildFailed.
+
+        `url` has no fragment; `pin` is the SHA-256 that was in it, or None.
+        """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if pin is not None:
@@ -493,9 +524,11 @@ class ImageCache:
     def _use_while_checking(
         self, url: str, entry: Download, hold: BaseHold, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> Generator[BaseImage | None, None, bool]:
-        """Yield the cached image while its server is asked; if it has another, None and then that.
+        """Yield the cached image while its server is asked; if outdated, None and the newer one.
 
-        Returns False if the newer image could not be fetched because its server is away, else True.
+        At None the caller removes its disk on the cached image, which is held no more and may be evicted for room.
+        Returns False if the server went away during the download of the newer image; True otherwise, also if it gave no
+        answer when asked.
         """
         with self._open_transfer(url, None, entry.version) as transfer:
             with closing(hold):
@@ -521,10 +554,12 @@ class ImageCache:
             return True
 
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
+        """Log that the server gives no answer; ask it again only after UNREACHABLE_SECONDS."""
         self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
         log.warning('%s; its image is cached, and used as it was', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
+        """Download the image, whatever is cached, and hold it. `pin` None accepts any content."""
         with self._open_transfer(url, pin, None) as transfer:
             transfer.start()
             return self._download(url, transfer, checkpoint, report_progress)
@@ -544,6 +579,11 @@ class ImageCache:
     def _download(
         self, url: str, transfer: Transfer, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> BaseHold:
+        """Download, inspect and keep the image; return it held.
+
+        BuildFailed also if its disk would be larger than this host's room for disks. If the URL cannot be noted, that
+        is only logged.
+        """
         fetched = transfer.run(checkpoint, report_progress)
         part = self._bases.get_part_path(url)
         image = self.inspect(part, checkpoint)
@@ -567,6 +607,7 @@ class FakeImages:
     def hold(
         self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Iterator[Iterator[BaseImage | None]]:
+        """Call `checkpoint` once, and yield one empty qcow2 image whose path is the URL."""
         del report_progress, requested_at
         checkpoint()
         yield iter([BaseImage(url, 'qcow2', 0)])

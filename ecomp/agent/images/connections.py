@@ -98,10 +98,10 @@ class Connections:
     def request(
         self, method: str, url: str, timeouts: tuple[float, float], headers: Mapping[str, str]
     ) -> BaseHTTPResponse:
-        """Send a request; return the response, its body unread, without following redirects.
+        """Send a request, without retries; return any response, its body unread, also a redirect.
 
-        Raises AddressRefused, BuildFailed (unreadable authorities) or HTTPError. `timeouts`, in seconds: to connect, to
-        read.
+        Raises AddressRefused, BuildFailed (unreadable authorities) or urllib3's HTTPError. `timeouts`, in seconds: to
+        connect, to read.
         """
         parts = urlsplit(url)
         if self._egress.proxy_url is not None:
@@ -129,6 +129,7 @@ class Connections:
             self._manager.clear()
 
     def _make_manager(self) -> PoolManager:
+        """Make a manager, of the proxy if there is one, whose connections open_socket() opens."""
         proxy = self._egress.proxy_url
         manager = (
             PoolManager() if proxy is None else ProxyManager(proxy, proxy_headers=_make_proxy_headers(urlsplit(proxy)))
@@ -143,12 +144,17 @@ class Connections:
     def _make_pool(
         self, kind: type[HTTPConnectionPool], connection: type[_HttpConnection], *args: Any, **kwargs: Any
     ) -> Any:
+        """Make a urllib3 pool of the class `kind` whose connections are of the class `connection`."""
         pool: Any = kind(*args, **kwargs)
         pool.ConnectionCls = partial(connection, connections=self)
         return pool
 
     def open_socket(self, connection: HTTPConnection) -> socket.socket:
-        """Connect to the first address of the host that answers. AddressRefused or HTTPError."""
+        """Connect to the first address of the host that answers; with a proxy, of the proxy.
+
+        Raises AddressRefused if any address is refused, otherwise HTTPError: the last failure, or that stop() was
+        called.
+        """
         host, port = connection.host.strip('[]'), connection.port
         failure: Exception = NewConnectionError(connection, 'nobody waits for it any more')
         for address in self._resolve(connection, host, port):
@@ -168,6 +174,10 @@ class Connections:
         raise failure
 
     def _resolve(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
+        """Resolve a host, and check each address unless it is the proxy's.
+
+        Raises AddressRefused, NameResolutionError or NewConnectionError.
+        """
         try:
             resolved = resolve_addresses(host)
         except socket.gaierror as error:
@@ -180,6 +190,10 @@ class Connections:
         return resolved
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
+        """Raise AddressRefused if `image_sources:` or the general rules refuse this address.
+
+        Refused are also etcd and placement at `port`, and this host's own addresses unless listed by themselves.
+        """
         reason = find_address_refusal(host, address, self._egress.sources)
         if reason is None and self._is_control(port, address):
             reason = CONTROL_PLANE
@@ -194,6 +208,10 @@ class Connections:
             raise AddressRefused(f'{host} is {address}', reason)
 
     def _is_control(self, port: int, address: Address) -> bool:
+        """Return whether etcd or placement is at this port and address; resolves their names.
+
+        If one is on loopback, every address of this host counts. One that cannot be resolved now is skipped.
+        """
         target_addresses = set(expand_address(address))
         for host, control_port in self._egress.control_endpoints:
             if control_port == port:
@@ -209,7 +227,10 @@ class Connections:
         return False
 
     def _check_for_proxy(self, host: str, port: int) -> None:
-        """Raise AddressRefused if the host's text is refused: the proxy resolves the name."""
+        """Raise AddressRefused if the host's text is refused: the proxy resolves the name.
+
+        A numeric address is checked as an address.
+        """
         try:
             numeric_addresses = resolve_addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
@@ -223,6 +244,7 @@ class Connections:
                 self._check_address(host, port, address)
 
     def _register(self, connection: HTTPConnection, new_socket: socket.socket) -> socket.socket:
+        """Return the socket, which stop() can shut down; after stop() close it, raise HTTPError."""
         # A duplicate, because TLS detaches the original: during a handshake there would be none to shut down.
         with self._lock:
             if self._stopped:
@@ -233,6 +255,8 @@ class Connections:
 
 
 class _HttpConnection(HTTPConnection):
+    """A connection whose socket is opened, and may be interrupted, by `connections`."""
+
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connections = connections
@@ -242,13 +266,18 @@ class _HttpConnection(HTTPConnection):
 
 
 class _HttpsConnection(_HttpConnection, HTTPSConnection):
+    """The same with TLS, as load_tls_context() has it now; its BuildFailed passes."""
+
     def connect(self) -> None:
         self.ssl_context = load_tls_context()
         super().connect()
 
 
 def load_tls_context() -> ssl.SSLContext:
-    """Return the TLS context for image servers; BuildFailed if the authorities are unreadable."""
+    """Return the TLS context for image servers; BuildFailed if the authorities are unreadable.
+
+    They are read from the first path in CA_VARIABLES, else certifi's, again if it was modified.
+    """
     path = next(filter(None, map(os.environ.get, CA_VARIABLES)), None) or certifi.where()
     try:
         return _load_tls_context(path, Path(path).stat().st_mtime_ns)
@@ -267,6 +296,7 @@ def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
 
 
 def _make_proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
+    """Return the header with the user and password of the proxy's URL; {} without a user."""
     if proxy.username is None:
         return {}
     return make_headers(proxy_basic_auth=f'{unquote(proxy.username)}:{unquote(proxy.password or "")}')

@@ -73,7 +73,7 @@ MAX_CHECK_SECONDS = 10.0
 # Python two busy threads share one processor.
 HEAD_START_SECONDS = 0.001
 CHECKPOINT_SECONDS = 0.2  # seconds between two calls of the checkpoint
-REPORT_SECONDS = 1.0  # seconds between two calls of Tell
+REPORT_SECONDS = 1.0  # seconds between two calls of a ProgressCallback
 
 # Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
 ProgressCallback = Callable[[int, int | None], None]
@@ -137,6 +137,10 @@ class LocalSource:
         self._directory = directory
 
     def open(self, cached_version: Version | None) -> Stream | None:
+        """Return a stream of the file, or None if it still is `cached_version`.
+
+        BuildFailed if it is refused, missing or unreadable.
+        """
         with _translate_errors(self._url):
             path = self._path()
             if not path.is_file():
@@ -148,11 +152,13 @@ class LocalSource:
             return _close_if_cached(cached_version, Stream(version, read, file.close))
 
     def is_still(self, version: Version) -> bool:
+        """Return whether the file still is this version. Raises BuildFailed as open() does."""
         if (newer := self.open(version)) is not None:
             newer.close()
         return newer is None
 
     def read_sums(self) -> str | None:
+        """Return the first MAX_SUMS_BYTES of SHA256SUMS beside the file; None if absent."""
         with _translate_errors(self._url):
             path = self._path().with_name(SUMS_FILE)
             if not path.is_file():
@@ -167,6 +173,7 @@ class LocalSource:
         """No-op: nothing is open."""
 
     def _path(self) -> Path:
+        """Return the file's path, links resolved; BuildFailed if it is not under `directory`."""
         if self._directory is None:
             raise BuildFailed(
                 'image', f'{self._url}: this compute takes no local images: set `images:` in its compute.yaml'
@@ -186,11 +193,18 @@ class RemoteSource:
         self._found_at = url
 
     def open(self, cached_version: Version | None) -> Stream | None:
-        """Return a stream of the image, or None if the server still has `cached_version`."""
+        """Return a stream of the image, or None if the server still has `cached_version`.
+
+        Raises ServerUnavailable (no answer, HTTP 5xx, 429) or BuildFailed. Follows up to MAX_REDIRECTS redirects; no
+        retries.
+        """
         return self._open_url(self._url, cached_version)
 
     def is_still(self, version: Version) -> bool:
-        """Return whether the server still has this version, at the URL that open() was answered by."""
+        """Return whether the server still has this version, at the URL that open() was answered by.
+
+        If that URL fails, as a signed one that has expired, the image's own URL is asked. Raises what open() raises.
+        """
         # Ask that URL, because a redirect may lead to another mirror each time.
         try:
             newer = self._open_url(self._found_at, version)
@@ -205,6 +219,10 @@ class RemoteSource:
         return newer is None
 
     def _open_url(self, url: str, cached_version: Version | None) -> Stream | None:
+        """Do as open(), from `url`, and note which URL answered.
+
+        For a version with a date and no ETag a HEAD is sent first.
+        """
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': cached_version.etag} if cached_version is not None and cached_version.etag else {}
         if (
@@ -227,7 +245,10 @@ class RemoteSource:
             return _close_if_cached(cached_version, Stream(_parse_version(answer, self._found_at), read, answer.close))
 
     def _is_unchanged_by_head(self, url: str, cached_version: Version) -> bool:
-        """Return whether a HEAD confirms the cached version: not every server answers it as a GET."""
+        """Return whether a HEAD confirms the cached version; False on any failure.
+
+        Not every server answers it as a GET.
+        """
         with suppress(BuildFailed), _translate_errors(self._url):
             answer, found_at = self._request('HEAD', url, {})
             answer.close()
@@ -235,7 +256,10 @@ class RemoteSource:
         return False
 
     def read_sums(self) -> str | None:
-        """Return the text of SHA256SUMS in the image's directory; None if absent."""
+        """Return the text of SHA256SUMS in the image's directory; None if absent (HTTP 4xx, not 429).
+
+        Raises what open() raises, and BuildFailed if it is longer than MAX_SUMS_BYTES.
+        """
         url = urljoin(self._url, SUMS_FILE)
         with _translate_errors(url):
             answer, _ = self._request('GET', url, {})
@@ -259,13 +283,21 @@ class RemoteSource:
         self._connections.close()
 
     def _make_status_error(self, answer: BaseHTTPResponse, prefix: str = '') -> BuildFailed:
+        """Close the answer; make its error: ServerUnavailable for 5xx and 429, else BuildFailed.
+
+        `prefix` replaces the URL at the beginning of the reason.
+        """
         answer.close()
         reason = f'{prefix or self._url + ": "}the server answers HTTP {_format_status(answer.status)}'
         is_temporary = answer.status >= 500 or answer.status == 429
         return ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
     def _request(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
-        """Return the response and the URL that sent it; each redirect is checked like a first URL."""
+        """Return the response, of any status, and the URL that sent it, after up to MAX_REDIRECTS.
+
+        Each redirect is checked like a first URL. Raises ServerUnavailable if there is no answer; BuildFailed if an
+        address is refused, or for a Content-Encoding.
+        """
         current_url, timeout = url, HEAD_TIMEOUT_SECONDS if method == 'HEAD' else TIMEOUT_SECONDS
         for hop in range(MAX_REDIRECTS + 1):
             try:
@@ -300,6 +332,7 @@ def make_source(url: str, local_directory: Path | None, egress: EgressPolicy) ->
 
 
 def _parse_version(answer: BaseHTTPResponse, found_at: str) -> Version:
+    """Return the version in a response's headers; its length is None if unknown or chunked."""
     # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
     length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
     return Version(
@@ -320,7 +353,10 @@ def _close_if_cached(cached_version: Version | None, stream: Stream) -> Stream |
 
 @contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Turn errors of the block into BuildFailed or ServerUnavailable with a reason for users."""
+    """Turn errors of the block into BuildFailed or ServerUnavailable with a reason for users.
+
+    An HTTPError of urllib3 becomes ServerUnavailable; OSError, ValueError and RuntimeError become BuildFailed.
+    """
     try:
         yield
     except HTTPError as error:
@@ -352,6 +388,7 @@ def describe_failure(error: HTTPError) -> str:
 
 
 def _describe_cause(error: BaseException) -> str | None:
+    """Describe this one error, not those it wraps; None if it is of another kind."""
     if isinstance(error, socket.gaierror):
         is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
         return 'there is no such name' if is_missing else 'its name cannot be looked up: is there a name server?'
@@ -389,7 +426,8 @@ class Transfer:
     """A check of the image of `url`, and its download to `part` if the cached one is outdated.
 
     `pin` is the SHA-256 that the content must have, None for any. `reserve(descriptor, size, ahead)` is called before
-    the file grows to `size` bytes, and returns to how many it may grow, at most `ahead` more.
+    the file grows to `size` bytes, and returns to how many it may grow, at most `ahead` more. `asked_at` is the time of
+    start() (monotonic). Without a `cached_version` it always downloads.
     """
 
     url: str
@@ -418,12 +456,15 @@ class Transfer:
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
     def is_current(self, checkpoint: Callable[[], None]) -> bool:
-        """Wait until it is known whether the cached image is current. Raises what run() raises."""
+        """Wait for the answer; return whether the cached image is current. Raises as run() does."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._finished.is_set()
 
     def run(self, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> Download:
-        """Download the new image. Raises BuildFailed, OSError and what the checkpoint raises."""
+        """Download the new image; call it only if is_current() is False or nothing is cached.
+
+        Raises ServerUnavailable at a time limit, BuildFailed, OSError and what the checkpoint raises.
+        """
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         # Not in the thread: an abandoned one could open the file when it is another download's.
         self._file = self.part.open('wb')
@@ -439,6 +480,12 @@ class Transfer:
         self.source.stop()
 
     def _wait(self, event: threading.Event, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> None:
+        """Wait for `event` and raise the thread's error, if any; ServerUnavailable at a time limit.
+
+        The limits are those of this module: of a check, an answer, the rate and the whole download. Every
+        CHECKPOINT_SECONDS `checkpoint` is called, and its errors pass; `report_progress` every REPORT_SECONDS if bytes
+        have arrived.
+        """
         reported_at = time.monotonic()
         reported = 0
         pace = _PaceMonitor()
@@ -467,6 +514,7 @@ class Transfer:
             raise self._result
 
     def _run(self) -> None:
+        """Run _fetch() in the thread: keep its result or error, close the source, set all events."""
         if self.cached_version is not None:
             time.sleep(HEAD_START_SECONDS)
         try:
@@ -479,6 +527,10 @@ class Transfer:
             self._has_answered.set()
 
     def _fetch(self) -> Download | None:
+        """Ask the source; return None if the cached image is current, else download it after run().
+
+        Raises _Abandoned if abandon() came first.
+        """
         with self._limit_wait('answer'):
             stream = self.source.open(self.cached_version)
         if stream is None:
@@ -492,6 +544,10 @@ class Transfer:
                 return self._fetch_into(file, stream)
 
     def _fetch_into(self, file: IO[bytes], stream: Stream) -> Download:
+        """Download into `file`, checked against the pin, or else what SHA256SUMS has for the URL.
+
+        Without either the server is asked again, and a changed version is downloaded again.
+        """
         expected = self.pin
         if expected is None:
             with self._limit_wait(SUMS_FILE):
@@ -501,7 +557,10 @@ class Transfer:
         return result if expected is not None or self._is_still(result.version) else self._fetch_again(file, result)
 
     def _fetch_again(self, file: IO[bytes], first: Download) -> Download:
-        """Download again: servers of one name may differ in version. BuildFailed if in content."""
+        """Download again: servers of one name may differ in version. BuildFailed if in content.
+
+        The version returned has no ETag, and a date only if both have the same. Logs a warning.
+        """
         with self._limit_wait('answer'):
             stream = self.source.open(None)
         assert stream is not None  # without a cached version there is a stream
@@ -517,6 +576,11 @@ class Transfer:
         return replace(again, version=replace(again.version, etag='', modified=modified))
 
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
+        """Write the stream to `file`, durably; `expected` is its SHA-256, or None for any.
+
+        BuildFailed if it is empty, not as long as announced, or not `expected`; raises _Abandoned and what `reserve`
+        raises.
+        """
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(file.fileno(), length, 0) if length else 0
@@ -549,7 +613,10 @@ class Transfer:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _is_still(self, version: Version) -> bool:
-        """Return whether the server still has this version; True if unversioned or unavailable."""
+        """Return whether the server still has this version; True if unversioned or unavailable.
+
+        Any other BuildFailed passes.
+        """
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):
@@ -558,7 +625,7 @@ class Transfer:
 
     @contextmanager
     def _limit_wait(self, awaited: str) -> Iterator[None]:
-        """Allow MAX_ANSWER_SECONDS for the block, which waits for `awaited`."""
+        """Allow MAX_ANSWER_SECONDS for the block, which waits for `awaited`; _wait() raises then."""
         self._waits_for = awaited, time.monotonic()
         try:
             yield
@@ -574,7 +641,10 @@ class _PaceMonitor:
         self._done_bytes = 0
 
     def is_slow(self, now: float, done_bytes: int) -> bool:
-        """Return whether the period that ends at `now` was too slow; `done_bytes` came in all."""
+        """Return whether the period that ends at `now` was too slow; `done_bytes` came in all.
+
+        `now` is monotonic. False within a period, and for the first call.
+        """
         if self._period_start is not None and now - self._period_start < SLOW_PERIOD_SECONDS:
             return False
         # Fewer bytes than before mean that a second download began.

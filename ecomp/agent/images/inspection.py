@@ -72,6 +72,10 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
 
 
 def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Callable[[], None]) -> bytes:
+    """Return the child's output once it has ended; BuildFailed after `deadline` (monotonic).
+
+    `checkpoint` is called every CHECKPOINT_SECONDS; its errors pass.
+    """
     while True:
         checkpoint()
         try:
@@ -120,7 +124,8 @@ def main(arguments: Sequence[str]) -> None:
 def _become_qemu_img(path: str, data_bytes: int) -> None:
     """Replace this process by a qemu-img that opens the file read-only and as a whole.
 
-    `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it.
+    `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it. Without
+    a qemu-img it exits with EXIT_NO_QEMU_IMG.
     """
     program = shutil.which('qemu-img')
     if program is None:
@@ -137,7 +142,7 @@ def _become_qemu_img(path: str, data_bytes: int) -> None:
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends, by prctl(2).
 
-    If the process `parent_pid`, which started it, has ended already, this one exits.
+    If the process `parent_pid`, which started it, has ended already, this one exits with 1.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl() was called
