@@ -256,9 +256,9 @@ class RemoteSource:
         return False
 
     def read_sums(self) -> str | None:
-        """Return the text of SHA256SUMS in the image's directory; None if absent (HTTP 4xx, not 429).
+        """Return the text of SHA256SUMS in the image's directory; None if absent (HTTP 4xx).
 
-        Raises what open() raises, and BuildFailed if it is longer than MAX_SUMS_BYTES.
+        Raises what open() raises, also for 429, and BuildFailed if it is longer than MAX_SUMS_BYTES.
         """
         url = urljoin(self._url, SUMS_FILE)
         with _translate_errors(url):
@@ -514,7 +514,7 @@ class Transfer:
             raise self._result
 
     def _run(self) -> None:
-        """Run _fetch() in the thread: keep its result or error, close the source, set all events."""
+        """Run _fetch() in the thread: keep its result or error, close the source, end the waits."""
         if self.cached_version is not None:
             time.sleep(HEAD_START_SECONDS)
         try:

@@ -342,7 +342,7 @@ class Workers:
     def cancel(self, instance: str | None) -> None:
         """Cancel an instance's build at its next step, or every build until allow_builds() (None).
 
-        A queued build fails with Cancelled immediately. No-op without a build.
+        A queued build fails with Cancelled immediately. No-op for an instance without a build.
         """
         with self._lock:
             self._cancels_builds |= instance is None

@@ -340,7 +340,11 @@ class Drop:
 def decide_republish(
     compute: str, remembered: MemoryEntry, has_domain_or_disk: bool, etcd_view: EtcdView
 ) -> Publish | Drop | None:
-    """Decide what to republish of an instance that had not ended; None for nothing. Pure."""
+    """Decide what to republish of an instance that had not ended; None for nothing. Pure.
+
+    None if etcd has its end, another compute's record, a malformed request or a tombstone. Drop if it was started, and
+    is neither here nor requested in etcd. An accepted destroy is published as a tombstone.
+    """
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
     if isinstance(etcd_view.wish, InvalidRequest) or (etcd_view.wish is not None and etcd_view.wish.is_tombstone):
@@ -360,7 +364,10 @@ def decide_republish(
 
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
-    """Make the record of an instance that ended here within a day; None if not needed. Pure."""
+    """Make the record of an instance that ended here within a day; None if not needed. Pure.
+
+    It is needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
+    """
     if not isinstance(etcd_view.wish, Request) or etcd_view.wish.is_tombstone:
         return None
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
