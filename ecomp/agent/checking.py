@@ -21,7 +21,10 @@ PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTP
 
 
 def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
-    """Return the state of etcd and placement, and all ailments of these and of the machine."""
+    """Query etcd, placement and this machine; return the backends' state, and all ailments.
+
+    A query that fails with an EcompError becomes an ailment.
+    """
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     return status, [
         *health.check_backends(status),
@@ -30,7 +33,10 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield errors that a start would find, those about names only if placement answers."""
+    """Yield the texts of UsageErrors that a start would raise for ratios, traits or classes.
+
+    Traits and classes are checked only with `has_placement`; other errors of placement are ignored.
+    """
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     try:
         provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
@@ -55,6 +61,7 @@ def find_missing_images(config: ComputeConfig) -> str:
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
+    """Collect the facts for health.check_machine(); an EcompError of libvirt becomes a reason."""
     libvirt_state, no_libvirt, no_library = None, '', ''
     try:
         from ecomp.virt.libvirt_host import probe_libvirt
@@ -83,6 +90,10 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
+    """Read owner and uuid (None and '' if not readable), and the free bytes of its disk.
+
+    If the directory does not exist, the disk is that of its nearest existing parent.
+    """
     owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid

@@ -137,9 +137,11 @@ class Planner:
             return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
-        """Return the work that is due and not in flight. `state` has all requests of this compute.
+        """Return the work that is due: neither in flight nor deferred.
 
-        Errors of the hypervisor pass, and Unreachable from reading records; the next step returns the same work.
+        `state` has all requests of this compute. Builds in flight whose instance is to be destroyed are cancelled.
+        Errors of the hypervisor pass, and Unreachable from reading records; until it is begun the next step returns the
+        same work.
         """
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
@@ -148,13 +150,19 @@ class Planner:
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Defer work that was begun, because no thread is available. A later step returns it again."""
+        """Defer work that was begun, because no thread is available; log `reason`.
+
+        A later step returns it again.
+        """
         self._finish(work)
         self.failures.report_failure(work.instance, EcompError(reason))
         self.deferrals.defer(work.instance)
 
     def list_due_times(self) -> list[float]:
-        """Return the times (monotonic) at which a step has something to do without a wake-up."""
+        """Return the times (monotonic) at which a step has something to do without a wake-up.
+
+        Some may be past, or inf.
+        """
         now, (instances, since) = time.monotonic(), self.without_addresses
         missing = [first + CONFIRMATION_SECONDS for first in self._missing_since.values()]
         polls = [now + choose_poll_interval(now - since)] if instances else []
@@ -171,13 +179,17 @@ class Planner:
         self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
-        """Start builds again after stop_builds()."""
+        """Start builds again after stop_builds(), and retry deferred tasks."""
         self._has_stopped_builds = False
         self._instances.runner.allow_builds()
         self.retry_now()
 
     def recheck(self) -> None:
-        """Reread records that others changed, and end builds without a request; etcd's errors pass."""
+        """Forget records that others changed, and end builds without a request.
+
+        The next step reads those records; it is asked for. etcd's errors in the first part pass; those of ending a
+        build are logged. No further build is ended after MAX_CLEANUP_SECONDS.
+        """
         busy = self.get_in_flight()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
         changed = self._instances.records.recheck(wishes)
@@ -196,7 +208,11 @@ class Planner:
                 break  # placement is slow or unreachable, and plans must not wait for it
 
     def carry_out(self, work: Work) -> None:
-        """Do the work, log and defer failures, and wake the planner."""
+        """Do the work, log and defer failures, and wake the planner.
+
+        A build is not started while builds are stopped. Superseded is neither logged nor deferred: the next step plans
+        again; a build whose request is gone is ended.
+        """
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
@@ -231,6 +247,7 @@ class Planner:
             del self._in_flight[work.instance]
 
     def _process_finished(self) -> None:
+        """Note what finished since the last step: refusals, resumed guests, requests to shut down."""
         while not self._finished.empty():
             work, finished_at = self._finished.get()
             if work.task.kind is Kind.REFUSE:
@@ -241,6 +258,7 @@ class Planner:
                 self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
+        """Return the due work as step() does; `busy` are the instances in flight at its start."""
         self._read_wishes(state)
         records, unreadable = self._read_records(busy)
         without_address = [record.instance for record in records.values() if is_address_pending(record)]
@@ -294,7 +312,11 @@ class Planner:
         return work
 
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
-        """Save which instances were handled since the reboot: if they go off now, that is intended."""
+        """Save which instances are unhandled since the reboot; report an OSError as a failure.
+
+        Handled is one that was running since, is not active by its record, or is not requested: if it goes off now,
+        that is intended.
+        """
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._wishes) - (handled - busy)
@@ -306,6 +328,10 @@ class Planner:
             self.failures.report_success(SAVING_UNHANDLED)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
+        """Parse changed requests and cancel their deferral; update the wishes and held resources.
+
+        A new request beyond MAX_REQUESTS becomes an InvalidRequest, unless it is a tombstone.
+        """
         before = self._wishes
         self._wishes = {}
         prefix = keys.request_prefix(self._instances.compute)
@@ -334,7 +360,11 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the records, and the instances whose record cannot be read; Unreachable passes."""
+        """Return the records, and the instances whose record cannot be read; Unreachable passes.
+
+        Busy instances, those without a record and names that are not uuids are in neither; nor is a tombstone's
+        unreadable record. Other errors are reported as failures.
+        """
         records, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
             # The worker thread of an instance in flight changes its record.
@@ -357,7 +387,7 @@ class Planner:
         return records, unreadable
 
     def _read_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return a guest's addresses by MAC; log errors other than Unreachable, and return {}."""
+        """Return a guest's addresses by MAC; {} after a logged error. Unreachable passes."""
         activity = READING_ADDRESSES % instance
         try:
             addresses = self._instances.hypervisor.find_addresses(instance)
@@ -380,11 +410,15 @@ class Planner:
 
 
 def choose_poll_interval(waited_seconds: float) -> float:
-    """Return the seconds until the next poll, for guests without address for `waited_seconds`."""
+    """Return the seconds until the next poll, for guests without address for `waited_seconds`.
+
+    A POLL_DIVISOR-th of these, but from FIRST_POLL_SECONDS to PLAN_INTERVAL_SECONDS.
+    """
     return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)
 
 
 def _to_ecomp_error(error: EcompError | OSError) -> EcompError:
+    """Return an EcompError unchanged, an OSError as one that names its path and reason."""
     if isinstance(error, EcompError):
         return error
     return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # mostly of the state directory

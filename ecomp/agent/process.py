@@ -83,7 +83,8 @@ class Process:
     def register(self) -> None:
         """Lock the state directory, recognise etcd, and register each compute.
 
-        Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
+        Adds to `at_exit` what ends this, even if an error follows. Raises UsageError if a system limit is too low;
+        errors of Identity, etcd, placement and Compute.register() pass.
         """
         config, at_exit = self.config, self.at_exit
         _check_limits(self.count or 1)
@@ -141,7 +142,11 @@ class Process:
             etcd_file.start()
 
     def run(self) -> None:
-        """Start each compute, whose errors pass, and run in the main thread until end_soon()."""
+        """Start each compute, whose errors pass, and run in the main thread until end_soon().
+
+        Follows etcd, and notifies systemd when all are ready, while they live and when they end. In an unfamiliar etcd
+        only audits are followed.
+        """
         self._computes[0].host.runner.waker.wake_on_signals()
         _run_each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
@@ -180,6 +185,7 @@ class Process:
         self.service.notify_stopping('what is in work comes to an end; the guests go on')
 
     def _status(self) -> str:
+        """Return the status line for systemd."""
         if not self._environment.is_familiar_etcd:
             return 'only watches: this is not the etcd that it knew (see the log)'
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
@@ -190,6 +196,7 @@ class Process:
             compute.daemon.stop()
 
     def _register_one(self, number: int) -> None:
+        """Make the compute `number` (from 1), with `count` in its own subdirectory; register it."""
         config, state, store = self.config, self._state, self._store
         with ExitStack() as stack:
             if self.count is not None:
@@ -203,7 +210,10 @@ class Process:
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
-        """Pass changed requests to their computes: a list for each of many would take a second."""
+        """Pass their requests to computes whose requests changed; the first time, to all computes.
+
+        Making a list for each of many computes would take a second.
+        """
         before, self._requests = self._requests, state
         changed = collect_changed_requests(before or {}, state, self._requests_by_compute)
         for compute, requests in changed.items():
@@ -216,6 +226,7 @@ class Process:
                 candidate.on_requests(changed.get(candidate.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
+        """Pass presence keys to the offers, and to computes whose own key changed or is missing."""
         if self.config.queues:
             self._offers.on_computes(state)
         before, self._presence_state = self._presence_state, state
@@ -241,6 +252,7 @@ class Process:
             follower.stop()
 
     def _stop_computes(self) -> None:
+        """Stop all computes concurrently, the first in this thread; the first error passes."""
         started_at = time.monotonic()
         with ThreadPoolExecutor(MAX_CONCURRENT_COMPUTES, thread_name_prefix='end') as threads:
             futures = [threads.submit(compute.stop) for compute in self._computes[1:]]
@@ -253,7 +265,10 @@ class Process:
 
 
 def _check_limits(compute_count: int) -> None:
-    """Raise UsageError for a limit under which a library would abort or a thread not start."""
+    """Raise UsageError if a soft limit of REQUIRED_LIMITS is too low for this many computes.
+
+    Otherwise a library would abort, or a thread would not start.
+    """
     for limit, base, further, unit, where in REQUIRED_LIMITS:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
@@ -262,9 +277,11 @@ def _check_limits(compute_count: int) -> None:
 
 
 def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call `work` for all items concurrently; for one in this thread, the parent of workers.
+    """Call `work` for all items concurrently; for a single one in this thread.
 
-    After an error or a signal no further call is started, and the error is raised after the calls in flight.
+    This thread is the parent of workers. MAX_CONCURRENT_COMPUTES calls run at a time. After an error or a signal no
+    further call is started, and the error is raised after the calls in flight; an item's error is noticed once those
+    before it are finished.
     """
     if len(items) == 1:
         work(items[0])
@@ -280,6 +297,10 @@ def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
+    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd.
+
+    An error of etcd is ignored.
+    """
     for host in list_cleartext_hosts(config.etcd, config.placement):
         log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
     for path in list_exposed_secrets(config.etcd, config.placement):

@@ -46,7 +46,10 @@ class Deferrals:
         self._deferrals: dict[str, _Deferral] = {}
 
     def defer(self, name: str, seconds: float | None = None) -> float:
-        """Defer `name`, after a failure (no `seconds`) longer each time; return when it is due."""
+        """Defer `name` by `seconds` or (None) a back-off that grows each time; return its due time.
+
+        The back-off grows to MAX_BACKOFF_SECONDS, minus up to half at random; `seconds` make `name` forget it.
+        """
         with self._changed:
             backoff = None
             if seconds is None:
@@ -57,7 +60,7 @@ class Deferrals:
             return self._deferrals[name].due
 
     def get_deferred(self, now: float) -> dict[str, float]:
-        """Return {name: due time} of deferred names; forget due ones that did not fail."""
+        """Return {name: due time} of names due after `now`; forget due ones without a back-off."""
         with self._changed:
             self._deferrals = {
                 name: delay for name, delay in self._deferrals.items() if delay.backoff or delay.due > now
@@ -71,13 +74,13 @@ class Deferrals:
             return delay.due if delay is not None else math.inf
 
     def find_next_due(self, excluded: Collection[str]) -> float:
-        """Return the earliest due time of names that are not excluded; inf if there are none."""
+        """Return the earliest due time, maybe past, of names not excluded; inf if there are none."""
         with self._changed:
             due_times = (delay.due for name, delay in self._deferrals.items() if name not in excluded)
             return min(due_times, default=math.inf)
 
     def cancel(self, name: str) -> bool:
-        """Cancel the deferral and the back-off of `name`; return whether it had one."""
+        """Cancel the deferral, due or not, and the back-off of `name`; return whether it had one."""
         with self._changed:
             return self._deferrals.pop(name, None) is not None
 
@@ -114,10 +117,11 @@ class FailureLog:
         self._recovered_at: dict[_Failure, float] = {}
 
     def report_failure(self, activity: str, error: EcompError, started_at: float = math.inf) -> None:
-        """Log that an activity failed and is retried, unless the failure is known.
+        """Log a warning that an activity failed and is retried, unless the failure is known.
 
-        An attempt started (monotonic) before its backend recovered proves no new failure: a worker that was frozen
-        during an outage, for example, finds its own connection broken long after the others.
+        StrangeEtcd is ignored. So is an attempt started (monotonic; inf: unknown) before its backend recovered, which
+        proves no new failure: a worker that was frozen during an outage, for example, finds its own connection broken
+        long after the others.
         """
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
@@ -132,7 +136,10 @@ class FailureLog:
             log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
 
     def report_success(self, activity: str) -> bool:
-        """Log the end of the failure of an activity; return False if it had not failed."""
+        """End the failure that an activity met, for all activities; return whether it was open.
+
+        It is logged here, and on_recovery() called; an activity that still fails reports it again.
+        """
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is None:
@@ -148,7 +155,10 @@ class FailureLog:
     def attempt(
         self, activity: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
-        """Return the result of `work`; None after any Exception, which is logged unless moot."""
+        """Return the result of `work`; None after any Exception, which is reported unless moot.
+
+        Success is reported, too. What is not an EcompError is logged each time, with its traceback.
+        """
         began = time.monotonic()
         try:
             result = work()
@@ -164,7 +174,10 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried; `other_activity` notices its backend's return."""
+        """Forget an activity that is not retried; `other_activity` notices its backend's return.
+
+        Failures that are not of a backend are forgotten without a log line.
+        """
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is not None and loss.is_backend:
@@ -197,11 +210,13 @@ class Waker:
         self._on_signals = True
 
     def clear(self) -> None:
+        """Forget the wake-ups so far: the next wait blocks until another one."""
         with suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
 
     def close(self) -> None:
+        """Close the pipe, and detach it from signals. Call it once, in the main thread."""
         if self._on_signals:
             signal.set_wakeup_fd(-1)
         with self._lock:
@@ -211,7 +226,10 @@ class Waker:
 
 
 class DaemonThreadPool:
-    """A pool of daemon threads: unlike a ThreadPoolExecutor's, they do not delay the exit."""
+    """A pool of daemon threads: unlike a ThreadPoolExecutor's, they do not delay the exit.
+
+    An Exception of submitted work is logged. The queue of work is not limited.
+    """
 
     def __init__(self, name: str, max_threads: int) -> None:
         self._name, self._max_threads = name, max_threads
@@ -254,7 +272,11 @@ class DaemonThreadPool:
 
 
 class ScheduledJob:
-    """Calls `work` in a thread of `pool`; it returns when it is due again, or inf."""
+    """Calls `work` in a thread of `pool`, one run at a time.
+
+    `work` returns when (monotonic) it is due again, or inf. After an exception, or if no thread can be started, it is
+    retried after RETRY_SECONDS.
+    """
 
     def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
         self._threads, self._pool, self._work = threads, pool, work
@@ -266,7 +288,10 @@ class ScheduledJob:
         self.timer_due = math.inf
 
     def schedule(self, moment: float = 0.0) -> None:
-        """Run the job at this moment (monotonic) or before, again if it runs. From any thread."""
+        """Run the job at this moment (monotonic; 0: now) or before; if it runs, once more after.
+
+        No-op after cancel(). From any thread.
+        """
         with self._threads.changed:
             if moment < self._due and not self._is_cancelled:
                 self._due = moment
@@ -279,18 +304,22 @@ class ScheduledJob:
             self._is_cancelled, self._due = True, math.inf
 
     def wait(self) -> None:
-        """Wait for the run in flight. Must not be called by the job itself."""
+        """After cancel(), wait for the run in flight. Must not be called by the job itself."""
         with self._threads.changed:
             self._threads.changed.wait_for(lambda: not self.is_busy)
 
     def on_timer(self, when: float) -> None:
-        """Start the job if it is due. The timer thread calls this, holding `Threads.changed`."""
+        """Start the job if it is due, else set its timer again; no-op while it runs.
+
+        The timer thread, holding `Threads.changed`, calls this with the time for which the timer was set.
+        """
         if when == self.timer_due:
             self.timer_due = math.inf
         if not self.is_busy:
             self._start_or_wait()
 
     def _start_or_wait(self) -> None:
+        """Submit the job if it is due, else set its timer; the caller holds `Threads.changed`."""
         now = time.monotonic()
         if self._due <= now:
             self._due, self.is_busy = math.inf, True
@@ -303,6 +332,7 @@ class ScheduledJob:
         self._threads.set_timer(self, self._due)
 
     def _run(self) -> None:
+        """Call `work`, unless cancelled, and schedule the next run; its exceptions pass."""
         next_due = time.monotonic() + RETRY_SECONDS
         try:
             if not self._is_cancelled:
@@ -326,7 +356,10 @@ class Threads:
     SHARED_POOL_THREADS = 16
 
     def __init__(self, compute_count: int, max_tasks: int) -> None:
-        """Make the pools; those for builds and for tasks have at least `max_tasks` threads."""
+        """Make the pools; those for builds and for tasks have at least `max_tasks` threads.
+
+        The others have one for each compute, up to 4 or SHARED_POOL_THREADS. Threads start when they are needed.
+        """
         few_threads, shared_threads = min(compute_count, 4), min(compute_count, self.SHARED_POOL_THREADS)
         self.plans = DaemonThreadPool('planner', few_threads)
         self.builds = DaemonThreadPool('build', max(max_tasks, self.MIN_BUILD_THREADS))
@@ -343,7 +376,10 @@ class Threads:
         self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
     def set_timer(self, job: ScheduledJob, when: float) -> None:
-        """Set the job's timer to `when`, unless it is earlier; the caller holds `changed`."""
+        """Set the job's timer to `when` (monotonic), unless it is set to that or an earlier time.
+
+        No-op after close(). The caller holds `changed`.
+        """
         if when >= job.timer_due or self._closed:
             return
         job.timer_due = when
@@ -354,7 +390,7 @@ class Threads:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Start no further jobs, and let the threads end."""
+        """Start no further jobs, and let the threads end, without waiting for them."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -362,6 +398,7 @@ class Threads:
             pool.close()
 
     def _run(self) -> None:
+        """Start the jobs whose timers are due, until close(). The timer thread."""
         with self.changed:
             while not self._closed:
                 now = time.monotonic()
