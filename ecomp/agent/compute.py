@@ -56,7 +56,8 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
     """Remember instances as ended that have no request, guest or living record here.
 
     An end is written to etcd before the state directory. A kill in between, or a full disk, leaves an entry that would
-    reserve the instance's address at every start. Call it only with a familiar etcd, whose errors pass.
+    reserve the instance's address at every start. A build killed before its first record is left to the planner. Call
+    it only with a familiar etcd, whose errors pass.
     """
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
@@ -74,7 +75,10 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Restore DHCP reservations removed outside ecomp; log BuildFailed, pass other errors."""
+    """Restore active and stopped instances' DHCP reservations that were removed outside ecomp.
+
+    If the address is taken, another one is reserved. Each is logged, and so is BuildFailed; other errors pass.
+    """
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
@@ -91,6 +95,7 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
 
 
 def _has_ended(compute: str, entry: Entry) -> bool:
+    """Return True if the record is final or names another compute; False if it is malformed."""
     try:
         record = from_json(entry.value)
     except ValueError:
@@ -106,7 +111,10 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), whose jobs run in the caller's thread."""
+    """Make a host without libvirt (--fake), whose jobs run in the caller's thread.
+
+    Errors of `admit` pass; `at_exit` stops the host.
+    """
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
@@ -121,7 +129,8 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Open this machine as a host; change nothing before `admit` returns.
 
-    Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts.
+    Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts. `at_exit` closes what was
+    opened, also after an error.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -157,7 +166,10 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the inventory to register; UsageError for a ratio of a class that it lacks."""
+    """Return the inventory to register; UsageError for a ratio of a class that it lacks.
+
+    `inventory:` replaces the measured amounts, class by class; with `fake` nothing is measured.
+    """
     measured = {}
     if not fake:
         measured = provider.make_inventory(
@@ -185,6 +197,7 @@ def count_workers(config: ComputeConfig) -> int:
 
 
 def _get_image_cache_gib(config: ComputeConfig) -> int:
+    """Return `image_cache` of the configuration in GiB, or the default for the disk."""
     return config.image_cache or provider.choose_cache_gib(config.state)
 
 
@@ -243,7 +256,7 @@ class PlanningLoop:
             self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
     def drain(self) -> None:
-        """Start nothing more, stop builds, and wait for the tasks in flight."""
+        """Start nothing more, stop builds, and wait without a timeout for the tasks in flight."""
         self._is_stopping = True
         self._plan_job.cancel()
         self._remote_job.cancel()
@@ -252,14 +265,15 @@ class PlanningLoop:
             self.host.runner.tend(0.2)
 
     def stop(self) -> None:
-        """End run() soon. Safe in a signal handler."""
+        """End run() soon, and start no more tasks. Safe in a signal handler."""
         self._is_stopping = True
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Start no tasks until become_writable(), because this process may not write (rule 9).
+        """Log `reason`, and start no tasks until become_writable().
 
-        Builds in flight stop at their next step and undo themselves. Guests keep running.
+        This process may not write (rule 9). Builds in flight stop at their next step and undo themselves. Guests keep
+        running.
         """
         self.read_only = True
         self.planner.stop_builds()
@@ -287,7 +301,10 @@ class PlanningLoop:
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
-        """Plan, unless ending; return when (monotonic) to plan again; log errors."""
+        """Plan; return when (monotonic) to plan again, inf without planning if ending; log errors.
+
+        After an error plans and periodic checks are retried after a back-off.
+        """
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -299,6 +316,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
+        """Start due tasks and checks; return when (monotonic) to plan again; step()'s errors pass."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
@@ -319,6 +337,7 @@ class PlanningLoop:
         return max(min(due_times), time.monotonic() + 0.01)
 
     def _start_task(self, work: Work) -> None:
+        """Have a thread carry out the work; hand it back if no thread can be started."""
         self.planner.begin(work)
         pool = self.threads.builds if work.task.kind is Kind.BUILD else self.threads.tasks
         try:
@@ -335,6 +354,11 @@ class PlanningLoop:
         return math.inf
 
     def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
+        """Run a check; return False if it failed. If ending, return True without running it.
+
+        A failure is reported, unless the end caused it.
+        """
+
         def work() -> bool:
             check()
             return True
@@ -382,6 +406,7 @@ class Compute:
     def __init__(
         self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
+        """Choose the uuid and the token, without saving them; errors of `identity` pass."""
         self.uuid = identity.choose_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
         self._config = config
@@ -405,8 +430,9 @@ class Compute:
     def register(self) -> None:
         """Check that this compute may run here, register it in placement, and make its parts.
 
-        Raises Conflict if another ecompute is this compute, or if a compute that is not alive has guests here;
-        UsageError for a wrong configuration. Errors of etcd, placement and the hypervisor pass.
+        In an unfamiliar etcd only the parts are made. Raises Conflict if another ecompute is this compute, or if a
+        compute that is not alive has guests here; UsageError for a wrong configuration. Errors of etcd, placement and
+        the hypervisor pass.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement
@@ -471,7 +497,10 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Begin to take requests; Conflict if another ecompute is this compute; etcd's errors pass."""
+        """Publish the presence key and begin to plan; Conflict if another ecompute is this compute.
+
+        In an unfamiliar etcd only audits are answered. Adds to `at_exit` what ends this. etcd's errors pass.
+        """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
         if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
@@ -503,6 +532,7 @@ class Compute:
         self._at_exit.close()
 
     def __str__(self) -> str:
+        """Return the guests' type and the inventory, such as `kvm guests with VCPU 8 (0 reserved)`."""
         amounts = (f'{name} {parts["total"]} ({parts["reserved"]} reserved)' for name, parts in self._inventory.items())
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
@@ -517,6 +547,7 @@ class Compute:
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
+        """Report that etcd cannot be followed; on_back() ends this failure."""
         self._failures.report_failure(FOLLOWING, error)
 
     def on_back(self) -> None:
@@ -527,9 +558,9 @@ class Compute:
             self.queues.wake_up('etcd is back')
 
     def _write_acceptance(self) -> bool:
-        """Write the revision of the acceptance; return False if a role of ecomp 1.1 denies that.
+        """Write the acceptance's revision, if any; return False, and log it, if etcd denies that.
 
-        If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
+        A role of ecomp 1.1 does. If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
         """
         try:
             if self._environment.accepted_revision:
@@ -550,7 +581,10 @@ class Compute:
             self.queues.wake_up('it may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        """Raise Conflict if guests of a compute that is not alive are here (rule 9)."""
+        """Raise Conflict if guests of a compute that is not alive are here (rule 9).
+
+        No-op in an unfamiliar etcd.
+        """
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -559,17 +593,23 @@ class Compute:
                 )
 
     def _check_claims(self) -> None:
+        """Release orphaned claims, and note the provider's generation for the check after this one."""
         self._generation = None
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
 
     def _check_registration(self) -> None:
+        """Check the provider; if it was changed, register it again unless nothing may be taken."""
         # With the generation that the check of claims has read.
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
 
     def _check_hostname(self) -> None:
-        """Keep the key with this host's name, by which users may name the compute while it is down."""
+        """Keep the key with this host's name, by which users may name the compute while it is down.
+
+        No-op within HOSTNAME_CHECK_MINUTES after a success. A name that is not valid is not written. etcd's errors
+        pass.
+        """
         if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
@@ -581,7 +621,10 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _publish_room(self) -> None:
-        """Publish the room hint with the presence; None if room is unknown or nothing is taken."""
+        """Publish the room hint with the presence: None if unknown, or if no request is accepted.
+
+        No request is accepted while the provider is disabled, and while this compute ends or is read-only.
+        """
         held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
         self._presence.add_fields(
@@ -589,13 +632,19 @@ class Compute:
         )
 
     def _may_take(self) -> bool:
+        """Return False while this compute ends or is read-only."""
         return not self.daemon.is_ending()
 
     def _may_remove(self, instance: str) -> bool:
+        """Return whether leftovers of an instance ('': of none) may be removed; see AuditAnswerer.
+
+        False while read-only, or if the instance is remembered. Raises StrangeEtcd, and etcd's other errors.
+        """
         self._store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _close_provider(self) -> None:
+        """Close the provider, unless read-only; log an EcompError."""
         if self.daemon.read_only:
             return  # the provider belongs to another ecompute now
         failpoint('closing')
@@ -607,5 +656,5 @@ class Compute:
 
 
 def now() -> str:
-    """Return the current time, ISO 8601."""
+    """Return the current time in UTC, ISO 8601."""
     return format_time(datetime.now(UTC))

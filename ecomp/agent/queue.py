@@ -121,12 +121,14 @@ class Offers:
         self._takers = queue.update_takers(state, self._takers or Takers())
 
     def on_accepted(self, state: State) -> None:
+        """Note the highest revision at which any compute accepted this etcd."""
         self.accepted_revision = find_accepted_revision(state.values())
 
     def find_silent(self, placement: Placement) -> list[str]:
-        """List the computes in placement that are not proven to be alive; the list is cached.
+        """List the uuids of placement's computes that are not proven to be alive.
 
-        A changed list is logged, because older requests are left alone. Errors of placement pass.
+        The list is cached for SILENT_CACHE_SECONDS. A changed list is logged, because older requests are left alone.
+        Errors of placement pass.
         """
         with self._silent_lock:
             now = time.monotonic()
@@ -207,7 +209,10 @@ class Offers:
         return is_free
 
     def end_take(self, place: WaitingEntry, is_taken: bool) -> None:
-        """Finish taking the request; offer it to other computes unless it is taken."""
+        """Finish taking the request; offer it to other computes unless it is taken.
+
+        A taken one counts as being taken until it has left the queues.
+        """
         if is_taken:
             return
         with self._lock:
@@ -225,6 +230,10 @@ class Offers:
         return max(takers.count_with_room(place.entry.flavor.resources), 1)
 
     def _add_offer(self, key: str, place: WaitingEntry, now: float) -> list[str]:
+        """Return the computes here that may take a new request now; offer it to more of them later.
+
+        The caller holds the lock.
+        """
         assert self._takers is not None
         order = queue.rank_takers(place.entry.instance, place.entry.flavor.resources, self._takers)
         if len(order) > queue.INITIAL_TAKERS:
@@ -283,10 +292,11 @@ class Taker:
         return False
 
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
-        """End a request in error that no compute can take; False if gone, claimed or being taken.
+        """End a request in error that no compute can take; return False if that is not possible.
 
-        An instance that ended here before keeps its record, with the reason as its fault; one that lives here is not
-        changed. Errors of etcd and placement pass; the call can be repeated.
+        It is not if the request is gone, being taken or claimed by another compute. An instance that ended here before
+        keeps its record, with the reason as its fault; one that lives here is not changed. Errors of etcd and placement
+        pass; the call can be repeated.
         """
         waiting, now = place.entry, self.now()
         if find_compute(read_consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
@@ -314,6 +324,7 @@ class Taker:
         return bool(self.store.read(self._list_own_keys(instance)))
 
     def _list_own_keys(self, instance: str) -> list[str]:
+        """Return the keys of this compute's record and request of the instance, in this order."""
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def delete_taker_key(self, queue_key: str, taker_revision: int) -> bool:
@@ -321,7 +332,11 @@ class Taker:
         return withdraw_attempt(self.store, keys.taker(queue_key), taker_revision)
 
     def release_claim(self, instance: str) -> bool:
-        """Release our claim for a request that is not taken; True if it holds no claim now."""
+        """Release our claim for a request that is not taken; return True if it holds no claim now.
+
+        False, with nothing released, if another compute holds it, an attempt of it is in flight, or its request is
+        here; False also if the claim was changed concurrently. Errors of etcd and placement pass.
+        """
 
         def select_kept(holding: Mapping[str, Consumer]) -> Collection[str]:
             if self.compute not in holding[instance].allocations:
@@ -353,6 +368,7 @@ class Taker:
             return entry.revision if entry is not None and ours and entry.revision != taker_revision else None
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
+        """Claim for the request on this compute, as claim(); Conflict if our taker key has changed."""
         key = keys.taker(waiting.key)
 
         def check() -> None:
@@ -398,6 +414,7 @@ class Taker:
             return self.store.get(request_key) is not None, taker_revision
 
     def _try_delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
+        """Delete our taker key if it is unchanged; an EcompError is ignored."""
         try:
             self.delete_taker_key(queue_key, taker_revision)
         except EcompError as error:
@@ -479,7 +496,8 @@ class Puller:
     def step(self) -> float:
         """Take requests until none fits; return the seconds until the next step if nothing changes.
 
-        Errors of etcd and placement pass; then reset() must be called before the next step.
+        These are at most ROOM_INTERVAL_SECONDS, also while nothing may be taken. Errors of etcd and placement pass;
+        then reset() must be called before the next step.
         """
         while self.may_take():
             now = time.monotonic()
@@ -547,7 +565,7 @@ class Puller:
         return ROOM_INTERVAL_SECONDS
 
     def _choose_next(self, backlog: Backlog) -> WaitingEntry | None:
-        """Choose the request to take next, by the last room read; None if none fits or is open."""
+        """Choose the request to take next; None if none fits or is open. Reads a stale room first."""
         if not any(self.offers.is_open(other, self._compute) for other in backlog.entries.values()):
             return None  # without a call to placement
         if self.registered_inventory is not None and self._requested == set():
@@ -577,7 +595,10 @@ class Puller:
         return place
 
     def _check_fit(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Check that the request still fits, which only the compute with its taker key does."""
+        """Return whether the request still fits; read an old room, or else old traits, first.
+
+        Only the compute with the request's taker key does this.
+        """
         age = time.monotonic() - self._room_read_at
         if age > MAX_ROOM_AGE_SECONDS:
             self._read_room(backlog)
@@ -593,6 +614,10 @@ class Puller:
         return DISABLED not in traits
 
     def _choose_place(self, backlog: Backlog) -> WaitingEntry | None:
+        """Return a random one of the first open requests that fit the last room, or None.
+
+        Deferred requests, and those that placement refused at the same room, are left out. Nothing is read.
+        """
         self._fits_by_query = queue.check_flavors(backlog.flavors, self._room, self._fits_by_query)
         takes = self._fits_by_query | {
             query: False for query, (provider, _) in self._refusals.items() if provider == self._room
@@ -604,7 +629,11 @@ class Puller:
         return queue.choose_next(open_places, takes, deferred, self._choice_size, self._rng)
 
     def _read_room(self, backlog: Backlog) -> None:
-        """Read this compute's room, after releasing our dead attempts' claims for queued requests."""
+        """Read this compute's room; after a start or reset(), first release dead attempts' claims.
+
+        Those are our claims for queued requests; if one cannot be released yet, the next read tries again. Without our
+        provider there is no room. Errors of etcd and placement pass.
+        """
         with self._lock:
             self._is_room_stale = False
         started_at = time.monotonic()  # an answer is as old as its query; a drain relies on that
@@ -653,7 +682,10 @@ class Puller:
         return self._is_older(place) and bool(self.offers.find_silent(self._placement))
 
     def _check_group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
-        """Return whether its group allows it here, and the group; None: none, or malformed."""
+        """Return whether its group allows it here, and the group.
+
+        (True, None) without a group, (False, None) if it is malformed; None also for a group that does not exist yet.
+        """
         if waiting.group is None:
             return True, None
         try:
@@ -664,6 +696,10 @@ class Puller:
         return self._is_allowed(waiting.instance, waiting.group, group), group
 
     def _is_allowed(self, instance: str, membership: Membership, group: Group | None) -> bool:
+        """Return False if the group excludes this compute, is full or has another policy.
+
+        None is a group that does not exist yet.
+        """
         try:
             merged = resolve_group(group, membership)
             return merged.explain_exclusion(self._compute) is None and len({*merged.members, instance}) <= MAX_MEMBERS
@@ -683,7 +719,10 @@ class Puller:
         return [chosen, *(place for place in excluded if place is not chosen)]
 
     def _take_if_fits(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Take a request in competition; if its flavor is gone, skip all requests of it."""
+        """Take the request if it still fits, and return whether; if its flavor is gone, skip it.
+
+        All other requests of that flavor are skipped, too. It is read at most once in FIRST_SKIP_SECONDS.
+        """
         if self._take(place, 0, partial(self._check_fit, place, backlog)):
             return True
         flavor, now = place.entry.flavor.name, time.monotonic()
@@ -695,7 +734,10 @@ class Puller:
         return False
 
     def _take(self, place: WaitingEntry, taker_revision: int, still_fits: Callable[[], bool]) -> bool:
-        """Take the request, or note why that failed; return whether it is ours now."""
+        """Take the request, or note why that failed; return whether it is ours now.
+
+        NoCapacity, ClaimedElsewhere and PlacementRefusal are noted; other errors of etcd and placement pass.
+        """
         waiting = place.entry
         instance = waiting.instance
         with self._lock:
@@ -743,7 +785,10 @@ class Puller:
             log.error('instance %s is not taken from its queue: %s', instance, reason[:MAX_REASON_CHARACTERS])
 
     def _skip(self, places: Iterable[WaitingEntry], backlog: Backlog) -> None:
-        """Defer these requests, for longer each time."""
+        """Defer these requests by FIRST_SKIP_SECONDS, then longer each time, to MAX_SKIP_SECONDS.
+
+        The back-off of requests that are not in the backlog is forgotten.
+        """
         queued = {place.entry.instance for place in backlog.entries.values()}
         self._skips = {name: delay for name, delay in self._skips.items() if name in queued}
         self._claimed_elsewhere &= queued
@@ -764,6 +809,7 @@ class PullLoop:
         self._job = ScheduledJob(threads, threads.queues, self._run_step)
 
     def start(self) -> None:
+        """Have the queues' requests offered to this compute, and start a step soon."""
         self._puller.offers.add(self._puller.taker.compute, self.wake_up)
         self.wake_up('it begins')
 
@@ -784,6 +830,10 @@ class PullLoop:
             self.wake_up('it has another room')
 
     def _run_step(self) -> float:
+        """Take at most one step; return when the next one is due (monotonic).
+
+        A failed step is reported; a wake-up does not shorten the back-off after it.
+        """
         # New requests do not shorten the back-off after a failed step.
         retry_time = self._puller.deferrals.get_due_time(TAKING)
         if time.monotonic() < retry_time < math.inf:

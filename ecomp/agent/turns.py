@@ -34,6 +34,7 @@ Result = TypeVar('Result')
 
 
 class _Deferral(NamedTuple):
+    """When a name is due (monotonic); without a back-off it did not fail."""
     due: float
     backoff: Backoff | None
 
@@ -93,11 +94,13 @@ class Deferrals:
             return removed
 
     def clear(self) -> None:
+        """Cancel all deferrals and back-offs."""
         with self._changed:
             self._deferrals.clear()
 
 
 class _Failure(NamedTuple):
+    """A failure: its `subject` is the backend, or else the text of the error."""
     subject: str
     is_backend: bool
 
