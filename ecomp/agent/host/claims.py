@@ -36,7 +36,10 @@ class GenerationReader:
         self._valid_until = 0.0
 
     def read_generation(self, compute: str) -> int | None:
-        """Return the generation of a compute's provider, or None if there is no such provider."""
+        """Return the generation of a compute's provider, or None if there is no such provider.
+
+        With `reads_all` it may be GENERATIONS_CACHE_SECONDS old. Other errors of placement pass.
+        """
         if not self._reads_all:
             try:
                 return providers.read_generation(self._placement, compute)
@@ -58,7 +61,10 @@ class LastGoodCheck:
         self._skips_left = 0
 
     def can_skip(self, generation: int | None) -> bool:
-        """Return whether an unchanged generation replaces a check, which counts as skipped then."""
+        """Return whether an unchanged generation replaces a check, which counts as skipped then.
+
+        At most MAX_SKIPPED_CHECKS times after a record(); never if the generation is None.
+        """
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1
@@ -88,7 +94,10 @@ def find_orphans(
 def confirm_sightings(
     previous_sightings: Mapping[str, float], sighted: Collection[str], now: float
 ) -> tuple[dict[str, float], set[str]]:
-    """Return the first sightings, and the names first seen CONFIRMATION_SECONDS ago. Pure."""
+    """Return the first sightings, and the names first seen CONFIRMATION_SECONDS ago. Pure.
+
+    That long ago, or longer. Times are monotonic. Names that are not `sighted` now are forgotten.
+    """
     first_sightings = {consumer: previous_sightings.get(consumer, now) for consumer in sighted}
     return first_sightings, {
         consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
@@ -111,10 +120,11 @@ class ClaimKeeper:
     def check_claims(
         self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
     ) -> None:
-        """Release confirmed orphans; errors of placement and etcd pass.
+        """Release, and log, orphans first seen CONFIRMATION_SECONDS before `now` (monotonic).
 
-        The check is skipped if the provider's `generation` (read before; None: not known) is unchanged and each
-        consumer of the last check has a guest or is among `requests`, the instances of the followed requests.
+        Errors of placement and etcd pass. The check is skipped if the provider's `generation` (read before; None: not
+        known) is unchanged and each consumer of the last check has a guest or is among `requests`, the instances of the
+        followed requests; at most MAX_SKIPPED_CHECKS times in a row.
         """
         if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.can_skip(generation):
             return
@@ -145,6 +155,7 @@ class ClaimKeeper:
             self._first_sightings.pop(consumer, None)
 
     def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
+        """Return those that hold nothing here, and those that are wanted, for which etcd is read."""
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
         computes_of = {consumer: held.allocations for consumer, held in holding.items()}
         return elsewhere | find_wanted_instances(self._store, computes_of, include_queued=self._takes_from_queues)

@@ -100,6 +100,10 @@ class AuditAnswerer:
             self._job.schedule()
 
     def _answer_all(self) -> float:
+        """Answer each new audit for this compute, once; log errors. Return inf.
+
+        Then revoke the leases of finished audits.
+        """
         audits = self._audits
         new, self._answered_keys = audits.keys() - self._answered_keys, set(audits)
         for key in sorted(new):
@@ -121,7 +125,10 @@ class AuditAnswerer:
         return math.inf
 
     def _is_ours(self) -> bool:
-        """Return False if another ecompute holds the presence key now, and answers instead."""
+        """Return False if another ecompute holds the presence key now, and answers instead.
+
+        True if nobody holds it. etcd's errors pass.
+        """
         entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
@@ -131,6 +138,7 @@ class AuditAnswerer:
             return True
 
     def _send_digest(self, entry: Entry, audit: str) -> None:
+        """Write the pages of the digest, the first one last; an EcompError becomes the only page."""
         try:
             self.may_remove('')
             pages = to_pages(read_digest(self.hypervisor, self.data, self.state))
@@ -140,6 +148,7 @@ class AuditAnswerer:
             self._write_answer(entry, audit, number, pages[number])
 
     def _write_answer(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
+        """Write one part of the answer, on a lease; EcompError if the audit is finished."""
         # The commit compares the audit's key: nothing is written for a finished audit. The answer is not on the audit's
         # lease, whose other keys this compute may not write; the audit removes the answer, or it expires.
         if audit not in self._leases:
@@ -149,7 +158,10 @@ class AuditAnswerer:
             raise EcompError('nobody waits for it any more')
 
     def _remove_leftovers(self, entry: Entry) -> list[str]:
-        """Remove the listed things that are still leftovers; return a line about each."""
+        """Remove the listed things that are still leftovers; log and return a line about each.
+
+        A malformed list removes nothing, and is the only line.
+        """
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
@@ -165,6 +177,10 @@ class AuditAnswerer:
         return results
 
     def _remove(self, leftover: Leftover) -> str:
+        """Remove a leftover if it still is one; return what was done, or why not, in words.
+
+        OSError, and errors of etcd, of the hypervisor and of the instance's lock, pass.
+        """
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):
@@ -195,6 +211,7 @@ class AuditAnswerer:
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
+        """Remove a part file unless it was written again; return what was done in words."""
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it was written again, or is gone'
         path = self.state / leftover.name

@@ -38,7 +38,10 @@ SEED_TIMEOUT_SECONDS = 60.0
 def make_seed_reader(
     config: ComputeConfig, is_served: Callable[[], bool]
 ) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() as a function of the MAC; None if guests get no NoCloud disk."""
+    """Return read_seed() as a function of the MAC; None if guests get no NoCloud disk.
+
+    `is_served` is called for each seed: whether a metadata server can take the guest's report.
+    """
     if config.metadata == 'network':
         return None
     return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
@@ -91,7 +94,9 @@ def serve_metadata(
 ) -> Callable[[], None]:
     """Start a metadata server if none answers; return a function that repeats that.
 
-    Both may raise EcompError. They are no-ops without a bridge of libvirt's, which is logged if metadata `is_required`.
+    Both put the server's address on the guests' bridge if it is missing; `at_exit` stops our server and removes that
+    address. Both may raise EcompError. They are no-ops without a bridge of libvirt's, which is logged if metadata
+    `is_required`.
     """
     bridge = libvirt.find_bridge()
     if bridge is None:
@@ -139,7 +144,8 @@ class MetadataServer:
         """Start our server unless a metadata server answers.
 
         Call it only when this host has the address, which may otherwise be the service of a cloud around this host.
-        Raises EcompError if another service listens there or our server does not start, UsageError for mdserver.conf.
+        Raises EcompError if another service listens there or our server does not answer within START_TIMEOUT_SECONDS,
+        UsageError for mdserver.conf.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -169,7 +175,7 @@ class MetadataServer:
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
 
     def stop(self) -> None:
-        """Stop our server, if it runs."""
+        """Stop our server, if it runs, and wait; kill it after 5 s."""
         if self._process is None:
             return
         assert self._process.stdin is not None  # it was made with a pipe
@@ -212,7 +218,10 @@ def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]
 
 
 def is_metadata(page: bytes | None) -> bool:
-    """True if a page lists versions, as the root of an EC2 metadata server does."""
+    """Return True if a page lists versions, as the root of an EC2 metadata server does.
+
+    False for None, which is no page.
+    """
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
@@ -239,7 +248,7 @@ def is_address_taken() -> bool:
 
 
 def fetch_root_page(address: str = METADATA_ADDRESS) -> bytes | None:
-    """Fetch the root page of the HTTP server at an address; None if none answers."""
+    """Fetch 4 KiB of the root page, of any HTTP status; None if none answers within 2 s."""
     connection = http.client.HTTPConnection(address, timeout=2)
     try:
         connection.request('GET', '/')
@@ -264,6 +273,7 @@ class GuestData:
     """The directory of files that ecompute and the metadata server write for each other."""
 
     def __init__(self, directory: Path) -> None:
+        """Create the directory if it is missing; may raise OSError."""
         self.directory = directory
         # Not held while a file is written, which may take seconds and concerns one instance.
         self._lock = threading.Lock()
@@ -273,8 +283,9 @@ class GuestData:
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
         """Write the files of an instance; null keys or user-data mean those of mdserver.conf.
 
-        Raises BuildFailed if a MAC belongs to another instance that is current, which includes one whose file is being
-        written. Files of other instances are overwritten.
+        An earlier report of its guest is removed. Raises BuildFailed if a MAC belongs to another instance that is
+        current, which includes one whose file is being written; OSError if a write fails. Files of other instances are
+        overwritten.
         """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
@@ -290,6 +301,7 @@ class GuestData:
                     self._pending_writes.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
+        """Remove an earlier report, and write the file of each MAC; OSError if that fails."""
         self.remove_report(request.instance)  # the guest of an undone build may have reported
         ssh_keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
@@ -317,7 +329,10 @@ class GuestData:
         return instances
 
     def find_ready(self) -> set[str]:
-        """Return the instances whose guests have reported that cloud-init has finished."""
+        """Return the instances whose guests have reported that cloud-init has finished.
+
+        Empty if the directory cannot be read.
+        """
         try:
             return {path.stem for path in self.directory.glob(f'*{READY_SUFFIX}')}
         except OSError as error:
@@ -346,7 +361,10 @@ class GuestData:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
     def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
-        """Call notify(reason) at each report, from any thread; return the function that stops this."""
+        """Call notify(reason) at each report, from any thread; return the function that stops this.
+
+        If the directory cannot be watched, log that and never call it.
+        """
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
@@ -365,7 +383,10 @@ class GuestData:
                 log.warning('%s: instance %s will be called ready as soon as it is started again', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
-        """Remove all files of an instance; missing files are no error. May raise OSError."""
+        """Remove all files of an instance, but not a MAC's file that is another instance's.
+
+        Missing files are no error. OSErrors pass, except those about refusals.
+        """
         self.remove_refusals(macs)
         for mac in macs:
             with self._lock:  # or another instance with this MAC may write the file between check and removal

@@ -47,7 +47,10 @@ class MachineUsage:
 
 
 def measure_machine(directory: Path, instances: Collection[str]) -> MachineUsage:
-    """Measure this machine, the disk of the state `directory`, and the guests' share."""
+    """Measure this machine, the disk of the state `directory`, and the guests' share.
+
+    OSError if the directory is missing.
+    """
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(directory))
     return MachineUsage(
@@ -73,8 +76,8 @@ def choose_cache_gib(directory: Path) -> int:
 def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dict[str, int]]:
     """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
-    Reserved are the amounts that others use, and `image_cache_gib` even if images use less. Our own guests are not
-    included, because placement counts them as allocated.
+    Reserved are the amounts that others use, rounded up, and `image_cache_gib` even if images use less. Our own guests
+    are not included, because placement counts them as allocated.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
@@ -106,12 +109,14 @@ def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementIn
 
 
 def _make_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
+    """Convert bytes to units: total rounded down, at least 1; used rounded up, 0 to total."""
     whole = max(total // unit, 1)
     # Rounded up, because a partly used unit cannot be allocated.
     return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
 
 
 def _measure_guest_memory(instances: Collection[str]) -> int:
+    """Return the resident bytes of the QEMU processes of these instances."""
     used = 0
     for process in psutil.process_iter(['name', 'cmdline', 'memory_info']):
         info = process.info
@@ -123,6 +128,7 @@ def _measure_guest_memory(instances: Collection[str]) -> int:
 
 
 def _read_allocated_bytes(path: Path) -> int:
+    """Return the bytes that a file occupies on its disk; 0 if it cannot be read."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -130,7 +136,10 @@ def _read_allocated_bytes(path: Path) -> int:
 
 
 def parse_inventory(inventory: PlacementInventory) -> dict[str, model.Inventory]:
-    """Convert an inventory in placement's form to the model's, with nothing used."""
+    """Convert an inventory in placement's form to the model's, with nothing used.
+
+    Missing parts: nothing is reserved, the ratio is 1.
+    """
     return {
         name: model.Inventory(int(parts['total']), int(parts.get('reserved', 0)), parts.get('allocation_ratio', 1.0))
         for name, parts in inventory.items()
@@ -173,10 +182,11 @@ class Registration:
         self.is_disabled = False
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Make, correct and enable the provider, unless is_closing() or an operator disabled it.
+        """Make and correct the provider, and enable it unless an operator disabled it.
 
-        The inventory is written last, so a right inventory means that an earlier run was complete. Raises EcompError if
-        provider.json cannot be written, UsageError if placement does not know a configured trait.
+        Once is_closing(), traits, aggregates and inventory are left as they are. The inventory is written last, so a
+        right inventory means that an earlier run was complete. Raises EcompError if provider.json cannot be written,
+        UsageError if placement does not know a configured trait.
         """
         is_right = providers.has_inventory(self.placement, self.compute, self.inventory)
         is_new = is_right is None and providers.ensure_provider(self.placement, self.compute)
@@ -197,9 +207,10 @@ class Registration:
             self.created_generation = generation if is_new else None
 
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
-        """Register again if the provider was changed outside ecomp, as by a restored database.
+        """Register again if the provider was changed outside ecomp, unless is_closing().
 
-        The check is skipped if `generation`, read before (None: not known), has not changed since the last good one.
+        A check is skipped if `generation`, read by the caller before (None: not known), is that of the last good check,
+        but at most MAX_SKIPPED_CHECKS times in a row: a restored database may count up to it again.
         """
         if self._last_good_check.can_skip(generation):
             return
@@ -217,6 +228,7 @@ class Registration:
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
 
     def _log_usages(self) -> None:
+        """Log the provider's usages, and a warning for each class used beyond its capacity."""
         used = providers.read_usages(self.placement, self.compute)
         log.info('resource provider %s is there, with usages %s', self.compute, used or 'none')
         for name, amount in used.items():
@@ -226,12 +238,14 @@ class Registration:
                 log.warning('%s of %s is used, and there is only %s of it now', amount, name, total)
 
     def _is_as_configured(self) -> bool:
+        """Return whether placement has this inventory, these traits and aggregates; it is read."""
         if not providers.has_inventory(self.placement, self.compute, self.inventory):
             return False
         current = {kind: providers.read_names(self.placement, self.compute, kind) for kind in self._list_kinds()}
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
 
     def _list_kinds(self) -> list[str]:
+        """Return the kinds of names to look after: AGGREGATES only if any are configured or ours."""
         # Most computes have no aggregates, so a call to placement is saved.
         return [
             kind
@@ -240,6 +254,7 @@ class Registration:
         ]
 
     def _derive_names(self, kind: str, current: Names) -> Names:
+        """Return what the `current` names should become; of TRAITS also note `is_disabled`."""
         if kind == TRAITS:
             self.is_disabled = status.DISABLED in current
         names = status.merge_names(current, self._configured_names[kind], self._own_names[kind])
@@ -264,7 +279,10 @@ class Registration:
         return changed
 
     def _create_traits(self) -> None:
-        """Create custom traits; of the unknown others drop the detected, and refuse the configured."""
+        """Create missing CUSTOM_ traits; drop other unknown ones that were detected.
+
+        UsageError if such a trait is configured.
+        """
         if not self._configured_names[TRAITS]:
             return
         missing = self._configured_names[TRAITS] - providers.read_names(self.placement, self.compute, TRAITS)
@@ -273,6 +291,7 @@ class Registration:
         self._configured_names[TRAITS] -= unknown
 
     def _save_own_names(self, kind: str, kind_names: Names) -> None:
+        """Write provider.json if the names of this kind changed; EcompError if that fails."""
         if kind_names == self._own_names[kind]:
             return
         own_names = {**self._own_names, kind: kind_names}
@@ -288,7 +307,8 @@ class Registration:
 def check_names(placement: Placement, traits: Collection[str], classes: Collection[str]) -> None:
     """Raise UsageError for a configured trait or resource class that placement does not know.
 
-    Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
+    CUSTOM_ traits are accepted, because register() creates them. Placement's own refusal of an inventory would not name
+    the wrong key of compute.yaml.
     """
     if unusual := frozenset(classes).difference(REQUIRED_CLASSES):
         never, yet = providers.find_unknown_names(placement, QueryNames(unusual, frozenset()))
@@ -299,11 +319,16 @@ def check_names(placement: Placement, traits: Collection[str], classes: Collecti
 
 
 def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
+    """Raise UsageError that names the traits, if any."""
     if names := ', '.join(sorted(unknown)):
         raise UsageError(f'traits: {names}: {placement.name} does not know it, its os-traits are older')
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
+    """Read the names in provider.json, by kind; none if it is missing or of another compute.
+
+    UsageError if it is malformed or of another version.
+    """
     try:
         data: Mapping[str, object] = load_object(path.read_bytes())
         if data.get('version') != VERSION:

@@ -63,6 +63,7 @@ class Memory:
     """
 
     def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_id_file: Path = BOOT_ID) -> None:
+        """Read all files; log malformed ones and leave them alone. May raise OSError."""
         self._directory = state / 'instances'
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._boot_file = state / 'boot'
@@ -111,7 +112,10 @@ class Memory:
                 self._save(MemoryEntry(request, record))
 
     def record_end(self, instance: str) -> None:
-        """Save that an instance is gone or failed, and that nothing of it is left here."""
+        """Save that an instance is gone or failed, and that nothing of it is left here.
+
+        Ends older than a day are forgotten, MAX_SWEPT_PER_END at a time.
+        """
         with self._lock_instance(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
@@ -134,7 +138,8 @@ class Memory:
     def load_unhandled(self) -> frozenset[str]:
         """Return the instances from before the last boot that were not handled since.
 
-        Records tell which of them ran, because this memory may be older than etcd. May raise OSError.
+        Empty at the first start here, which is saved; after a reboot, all that are remembered. Records tell which of
+        them ran, because this memory may be older than etcd. May raise OSError.
         """
         try:
             boot, *unhandled = self._boot_file.read_text().split() or ['']
@@ -147,12 +152,13 @@ class Memory:
         return self._unhandled
 
     def save_unhandled(self, instances: Set[str]) -> None:
-        """Save the instances that were not handled since the boot; may raise OSError."""
+        """Save the instances not handled since the boot, if they changed; may raise OSError."""
         if instances != self._unhandled:
             write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(instances))) + '\n')
             self._unhandled = frozenset(instances)
 
     def _load(self, path: Path, compute: str) -> None:
+        """Read the file of an instance; log a malformed one and note that it is unreadable."""
         try:
             data = load_object(path.read_bytes())
             if not keys.is_uuid(path.stem) or data.get('version') != VERSION:
@@ -186,6 +192,7 @@ class Memory:
                 self._changed.notify_all()
 
     def _save(self, entry: MemoryEntry) -> None:
+        """Write the entry's file, and make the entry readable even if that fails."""
         record, failure = entry.record, entry.failure
         data = {'version': VERSION, 'request': json.loads(requests.to_json(entry.request))}
         data['record'] = records.to_dict(record)
@@ -197,6 +204,10 @@ class Memory:
             self._entries[record.instance] = entry
 
     def _write(self, instance: str, text: str) -> None:
+        """Write an instance's file; if that fails, log it and note the instance as unsaved.
+
+        It is logged again only after a success.
+        """
         try:
             write_durably(self._directory / f'{instance}.json', text + '\n')
         except OSError as error:
@@ -207,6 +218,7 @@ class Memory:
             self._unsaved.discard(instance)
 
     def _sweep(self) -> None:
+        """Forget the oldest ends, MAX_SWEPT_PER_END at most, if older than a day, and their files."""
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.RETENTION_SECONDS[records.GONE])
         with self._changed:
             oldest = list(itertools.islice(self._end_times.items(), MAX_SWEPT_PER_END))
@@ -267,7 +279,10 @@ class Identity:
         return self._read_or_make('token')
 
     def save(self) -> None:
-        """Save the uuid and token, once nothing can refuse this start; may raise OSError."""
+        """Save the uuid and token, once nothing can refuse this start; may raise OSError.
+
+        Makes the directory traversable, and removes *.part files of killed processes.
+        """
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -285,11 +300,13 @@ class Identity:
         os.close(self._lock)
 
     def _write_holder(self, holder: bytes) -> None:
+        """Replace the text in the lock file; an OSError is ignored."""
         with suppress(OSError):  # the disk is full: the lock holds without the pid
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, holder, 0)
 
     def _read_or_make(self, name: str) -> str:
+        """Return the saved uuid, or a new one that save() writes; UsageError if it is malformed."""
         if name in self._unsaved:
             return self._unsaved[name]
         path = self.directory / name
@@ -303,7 +320,10 @@ class Identity:
 
 
 def _make_directory(directory: Path) -> None:
-    """Make the directory and its parents traversable for all users; may raise OSError."""
+    """Create the directory and missing parents, traversable for all users; may raise OSError.
+
+    Existing ones keep their mode.
+    """
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -316,7 +336,10 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def is_familiar(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one; adopt a first one (rule 10); its errors pass."""
+    """Return whether etcd is the remembered one; if none is, remember this one (rule 10).
+
+    That writes /cluster if it does not exist. Errors of etcd pass, other than StrangeEtcd.
+    """
     try:
         if guard.known_cluster.identity:
             store.check_identity()
@@ -339,7 +362,7 @@ class KnownEtcd:
         self._thread = threading.Thread(target=self._run, name='known etcd', daemon=True)
 
     def load(self) -> KnownCluster:
-        """Read the file, empty if absent; UsageError if it is malformed."""
+        """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
         try:
             self._cluster = cluster.from_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -357,7 +380,10 @@ class KnownEtcd:
         return self._read_number(self._first_seen_path)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save that revision; remove ecomp 1.1's file if etcd has it; may raise EcompError."""
+        """Save etcd's revision when first seen or accepted; may raise EcompError.
+
+        With `has_noted_acceptance` etcd has ecomp 1.1's revision, and the file with that is removed.
+        """
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
@@ -367,6 +393,7 @@ class KnownEtcd:
             raise EcompError(f'{self._first_seen_path}: {error.strerror}') from error
 
     def _read_number(self, path: Path) -> int:
+        """Return the number in a file; 0 if it is missing, UsageError if malformed."""
         try:
             return int(path.read_text())
         except FileNotFoundError:
@@ -375,7 +402,7 @@ class KnownEtcd:
             raise UsageError(f'{path}: {error}. Fix: restore it, or ecompute --accept-new-etcd') from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
-        """Have the thread write this soon."""
+        """Have the thread write this within WRITE_INTERVAL_SECONDS, if it has an identity."""
         self._cluster = known_cluster
         self._changed.set()
 
@@ -390,6 +417,7 @@ class KnownEtcd:
             self._thread.join()
 
     def _run(self) -> None:
+        """Write the last scheduled state, once a second at most, until stop(); log failures."""
         written, has_failed, is_last = KnownCluster(), False, False
         while not is_last:
             self._changed.wait()
