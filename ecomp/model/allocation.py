@@ -17,7 +17,7 @@ MAX_AMOUNT = 2**31 - 1
 
 
 class Room(NamedTuple):
-    """Capacity and usage of a resource class; usage may exceed it if `is_fully_reserved`."""
+    """Capacity and usage of a class; usage may exceed it, as after the inventory shrank."""
 
     capacity: int
     used: int
@@ -25,7 +25,7 @@ class Room(NamedTuple):
 
     @property
     def free(self) -> int:
-        """The amount that can still be allocated."""
+        """The amount that can still be allocated, 0 if usage exceeds the capacity."""
         return max(self.capacity - self.used, 0)
 
     @property
@@ -63,7 +63,10 @@ class Inventory(NamedTuple):
         return Room(self.capacity, self.used).free
 
     def find_nearest_amount(self, amount: int, room: int) -> int | None:
-        """Return the valid amount nearest to `amount` that fits into `room`, or None."""
+        """Return the valid amount from 1 to `room` that is nearest to `amount`, or None.
+
+        Valid are multiples of step_size from min_unit to max_unit. Of two equally near ones the smaller is returned.
+        """
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -72,7 +75,7 @@ class Inventory(NamedTuple):
 
 
 def calculate_capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
-    """Return the amount that can be allocated (openstack-placement 16, objects/inventory.py)."""
+    """Return (total - reserved) * ratio, truncated, as placement 16 does (objects/inventory.py)."""
     return int((total - reserved) * ratio)
 
 
@@ -101,12 +104,16 @@ _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
 
 def is_class(name: str) -> bool:
-    """Return True if placement's schema accepts the name for a resource class, or for a trait."""
+    """Return True if placement's schema accepts the name of a class or trait: [A-Z0-9_]{1,255}."""
     return _CLASS.fullmatch(name) is not None
 
 
 def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
-    """Convert placement's shape to {provider: {class: amount}}; raise ValueError if malformed."""
+    """Convert placement's shape to {provider: {class: amount}}; raise ValueError if malformed.
+
+    An empty object is valid; a provider without resources, or an amount outside 1 to MAX_AMOUNT, is not. Names of
+    classes and further fields are not checked.
+    """
     if not isinstance(value, dict):
         raise ValueError(f'allocations: expected an object, not {type(value).__name__}')
     parsed: dict[str, dict[str, int]] = {}
@@ -146,12 +153,12 @@ def sum_resources(parts: Iterable[Resources]) -> dict[str, int]:
 
 
 def find_compute(allocations: Allocations) -> str:
-    """Return the compute: the provider of the VCPUs, not of a shared disk; '' if absent."""
+    """Return the compute: the first provider of VCPUs, not of a shared disk; '' if absent."""
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
 def list_missing_classes(resources: Resources) -> list[str]:
-    """Return the classes that a guest needs and that `resources` lacks."""
+    """Return those of REQUIRED_CLASSES, which a guest needs, that `resources` lacks."""
     return [name for name in REQUIRED_CLASSES if name not in resources]
 
 

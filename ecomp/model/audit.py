@@ -233,11 +233,12 @@ class Finding(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The manual repair, '' if `audit --fix` repairs it."""
+        """The manual repair, with the keys quoted for the shell; '' if `audit --fix` repairs it."""
         text = '' if self.fix else CODES[self.code].manual_repair
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object that users see: without leftover, is_repairable and keys."""
         return {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
 
 
@@ -250,6 +251,7 @@ def confirm_findings(
 ) -> list[Finding]:
     """Return the findings that both checks have, and about whose subject no key changed.
 
+    A key changed if the `revisions`, read during and after the checks, differ; a subject without keys is unchanged.
     Work on an instance changes keys, so planes that were read at different moments need not disagree about it.
     """
     second_findings = set(second)
@@ -269,7 +271,10 @@ CODES_BY_TROUBLE = {
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Return every disagreement between the planes, starting with those about computes."""
+    """Return every disagreement between the planes, starting with those about computes.
+
+    An instance with an attempt in flight is not audited; the keys of queues, names, groups and quotas are.
+    """
     world = AuditIndex(planes)
     findings = [
         *_audit_computes(world),
@@ -298,6 +303,11 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
+    """Find unleased presences, orphaned host names, and computes that differ from placement.
+
+    A living compute lacks provider, inventory or digest; a silent one holds claims, or may run what waits; any has
+    more allocated than its capacity, in which reserved amounts count as usable.
+    """
     known_computes = {*world.living_computes, *world.planes.providers, *world.list_absent_computes()}
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
@@ -333,6 +343,7 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
+    """Find attempts that are on no lease."""
     for key, entry in world.select_prefix(keys.ATTEMPTS).items():
         if not entry.lease:
             sentence = f'{key} is on no lease: it will stay for ever'
@@ -340,6 +351,11 @@ def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
+    """Find unleased takers, and queued requests: malformed, also elsewhere, or without flavor.
+
+    Each request gives at most one finding. One that is also delivered or recorded is repairable, unless it waits in
+    several queues.
+    """
     for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
             sentence = f'{key} is on no lease: nobody else ever takes it'
@@ -367,6 +383,10 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_names(world: AuditIndex) -> Iterator[Finding]:
+    """Find names that are malformed, or whose owner has ended, is unknown, or has another name.
+
+    A failed instance keeps its name while that is on a lease. A malformed record or request may have the name.
+    """
     for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
@@ -391,6 +411,10 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
+    """Find the instance's names that are reserved for commands, absent, another's or leased.
+
+    The last three are one finding, name-missing, which is not repairable if another instance has the name.
+    """
     for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'it is called {name}, which is reserved for a command')
@@ -412,6 +436,7 @@ def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
+    """Audit an instance; if its record or a request is malformed, that is the only finding."""
     if instance in world.malformed_records:
         key = world.get_record_key(instance)
         sentence = f'{key} cannot be understood: {world.malformed_records[instance]}'
@@ -455,6 +480,7 @@ def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
 
 
 def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
+    """Audit a living instance; in work, only the lease of its record, and its requests."""
     instance, compute = record.instance, record.compute
     summary = f'its record says {record.state} on compute {compute}'
     entry = world.get_value(world.get_record_key(instance))
@@ -482,6 +508,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
+    """Find a claim that is absent, on two computes, or differs from the request; only one fault."""
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
@@ -497,7 +524,11 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Compare a living instance's record with its compute's digest, if there is one."""
+    """Compare a living instance's record with its compute's digest, if there is one.
+
+    If the domain is absent, or has another compute's mark, nothing else is compared. Whether it runs is not compared
+    while a stop, start or reboot is carried out.
+    """
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
@@ -525,7 +556,7 @@ def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
-    """Find addresses that the record expects and that its compute's networks do not reserve."""
+    """Find addresses that the record expects, but that its compute's networks do not reserve."""
     instance, compute = record.instance, record.compute
     reserved = world.reservations.get(instance, {}).get(compute, {})
     for interface in record.addresses:
@@ -541,6 +572,7 @@ def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
+    """Find what remains of an ended instance: requests, an unleased record, address and claim."""
     instance = record.instance
     summary = f'its record says {record.state}'
     for compute in world.wishes.get(instance, {}):
@@ -555,6 +587,7 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
+    """Find several requests, domains on requested computes, and traces without a request."""
     wishes = world.wishes.get(instance, {})
     if len(wishes) > 1:
         yield _make_doubled_request(world, instance)
@@ -569,7 +602,10 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Finding]:
-    """Find the address and claim that remain of an instance that is finished or unknown."""
+    """Find the address and claim that remain of an instance that is finished or unknown.
+
+    A claim is found only without guest and request, and if all computes that it is on gave a digest.
+    """
     booted = world.get_value(keys.address(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
@@ -587,7 +623,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
-    """Find parts of the instance on computes other than `home_computes`."""
+    """Find parts of the instance on computes other than `home_computes`, and domains on several."""
     record = world.records.get(instance)
     if record is None:
         summary = (
@@ -653,7 +689,7 @@ def _format_held(held: Mapping[str, Resources]) -> str:
 
 
 def audit_groups(world: AuditIndex) -> Iterator[Finding]:
-    """Find malformed groups, broken strict rules, and members that are not living instances."""
+    """Find malformed groups, broken strict rules, and members that nothing requests or records."""
     for name, group in world.groups.items():
         if not isinstance(group, Group):
             key = keys.group(name)
@@ -673,6 +709,7 @@ def audit_groups(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
+    """Return True if requested, in flight, living, or with a malformed record."""
     is_requested = (
         instance in world.in_flight or instance in world.malformed_records or bool(world.wishes.get(instance))
     )
@@ -680,7 +717,10 @@ def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
 
 
 def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
-    """Find requests of a living instance whose group does not contain it on the same compute."""
+    """Find requests whose group is absent or does not have the instance on the same compute.
+
+    Tombstones and malformed groups are skipped.
+    """
     for compute, wish in world.wishes.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
@@ -698,7 +738,10 @@ def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
-    """Find malformed quotas, and quotas that differ from the requests or placement's usage."""
+    """Find malformed quotas, and quotas that differ from the requests or placement's usage.
+
+    Each gives at most one finding; placement's usage is compared only while no instance is in work.
+    """
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             key = keys.quota(project)
@@ -720,13 +763,17 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _count_requested(world: AuditIndex, project: str) -> dict[str, int]:
+    """Return the usage of a project by its queued and delivered requests: {class: amount}."""
     waiting_requests = (waiting for places in world.queue_entries.values() for waiting in places.values())
     wishes = (wish for by_compute in world.wishes.values() for wish in by_compute.values())
     return sum_charges(project, (*waiting_requests, *wishes), world.records.get)
 
 
 def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the differing amounts as text, of the first and the second; None if absent."""
+    """Return the differing amounts as text, of the first and the second; None if all are equal.
+
+    A name that one lacks counts as 0.
+    """
     names = sorted(name for name in {*first, *second} if first.get(name, 0) != second.get(name, 0))
     if not names:
         return None

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Delays before retries: `initial_seconds`, then doubled each time up to `max_seconds`."""
+    """Delays before retries: `initial_seconds`, then doubled each time up to `max_seconds`.
+
+    `delay_seconds` is the last delay, 0 before the first. Nothing here waits.
+    """
 
     initial_seconds: float
     max_seconds: float

@@ -35,14 +35,17 @@ Boots = tuple[Boot, ...]
 
 
 def infer_boots(boots: Boots, stages: Mapping[str, str]) -> Boots:
-    """Return a record's boots; if it has none, the first boot as its `stages` show it."""
+    """Return a record's boots; if it has none, the first as its `stages` show it, or ()."""
     if boots or STARTED not in stages:
         return boots
     return (Boot(1, CREATED, {name: stages[name] for name in (STARTED, ADDRESSED, READY) if name in stages}),)
 
 
 def record_running(boots: Boots, reason: str, now: str) -> Boots:
-    """Return the boots of a running guest; a new one is added unless the last one still runs."""
+    """Return the boots of a running guest; a new one is added unless the last one still runs.
+
+    It is STARTED at `now`, an ISO time; only the newest MAX_BOOTS are kept.
+    """
     if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
@@ -50,7 +53,10 @@ def record_running(boots: Boots, reason: str, now: str) -> Boots:
 
 
 def add_stage(boots: Boots, stage: str, now: str) -> Boots:
-    """Return the boots with a stage added to the last one, unless it has reached it before."""
+    """Return the boots with a stage added to the last one, unless it has reached it before.
+
+    Without boots it is a no-op; `now` is an ISO time.
+    """
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))
@@ -67,7 +73,10 @@ def find_boot(boots: Boots, number: int | None) -> Boot | None:
 
 
 def parse(data: Any) -> Boots:
-    """Parse a record's newest boots; return () for None, raise ValueError if malformed."""
+    """Parse a record's newest MAX_BOOTS boots; () for None, ValueError if malformed.
+
+    Their numbers must increase. Reasons are any text of up to 40 characters; unknown stages are dropped.
+    """
     if data is None:
         return ()
     if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):
@@ -83,6 +92,7 @@ def _select_stages(stages: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_boot(data: Any) -> bool:
+    """Return True for a number from 1, a reason of up to 40 characters and stages with text."""
     if not isinstance(data, dict) or not isinstance(data.get('reason'), str) or len(data['reason']) > 40:
         return False
     number, stages = data.get('number'), data.get('stages')

@@ -50,7 +50,7 @@ class Canary(NamedTuple):
     leftover_reason: str = ''
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON object of the canary; `gone` is null if no canary was placed."""
+        """Return the JSON object that users see; `gone` is null if no canary was placed."""
         names = ('compute', 'host', 'instance', 'name', 'reached')
         gone = None if self.reached is None else not self.leftover_reason
         fields = {name: getattr(self, name) for name in names}
@@ -102,7 +102,7 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
 def find_stages(record: Record | None) -> tuple[str, str]:
     """Return the last stage that a guest reached, and the stage that it is or failed in.
 
-    Without a record both are the first stage.
+    Without a record both are the first stage; after all stages both are READY.
     """
     if record is None:
         return STAGES[0], STAGES[0]

@@ -50,7 +50,10 @@ class PlacementReason(NamedTuple):
 
 
 def parse_placement_reason(data: Any) -> PlacementReason | None:
-    """Parse the reason in a request or record; None if malformed, as nothing depends on it."""
+    """Parse the reason in a request or record; None if malformed, as nothing depends on it.
+
+    The strategy may be any text; it is cut off after 40 characters.
+    """
     if not isinstance(data, dict):
         return None
     strategy, weight, compute_count = (data.get(name) for name in PlacementReason._fields)
@@ -106,7 +109,8 @@ def choose(
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
     """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
 
-    It is rounded to hundredths, so that computes that differ by less are equal, and 0 if `room` lacks all the classes.
+    It is rounded to hundredths, so that computes that differ by less are equal. Classes that `room` lacks, or of which
+    the capacity is 0, do not count; the share is 0 if none is left.
     """
     usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
@@ -123,7 +127,8 @@ def distribute(
 ) -> list[Candidate]:
     """Return a candidate for each of `count` instances, or for fewer if room or group end.
 
-    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
+    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited. A strict
+    affinity group without members gets one compute: the first that has room for all, or else for most.
     """
     if group is None or not group.strict or group.policy != AFFINITY or group.member_counts:
         return _distribute(candidates, rooms, count, strategy, rng, group)
@@ -142,6 +147,7 @@ def distribute(
 def _distribute(
     candidates: Sequence[Candidate], rooms: Rooms, count: int, strategy: str, rng: random.Random, group: Group | None
 ) -> list[Candidate]:
+    """Choose for each instance the best candidate that has room; see distribute()."""
     remaining = {provider: dict(room) for provider, room in rooms.items()}
     counts = Counter(group.member_counts if group is not None else ())
     indices: dict[str, list[int]] = {}
@@ -195,5 +201,6 @@ def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> b
 
 
 def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:
+    """Return the weight by SPREAD or PACK, 0 to 1, a larger one is better; None: not weighed."""
     free_share = calculate_free_share(allocations[compute], rooms.get(compute, {}))
     return {SPREAD: free_share, PACK: 1 - free_share}.get(strategy)
