@@ -42,7 +42,7 @@ class KnownCluster:
     term: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
-        """Update the memory with a reply's header."""
+        """Return a copy with the reply's cluster id, and the higher revision and term of both."""
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
@@ -51,7 +51,8 @@ class KnownCluster:
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
     """Return the highest revision in the values of the keys below /accepted/, or 0.
 
-    A number above the key's own revision cannot be true and counts as that revision; other text is ignored.
+    A number above the key's own revision cannot be true and counts as that revision; a value that is not 1 to 19 digits
+    is ignored.
     """
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
@@ -73,7 +74,7 @@ def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | N
 
 
 def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> str | None:
-    """Explain why a value of /cluster (None: no key) is not the remembered etcd's, or None."""
+    """Explain why a value of /cluster (None: no key) is not the remembered one; else None."""
     if value is None:
         return f'{keys.CLUSTER} is not there, and identity {remembered.identity} was known'
     try:
@@ -89,7 +90,7 @@ def make_identity_value(identity: str, now: str) -> str:
 
 
 def read_identity(value: bytes) -> str:
-    """Return the identity in a value of /cluster; raise ValueError if it has none."""
+    """Return the identity in a value of /cluster; ValueError if it is malformed or has none."""
     text = load_object(value).get('identity')
     if not isinstance(text, str) or not keys.is_uuid(text):
         raise ValueError('it holds no identity')
@@ -102,7 +103,7 @@ def to_json(remembered: KnownCluster) -> str:
 
 
 def from_json(value: bytes) -> KnownCluster:
-    """Parse the text of to_json(); raise ValueError for any other text."""
+    """Parse the text of to_json(); raise ValueError for other text, or if it has no identity."""
     data = load_object(value)
     types = {name: type(default) for name, default in {'version': VERSION, **asdict(KnownCluster())}.items()}
     if {name: type(field) for name, field in data.items()} != types or data.pop('version') != VERSION:
@@ -113,7 +114,10 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def describe_vulnerabilities(version: str) -> str | None:
-    """Return a log line if this etcd version is end-of-life or known as vulnerable, else None."""
+    """Return a log line, `problem: cure`, if this etcd version is end-of-life or vulnerable.
+
+    None otherwise, also for a version that is not numbers, and for a newer minor version than is known here.
+    """
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None

@@ -63,11 +63,12 @@ class Event:
     time: str = ''
 
 
+# Each event with the times, in ISO 8601, that are new in the changed value.
 DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute, seen_at: str = '') -> list[Event]:
-    """Return the events of the changes of one revision.
+    """Return the events of the changes of one revision; a change without an event gives none.
 
     All get the latest time in the new values, or else `seen_at`, when the changes were received ('' for past ones).
     """
@@ -102,14 +103,17 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 
 
 def _get_family(key: str) -> str:
+    """Return the prefix of a key (`/hosts/`), or the key itself if it has only one part."""
     return '/'.join(key.split('/')[:2]) + '/' if key.count('/') > 1 else key
 
 
 def _is_new_request(change: Change) -> bool:
+    """Return True for a key of a request that had no value before, or a compacted one."""
     return change.key.startswith(keys.HOSTS) and change.before is None and change.key.count('/') == 3
 
 
 def _is_time(text: str) -> bool:
+    """Return True for an ISO time with time zone and 24 characters, as format_time() makes it."""
     try:
         return datetime.fromisoformat(text).tzinfo is not None and len(text) == len('2026-01-31T12:00:00.000Z')
     except ValueError:
@@ -121,6 +125,10 @@ def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, s
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield what is new in a record; or that it is gone or malformed, without times.
+
+    A removed record of ecomp 1.0 gives nothing.
+    """
     compute, instance = keys.parse_record_key(change.key)
     if change.after is None and compute is None:
         return  # a record of ecomp 1.0 that moved below its compute
@@ -140,6 +148,7 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
 
 
 def _parse_record(value: bytes | None, instance: str, compute: str | None) -> Record | None:
+    """Parse a record; None for None and for a malformed one."""
     try:
         return from_json(value, instance, compute) if value is not None else None
     except ValueError:
@@ -183,6 +192,7 @@ _POWER_PHASES = {SHUTDOWN_ASKED: 'its guest was asked to turn itself off', SHUT_
 
 
 def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
+    """Describe each interface's address that is not None and differs from before, by MAC."""
     old_addresses = {interface.mac: interface.address for interface in before}
     for interface in after:
         if interface.address is not None and old_addresses.get(interface.mac) != interface.address:
@@ -190,6 +200,10 @@ def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface])
 
 
 def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that a request, destroy or power action was accepted, or that it is malformed.
+
+    A removed request gives nothing; nor does a valid one of which the earlier value is unknown.
+    """
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
@@ -207,6 +221,7 @@ def _describe_request(change: Change, name_compute: NameCompute, _takers: Mappin
 
 
 def _describe_request_change(before: Request | None, after: Request, compute_name: str) -> str:
+    """Describe the request, destroy or power action that is new; '' if none is."""
     if after.is_tombstone:
         return '' if before is not None and before.is_tombstone else 'destroy accepted'
     if before is None:
@@ -215,6 +230,11 @@ def _describe_request_change(before: Request | None, after: Request, compute_nam
 
 
 def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that a request waits (again), left its queue, or is being taken by a compute.
+
+    `takers`, {instance: compute}, are the new requests of the same revision: the compute has it. A waiting one whose
+    earlier value is unknown gives nothing.
+    """
     place = keys.parse_queue_key(change.key)
     if place is None:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
@@ -243,6 +263,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
 
 
 def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that the new owner has the name, or that the last one lost it; malformed: `?`."""
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
@@ -256,6 +277,7 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
 
 
 def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that a compute went away, came up, or is up in a new process (`since` differs)."""
     compute = keys.get_last_part(change.key)
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     presence = after or before
@@ -286,6 +308,7 @@ def _make_describer(
 
 
 def _describe_value(describe: Callable[[str, bytes], str], name: str, value: bytes | None) -> str | None:
+    """Describe a value, or say why it is malformed; None for None."""
     if value is None:
         return None
     try:
@@ -295,10 +318,12 @@ def _describe_value(describe: Callable[[str, bytes], str], name: str, value: byt
 
 
 def _describe_limits(project: str, value: bytes) -> str:
+    """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
     return ', '.join(f'{name} {limit}' for name, limit in quota_from_json(project, value).limits.items()) or 'no limits'
 
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that etcd got its identity, whatever the change of the key is."""
     yield Event(change.revision, 'cluster', 'this etcd got its identity'), ()
 
 

@@ -20,7 +20,10 @@ ORDINALS = ('first', 'second', 'third')
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider; `is_standalone` without parent and children."""
+    """A resource provider; `is_standalone` without parent and children.
+
+    `taken_count` is the number of other instances of the same set whose usage with_usage() added.
+    """
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Provider:
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Return the provider with the usage of other instances of the same set added."""
+        """Return the provider with the usage of other instances of the same set, one each, added."""
         sums = sum_resources(amounts)
         increased = {
             name: inventory._replace(used=inventory.used + sums.get(name, 0))
@@ -101,7 +104,7 @@ class Miss:
 
     @property
     def cures(self) -> tuple[Cure, ...] | None:
-        """The cures of all failures, or None if one of them has no cure."""
+        """The cures of all failures, () without failures; None if one of them has no cure."""
         cures = tuple(failure.cure for failure in self.failures if failure.cure is not None)
         return cures if len(cures) == len(self.failures) else None
 
@@ -111,7 +114,8 @@ def explain_uncovered(
 ) -> str | None:
     """Say, as the end of a sentence, why this module does not cover a provider, or None.
 
-    `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
+    It shares with others, or others share with it a class that the query asks for, or it is nested. `sharing_providers`
+    have the trait MISC_SHARES_VIA_AGGREGATE.
     """
     if not provider.is_standalone:
         return 'its resource providers are nested'
@@ -126,7 +130,10 @@ def explain_uncovered(
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a provider for which explain_uncovered() is None."""
+    """Find the constraints that fail on a provider for which explain_uncovered() is None.
+
+    That the provider is disabled comes first, the others in the order of the query.
+    """
     # Required classes are never dropped, so a query that has one still has resources after another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
@@ -166,14 +173,20 @@ def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
 
 
 def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
-    """Find the miss with the smallest cure, or None; cures that free nothing come first."""
+    """Find the miss with the smallest cure, or None; cures that free nothing come first.
+
+    Misses without failures, and those with a failure that has no cure, are left out.
+    """
     curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """Return the query with the constraints that have a cure replaced or dropped."""
+    """Return the query with the constraints that have a cure replaced or dropped.
+
+    Amounts to free and cures of groups have no effect on it.
+    """
     replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
         cure.constraint: cure.replacement for cure in cures
     }
@@ -199,12 +212,17 @@ def format_cures(cures: Sequence[Cure], host: str) -> str:
 
 
 def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
+    """Return a constraint's argument, an amount's class, or else the constraint as text."""
     if isinstance(constraint, Requirement) and constraint.argument:
         return constraint.argument
     return constraint.name if isinstance(constraint, Amount) else str(constraint)
 
 
 def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
+    """Return the failure of a constraint on the provider; None if it is met.
+
+    `can_drop`: the query still asks for resources if an amount that is not of REQUIRED_CLASSES is dropped.
+    """
     if isinstance(constraint, Amount):
         return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
     names = provider.get_names(constraint.key)
@@ -225,6 +243,7 @@ def _is_enabled_constraint(constraint: Constraint | GroupConstraint) -> bool:
 
 
 def _describe_lack(constraint: Requirement | Exclusion) -> str:
+    """Say, as the end of a sentence, why a constraint other than an amount fails."""
     if _is_enabled_constraint(constraint):
         return 'is disabled'
     if isinstance(constraint, Exclusion):
@@ -241,6 +260,11 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 def _check_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
+    """Return the failure, with all its reasons, of an amount in an inventory; None if it fits.
+
+    Inventory None: the provider does not have the class. With `taken_count` the usage is not quoted, as it includes the
+    set's.
+    """
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
     if inventory is None:
@@ -270,6 +294,10 @@ def _check_amount(
 def _find_cure(
     requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
 ) -> Cure | None:
+    """Return the first that is possible: ask for the possible amount, drop the class, free some.
+
+    None if even the empty inventory has no valid amount.
+    """
     if possible_amount is not None:
         return Cure(requested, Amount(requested.name, possible_amount))
     if drop_cure is not None:

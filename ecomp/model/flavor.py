@@ -38,12 +38,19 @@ class Flavor:
 
 
 def check_flavor_name(name: str) -> str:
-    """Return the name unchanged; raise ValueError if it is not a valid flavor name."""
+    """Return the name unchanged; ValueError unless it is 1 to 63 letters, digits, ., _ and -.
+
+    The first character is a letter or digit.
+    """
     return check_plain_name(name, 'a flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
-    """Parse a flavor that is written as a query; raise ValueError if name or query is invalid."""
+    """Parse a flavor that is written as a query; raise ValueError if name or query is invalid.
+
+    It needs at least one resource, from 1 to MAX_AMOUNT; the last amount of a class counts. Invalid are other
+    parameters, `required=in:`, and traits both required and forbidden.
+    """
     check_flavor_name(name)
     resources: dict[str, int] = {}
     required: list[str] = []
@@ -70,7 +77,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 def merge_query(flavor: Flavor, query: str) -> str:
     """Return the flavor's query with `query` added, whose amounts replace the flavor's.
 
-    Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class.
+    Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class; AMOUNT is not checked.
     """
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
@@ -99,7 +106,10 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 
 
 def from_json(name: str, value: bytes) -> Flavor:
-    """Parse the value of a flavor's key; raise ValueError if malformed or of a newer version."""
+    """Parse the value of a flavor's key; raise ValueError if malformed or of a newer version.
+
+    Version 1 is assumed without one; the name in the value is ignored.
+    """
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):
@@ -115,6 +125,7 @@ def from_json(name: str, value: bytes) -> Flavor:
 
 
 def _parse_amounts(value: str) -> dict[str, str]:
+    """Split `CLASS:AMOUNT,…`; ValueError if malformed, but amounts are any text."""
     amounts = {}
     for part in value.split(','):
         name, colon, amount = part.partition(':')
@@ -125,12 +136,14 @@ def _parse_amounts(value: str) -> dict[str, str]:
 
 
 def _parse_amount(name: str, text: str) -> int:
+    """Return the amount; ValueError unless it is 1 to MAX_AMOUNT in decimal digits."""
     if not text.isdecimal() or not text.isascii() or len(text) > MAX_DIGITS or not 0 < int(text) <= MAX_AMOUNT:
         raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
     return int(text)
 
 
 def _check_class_name(kind: str, text: str) -> str:
+    """Return the text unchanged; ValueError unless is_class(); `kind` is for its message."""
     if not is_class(text):
         raise ValueError(f'{text[:80]!r} is no {kind}: those are of A-Z, 0-9 and _')
     return text

@@ -54,7 +54,7 @@ class Group:
 
     @cached_property
     def member_counts(self) -> Counter[str]:
-        """The number of members on each compute."""
+        """The number of members on each compute; members in a queue are left out."""
         return Counter(compute for compute in self.members.values() if compute)
 
     def with_members(self, members: Mapping[str, str]) -> Group:
@@ -62,10 +62,14 @@ class Group:
         return replace(self, members={**self.members, **members})
 
     def without_members(self, *instances: str) -> Group:
+        """Return the group without these members; others than members are ignored."""
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def can_admit(self, compute: str, member_counts: Mapping[str, int]) -> bool:
-        """Return True if one more member may be on the compute, given the members on each."""
+        """Return True if one more member may be on the compute, given the members on each.
+
+        That is always so for a soft group, for compute '' (a queued member), and if no member has a compute.
+        """
         if not self.strict or not compute or not any(member_counts.values()):
             return True
         return bool(member_counts.get(compute)) == (self.policy == AFFINITY)
@@ -89,7 +93,10 @@ class Group:
         return self.preference_sign * self.member_counts[compute]
 
     def list_breaches(self) -> list[str]:
-        """List breaches of a strict rule: members on several computes, or several on one."""
+        """List breaches of a strict rule: members on several computes, or several on one.
+
+        A soft group has none.
+        """
         counts = self.member_counts
         if not self.strict:
             return []
@@ -102,14 +109,18 @@ class Group:
 
 
 def check_group_name(name: str) -> str:
-    """Return the name unchanged; raise ValueError if it is not a valid group name."""
+    """Return the name unchanged; ValueError unless it is 1 to 63 letters, digits, ., _ and -.
+
+    The first character is a letter or digit.
+    """
     return check_plain_name(name, 'a group')
 
 
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
     """Return the existing group, or a new one if it is None, for a request's membership.
 
-    Raises UsageError if a new group has no policy, and Conflict if the request's policy or `strict` differs.
+    A new one is strict, unless `strict` is False, and has no members. Raises UsageError if it has no policy, and
+    Conflict if the request's policy or `strict` differs from the existing one's.
     """
     name = membership.name
     if existing is None:
@@ -122,7 +133,10 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return the instances of {instance: compute} that the group admits, joining in this order."""
+    """Return the instances of {instance: compute} that the group admits, joining in this order.
+
+    Those that are members are taken out first. The group is not changed.
+    """
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():
@@ -151,7 +165,10 @@ def from_json(name: str, value: bytes) -> Group:
 
 
 def parse_membership(data: Any) -> Membership | None:
-    """Parse the group in a request, an object or None; raise ValueError if malformed."""
+    """Parse the group in a request, an object or None; raise ValueError if malformed.
+
+    Name, policy and strict are all required.
+    """
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):
@@ -160,6 +177,7 @@ def parse_membership(data: Any) -> Membership | None:
 
 
 def _parse_rule(data: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return policy and strict; ValueError if one is missing or malformed."""
     policy, strict = data.get('policy'), data.get('strict')
     if policy not in POLICIES or not isinstance(strict, bool):
         raise ValueError(f'not a group: policy is {str(policy)[:40]!r}, strict {str(strict)[:40]!r}')
@@ -167,4 +185,5 @@ def _parse_rule(data: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _is_place(instance: str, compute: object) -> bool:
+    """Return True for an instance's uuid and its compute's, which may be ''."""
     return keys.is_uuid(instance) and isinstance(compute, str) and (not compute or keys.is_uuid(compute))

@@ -41,9 +41,9 @@ FIRST_ROUTE_METRIC = 100
 def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
     """Return cloud-init's network configuration: DHCP on each interface.
 
-    It is None for a single interface, on which every image uses DHCP by default. The routes of the first interface are
-    preferred. The format is netplan's version 2, which cloud-init passes to netplan or translates. It matches
-    interfaces by MAC, so the keys need not be their names.
+    It is None for fewer than two interfaces: on a single one every image uses DHCP by default. The routes of the first
+    interface are preferred. The format is netplan's version 2, which cloud-init passes to netplan or translates. It
+    matches interfaces by MAC, so the keys need not be their names.
     Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
     """
     if len(macs) < 2:
@@ -86,7 +86,10 @@ class GuestReport(NamedTuple):
 
 
 def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report; a malformed or empty one (from an older server) contains nothing."""
+    """Parse a stored report; a malformed or empty one (from an older server) contains nothing.
+
+    A malformed key or failure is left out alone.
+    """
     report = load_object_or_empty(data)
     return GuestReport(
         parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))
@@ -94,7 +97,10 @@ def parse_guest_report(data: bytes) -> GuestReport:
 
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
-    """Return up to MAX_HOST_KEYS valid OpenSSH public keys, each once, without comments."""
+    """Return up to MAX_HOST_KEYS valid OpenSSH public keys, each once, without comments.
+
+    Malformed ones and those that are not of HOST_KEY_TYPES are dropped; () if the value is not a list.
+    """
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
@@ -132,6 +138,7 @@ class SharedUserData(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
+        """Hash and encode the user-data; it is not checked."""
         import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
         encoded = binascii.b2a_base64(data, newline=False).decode()
@@ -154,7 +161,10 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return the user-data of any size; raise ValueError if cloud-init cannot read it."""
+    """Return the user-data; ValueError if it is empty, no gzip and not UTF-8, or has a NUL.
+
+    The error is the end of a sentence. The size, the content of gzip and the format are not checked.
+    """
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP_MAGIC):
@@ -170,7 +180,10 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpack_user_data(data: bytes) -> bytes | None:
-    """Unpack gzip user-data; None if corrupt, unchanged if it exceeds MAX_UNPACKED_BYTES."""
+    """Unpack gzip user-data; None if it is corrupt.
+
+    Data that is not gzip, or exceeds MAX_UNPACKED_BYTES, is returned unchanged.
+    """
     if not data.startswith(GZIP_MAGIC):
         return data
     import gzip  # loaded late: few users pass gzip
@@ -188,7 +201,7 @@ def is_unknown_user_data(data: bytes) -> bool:
     """Return True for user-data that cloud-init would ignore: of no known format.
 
     It compares as type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case,
-    without leading white space.
+    without leading white space. Gzip, and a MIME header in the first 4096 bytes, are known, too.
     """
     text = data.decode(errors='replace')
     is_known = text.encode() == data and text.lower().lstrip().startswith(USER_DATA_PREFIXES)
@@ -196,7 +209,10 @@ def is_unknown_user_data(data: bytes) -> bool:
 
 
 def parse_public_keys(data: bytes) -> tuple[str, ...]:
-    """Return the OpenSSH public keys in a file; raise ValueError for a bad line, or no key."""
+    """Return the OpenSSH public keys in a file; raise ValueError for a bad line, or no key.
+
+    Each is returned once; empty lines and comments are skipped. The error is the end of a sentence.
+    """
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -214,7 +230,11 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def parse_public_key(fields: list[str]) -> str:
-    """Join type, base64 and comment to an OpenSSH public key; raise ValueError if invalid."""
+    """Join type, base64 and comment to an OpenSSH public key; raise ValueError if invalid.
+
+    Valid is any type with which the decoded base64 begins; a key that is cut off is not. The error is the end of a
+    sentence.
+    """
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key: name the public one, whose file ends in .pub')
@@ -348,6 +368,9 @@ def list_macs(instance: str) -> tuple[str, ...]:
 
 
 def make_mac_conflict(mac: str, other: str) -> BuildFailed:
-    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too."""
+    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too.
+
+    Its stage is `scheduled`; it is not raised here.
+    """
     reason = f'its MAC {mac} is that of instance {other} here'
     return BuildFailed('scheduled', f'{reason}: ask again, a new uuid has another')

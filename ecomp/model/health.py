@@ -1,6 +1,7 @@
 """The checks of `eschedule doctor` and `ecompute --check`: problems and their cures. Pure.
 
-A check is a row of a table: its name, and a function from facts to problems, each with its cure.
+A check is a row of a table: its name, and a function that yields (problem, cure), two texts, for each fact that is
+wrong, or nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GENERALIZED_TIME_TAG = 0x18
 
 
 def read_certificate_end(content: bytes) -> datetime:
-    """Return when the first certificate in a PEM file expires; raise ValueError if malformed.
+    """Return when (UTC) the first certificate in a PEM file expires; ValueError if malformed.
 
     RFC 5280, 4.1: a Certificate contains a TBSCertificate: (version), serial, signature, issuer, validity, ...
     """
@@ -51,7 +52,10 @@ def read_certificate_end(content: bytes) -> datetime:
 
 
 def _read_element(der: bytes) -> tuple[int, bytes, bytes]:
-    """Return the tag and content of the first DER element, and the bytes after it."""
+    """Return the tag and content of the first DER element, and the bytes after it.
+
+    Raises IndexError without tag and length; content that is cut off is returned as it is.
+    """
     tag, length, start = der[0], der[1], 2
     if length > 0x7F:
         start = 2 + (length & 0x7F)
@@ -59,6 +63,7 @@ def _read_element(der: bytes) -> tuple[int, bytes, bytes]:
     return tag, der[start : start + length], der[start + length :]
 
 
+# The states of a network or bridge in LibvirtFacts.networks.
 USABLE = 'there'
 OFF = 'off'
 MISSING = 'missing'
@@ -70,8 +75,9 @@ class LibvirtFacts:
 
     `version` is the daemon's, `library_version` ours, both as libvirt counts. `qemu_user` is the user that runs QEMU.
     `blocked_directory` is on the path to the disks, and QEMU cannot enter it. `foreign_pool_directory` is that of a
-    pool with our name that is not ours. `network_problems` say, with the fix, why guests cannot be made or addressed on
-    a network. `computes` are the owners of guests on this host.
+    pool with our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; with `has_bridge` libvirt
+    made the bridge of one. `network_problems` say, with the fix after `. Fix: `, why guests cannot be made or addressed
+    on a network. `is_kvm_closed`: QEMU cannot open /dev/kvm. `computes` are the owners of guests on this host.
     """
 
     version: int
@@ -131,11 +137,13 @@ class MachineFacts:
 
 
 def _check_root(facts: MachineFacts) -> Iterator[Problem]:
+    """Report that we are not root."""
     if facts.state.caller_uid != 0:
         yield 'ecompute needs root', 'sudo ecompute --check'
 
 
 def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
+    """Report a state directory that belongs to another user; an unknown owner is accepted."""
     state = facts.state
     if state.owner_uid not in (None, state.caller_uid):
         text = (
@@ -146,12 +154,14 @@ def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_disk(facts: MachineFacts) -> Iterator[Problem]:
+    """Report less than MIN_FREE_BYTES for the state directory."""
     if facts.state.free_bytes < MIN_FREE_BYTES:
         free = f'{facts.state.free_bytes // 1024**2} MiB free'
         yield f'the disk of {facts.state.path} is full ({free})', 'make room there, or set another `state:`'
 
 
 def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
+    """Report a malformed stored uuid, unless one is configured; else guests of other computes."""
     state = facts.state
     if state.uuid and not state.has_valid_uuid and facts.configured_uuid is None:
         yield f'{state.path}/uuid holds no uuid', f'put the right one there, or rm {shlex.quote(state.path)}/uuid'
@@ -163,6 +173,7 @@ def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
+    """Report proxy variables in the environment, unless compute.yaml sets a proxy."""
     if facts.proxy_variables and not facts.has_image_proxy:
         names = ', '.join(facts.proxy_variables)
         problem = f'{names} is in the environment, and ecompute asks nobody by it, not even for images'
@@ -181,6 +192,7 @@ def _check_images(facts: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
+    """Report that libvirt-python is missing, or else that libvirt gives no facts."""
     if facts.no_library_reason:
         problem, _, cure = facts.no_library_reason.partition(': ')
         yield problem, cure
@@ -202,6 +214,7 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
 
 
 def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    """Report a daemon older than MIN_LIBVIRT_VERSION, or else than our library."""
     if libvirt.version < MIN_LIBVIRT_VERSION:
         problem = f'libvirt {_format_version(libvirt.version)} is older than any that ecomp was tried with'
         yield problem, f'install {_format_version(MIN_LIBVIRT_VERSION)} or a newer one'
@@ -214,6 +227,7 @@ def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[P
 
 
 def _format_version(version: int) -> str:
+    """Format a version as libvirt counts: 9000000 is 9.0.0."""
     return f'{version // 10**6}.{version // 1000 % 1000}.{version % 1000}'
 
 
@@ -223,6 +237,7 @@ def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
+    """Report /dev/kvm that QEMU cannot open, or else that the configured `kvm` is impossible."""
     if libvirt.has_kvm_device and libvirt.is_kvm_closed:
         problem = (
             f'/dev/kvm cannot be opened by {libvirt.qemu_user}: guests are emulated, and every start of one, and of '
@@ -251,6 +266,7 @@ def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Problem]:
+    """Report bridges and networks that are missing or off, and `network_problems`."""
     for (kind, name), state in libvirt.networks.items():
         if kind == 'bridge' and state == MISSING:
             yield f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up'
@@ -267,6 +283,7 @@ def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Pro
 
 
 def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
+    """Report, for metadata mode `network`, a taken port, or no network with libvirt's bridge."""
     if facts.metadata_mode == 'network' and facts.is_metadata_port_taken and libvirt.has_bridge:
         problem = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
         yield problem, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
@@ -325,12 +342,13 @@ class Ailment(NamedTuple):
     cure: str
 
 
+# The problem and its cure.
 Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate file and the end of its validity; None: unreadable or malformed."""
+    """A certificate file and the end of its validity, UTC; None: unreadable or malformed."""
 
     path: str
     expires_at: datetime | None
@@ -341,8 +359,9 @@ class Backends:
     """Facts about etcd and placement, as this machine reaches them.
 
     `etcd` and `placement` are their names with address. `config_path` is the file that configures them, None if there
-    is none. `etcd_failure` and `placement_failure` say why one does not answer properly, '' if it does. `ahead_seconds`
-    is our clock minus placement's, None if placement sends no time.
+    is none. `etcd_failure` and `placement_failure` say why one does not answer properly, '' if it does; a version is ''
+    if unknown. `ahead_seconds` is our clock minus placement's, None if placement sends no time. `now` has a time zone.
+    `open_secrets` are the paths of secrets that every user can read or change.
     """
 
     etcd: str
@@ -383,6 +402,10 @@ def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Proble
 
 
 def _find_cure(section: str, reason: str, facts: Backends) -> str:
+    """Return the cure of a backend's failure, which is recognized by words in `reason`.
+
+    `section` is the backend's in the configuration, `etcd` or `placement`.
+    """
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
     if 'is the clock right?' in reason:
         return 'timedatectl set-ntp true, here and on the control host'
@@ -400,6 +423,7 @@ def _find_cure(section: str, reason: str, facts: Backends) -> str:
 
 
 def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
+    """Report an etcd that is end-of-life or vulnerable; an unknown version is neither."""
     warning = describe_vulnerabilities(facts.etcd_version)
     if warning is not None:
         problem, _, cure = warning.partition(': ')
@@ -407,6 +431,7 @@ def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
 
 
 def _check_placement_version(facts: Backends) -> Iterator[Problem]:
+    """Report a microversion that is malformed or below MICROVERSION; '' is unknown."""
     if not facts.placement_version:
         return
     try:
@@ -420,6 +445,7 @@ def _check_placement_version(facts: Backends) -> Iterator[Problem]:
 
 
 def _check_clock(facts: Backends) -> Iterator[Problem]:
+    """Report a difference of more than MAX_CLOCK_DIFFERENCE_SECONDS, ahead or behind."""
     if facts.ahead_seconds is not None and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS:
         direction = 'ahead of' if facts.ahead_seconds > 0 else 'behind'
         problem = f"this machine's clock is {abs(facts.ahead_seconds):.0f} s {direction} that of {facts.placement}"
@@ -427,6 +453,7 @@ def _check_clock(facts: Backends) -> Iterator[Problem]:
 
 
 def _check_certificates(facts: Backends) -> Iterator[Problem]:
+    """Report certificates that are unreadable, expired, or expire soon."""
     for certificate in facts.certificates:
         cure = 'have it made anew: elab certs DIR, on the control host, and copy it here'
         if certificate.expires_at is None:
@@ -443,6 +470,7 @@ def _check_secrets(facts: Backends) -> Iterator[Problem]:
 
 
 def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:
+    """Report silent, closed and orphaned computes."""
     for host in facts.hosts:
         name = host.hostname or host.compute
         if host.state == SILENT:
@@ -459,6 +487,7 @@ def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:
 
 
 def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
+    """Report computes of another version, and where to upgrade; an unknown one counts as ours."""
     for host in facts.hosts:
         version = facts.versions.get(host.compute, facts.own_version)
         if not _are_same_version(version, facts.own_version):
@@ -483,12 +512,14 @@ def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
 
 
 def _are_same_version(one: str, other: str) -> bool:
+    """Return True for equal releases and commits; a commit that only one has is ignored."""
     # A wheel's version has no commit (ecomp.read_version), so it may have been built from the other's.
     (release, _, commit), (other_release, _, other_commit) = one.partition('+'), other.partition('+')
     return release == other_release and (commit == other_commit or not commit or not other_commit)
 
 
 def _parse_version(version: str) -> list[int]:
+    """Return the numbers of the release; parts that are not decimal are left out."""
     return [int(part) for part in version.partition('+')[0].split('.') if part.isdecimal()]
 
 
@@ -533,5 +564,5 @@ def summarize(facts: Backends, ailments: Sequence[Ailment]) -> str:
 
 
 def get_exit_code(facts: Backends, ailments: Sequence[Ailment]) -> int:
-    """Return 7 if etcd or placement does not answer properly, 8 for other problems, else 0."""
+    """Return 7 if etcd or placement does not answer properly, else 8 for any problem, else 0."""
     return Unreachable.exit_code if facts.is_unavailable else EXIT_FINDINGS if ailments else 0
