@@ -75,7 +75,7 @@ class Inventory(NamedTuple):
 
 
 def calculate_capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
-    """Return (total - reserved) * ratio, truncated, as placement 16 does (objects/inventory.py)."""
+    """Return (total - reserved) * ratio, truncated as by placement 16 (objects/inventory.py)."""
     return int((total - reserved) * ratio)
 
 

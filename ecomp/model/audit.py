@@ -508,7 +508,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Find a claim that is absent, on two computes, or differs from the request; only one fault."""
+    """Find a claim that is absent, on two computes, or differs from the request; one at most."""
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
@@ -623,7 +623,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
-    """Find parts of the instance on computes other than `home_computes`, and domains on several."""
+    """Find parts of the instance on computes not in `home_computes`, and domains on several."""
     record = world.records.get(instance)
     if record is None:
         summary = (

@@ -114,8 +114,8 @@ def explain_uncovered(
 ) -> str | None:
     """Say, as the end of a sentence, why this module does not cover a provider, or None.
 
-    It shares with others, or others share with it a class that the query asks for, or it is nested. `sharing_providers`
-    have the trait MISC_SHARES_VIA_AGGREGATE.
+    Not covered are nested and sharing providers, and those with which a provider shares a class of the query in a
+    common aggregate. `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
     """
     if not provider.is_standalone:
         return 'its resource providers are nested'
@@ -294,7 +294,7 @@ def _check_amount(
 def _find_cure(
     requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
 ) -> Cure | None:
-    """Return the first that is possible: ask for the possible amount, drop the class, free some.
+    """Return the first possible cure: ask for the possible amount, drop the class, free some.
 
     None if even the empty inventory has no valid amount.
     """
