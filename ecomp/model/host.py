@@ -35,7 +35,10 @@ from ecomp.model.text import join_some, make_printable, replace_uuids
 
 
 class RecordFilter(NamedTuple):
-    """A filter for records. A field that is None accepts all; `name` may contain * and ?."""
+    """A filter for records. A field that is None accepts all.
+
+    `name` is a pattern, case-sensitive, with *, ? and [...]; a record without name is matched as ''.
+    """
 
     states: Collection[str] | None = None
     compute: str | None = None
@@ -82,7 +85,10 @@ class EntriesByCompute(Generic[Kind]):
     claimless: set[str] = field(default_factory=set)
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """Query computes, oldest request first, until one holds the claim; fill `claimless`."""
+        """Query computes, oldest request first, until one holds the claim; fill `claimless`.
+
+        No-op for fewer than two requests. What `consumer_lookup` raises passes.
+        """
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):
@@ -98,6 +104,7 @@ class EntriesByCompute(Generic[Kind]):
         return min(claimants or self.requests or self.records, key=self._make_age_key, default='')
 
     def _make_age_key(self, compute: str) -> tuple[int, str]:
+        """Return (creation revision, compute) of its request or, without any requests, its record."""
         return (self.requests or self.records)[compute].created, compute
 
     @property
@@ -116,8 +123,9 @@ class EntriesByCompute(Generic[Kind]):
 def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
     """Return {instance: requests and records} from pairs of a key and its stored value.
 
-    Other keys are ignored. A malformed record of ecomp 1.0, whose key names no compute, counts only if the instance has
-    no other: otherwise an invalid value written there would hide the record of a compute.
+    Other keys are ignored; uuids are not checked. A record of ecomp 1.0, whose key names no compute, counts for the
+    compute in its value unless that has another record. A malformed one counts only if the instance has no other:
+    otherwise an invalid value written there would hide the record of a compute.
     """
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     old_records = []
@@ -167,7 +175,7 @@ class ClassHint(NamedTuple):
 
     @property
     def max_free(self) -> int:
-        """The largest amount that may be free."""
+        """The largest amount that may be free; negative if over-allocated."""
         return self.capacity * self.free_percent // 100
 
 
@@ -177,7 +185,11 @@ Hint = Mapping[str, ClassHint]  # by resource class
 def make_room_hint(
     inventory: Mapping[str, Mapping[str, float]], allocations: Iterable[Resources]
 ) -> dict[str, list[int]]:
-    """Return the hint to publish for an inventory: {class: [capacity, free percent]}."""
+    """Return the hint to publish for an inventory: {class: [capacity, free percent]}.
+
+    `inventory` is {class: placement's fields, of which "total" is required}. Over-allocation is rounded away from 0: 1
+    above a capacity of 3 is -34 percent. With a capacity of 0 or less, each unit above it counts as 100 percent.
+    """
     used = sum_resources(allocations)
     hint = {}
     for name, entry in sorted(inventory.items()):
@@ -189,7 +201,7 @@ def make_room_hint(
 
 
 def parse_room_hint(value: Any) -> Hint | None:
-    """Parse the hint in a presence; None if it is malformed."""
+    """Parse the hint in a presence; None if malformed, empty or of too many classes."""
     if not isinstance(value, dict) or not 0 < len(value) <= MAX_RESOURCE_CLASSES:
         return None
     hint = {}
@@ -208,7 +220,7 @@ def parse_room_hint(value: Any) -> Hint | None:
 
 
 def has_room(hint: Hint, resources: Resources) -> bool:
-    """Return whether there may be room for these resources; an absent class has none."""
+    """Return whether there may be room for these resources; never for a class that is absent."""
     return all(name in hint and amount <= hint[name].max_free for name, amount in resources.items())
 
 
@@ -258,7 +270,7 @@ class Computes:
     stored_hostnames: Mapping[str, str] = field(default_factory=dict)
 
     def find_hostname(self, compute: str) -> str | None:
-        """Return the compute's host name, or None if it never published one."""
+        """Return the compute's host name, or None if none is known."""
         return self._hostnames.get(compute)
 
     def format_name(self, compute: str) -> str:
@@ -269,7 +281,7 @@ class Computes:
         return host if compute in self._uniquely_named else f'{host} ({compute})'
 
     def find_by_hostname(self, hostname: str) -> list[str]:
-        """Return the computes with this host name, sorted, also those that are away.
+        """Return the computes with this host name, sorted, also those that are away; [] if none.
 
         A single living one is not preferred, because a compute may publish the name of one that is away.
         """
@@ -294,7 +306,10 @@ class Computes:
         return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
 
     def describe_unserved(self, names: Sequence[str]) -> str | None:
-        """Return one line that no compute takes these waiting requests, or None if one may."""
+        """Return one line that no compute takes these waiting requests; None if one may.
+
+        One may if it takes from queues, or is of an older version that does not say. Without `names` it is None, too.
+        """
         if (
             not names
             or self.no_taker_reason is None
@@ -316,6 +331,7 @@ class Computes:
 
     @cached_property
     def _hostnames(self) -> dict[str, str]:
+        """{compute: host name}; a living compute's own overrides the stored one."""
         published = {compute: facts.hostname for compute, facts in self.living.items() if facts.hostname is not None}
         return {**self.stored_hostnames, **published}
 
@@ -339,7 +355,11 @@ NO_COMPUTES = Computes()
 
 
 def is_hostname(text: object) -> bool:
-    """Return whether a value may be shown and typed as a host name: safe text, and not a uuid."""
+    """Return whether a value may be shown and typed as a host name: safe text, and not a uuid.
+
+    Safe are 1 to 253 letters, digits, ., _ and -, without . or - at the beginning. A uuid without dashes is refused,
+    too.
+    """
     if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
         return False
     if len(text.replace('-', '')) != 32:
@@ -364,7 +384,11 @@ def parse_hostname(value: bytes) -> str | None:
 
 
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
-    """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/."""
+    """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/.
+
+    A malformed host name, or one stored for something else than a uuid, is left out. Uuids of presences are not
+    checked.
+    """
     by_uuid = {keys.get_last_part(key): parse_hostname(stored.value) for key, stored in hostnames.items()}
     return Computes(
         {keys.get_last_part(key): parse_presence(stored.value) for key, stored in presences.items() if stored.lease},
@@ -373,7 +397,10 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
 
 
 def describe_silent_fix(host: str) -> str:
-    """Return the remedies for a silent compute that holds a claim, in the order to try them."""
+    """Return the remedies for a silent compute that holds a claim, in the order to try them.
+
+    `host` is its name by format_name(); of `name (uuid)` the command gets the uuid.
+    """
     argument = host.rpartition('(')[2].rstrip(')')
     return (
         f'wait; or bring {host} back (after a restore of etcd: `ecompute --accept-new-etcd` there); or use another '
@@ -387,7 +414,7 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd.
+    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd, sorted.
 
     A presence is no proof: a restored etcd has it again, with a full lease. It is one if it was written after
     `start_revision`, etcd's revision when this process started, or once all leases of that time have expired. Providers
@@ -402,7 +429,10 @@ def list_unproven(
 
 
 def parse_presence(value: bytes) -> PresenceFacts:
-    """Parse a presence. An absent or malformed field is None."""
+    """Parse a presence. An absent or malformed field is None; all are, without a JSON object.
+
+    A longer version or kind is cut off after MAX_SHOWN_CHARACTERS; `kind` may be any text.
+    """
     data = load_object_or_empty(value)
     version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
     # Doctor prints the version inside a command for the user to copy, so only harmless characters are accepted.
@@ -419,6 +449,7 @@ def _read_hostname(data: Mapping[str, Any]) -> str | None:
 
 
 def _shorten(text: object) -> str | None:
+    """Return text cut off after MAX_SHOWN_CHARACTERS; None for '' and other types."""
     return text[:MAX_SHOWN_CHARACTERS] if isinstance(text, str) and text else None
 
 
@@ -480,7 +511,10 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """One line of `eschedule hosts`. If disabled, nothing is placed there until it is enabled."""
+    """One line of `eschedule hosts`. If disabled, nothing is placed there until it is enabled.
+
+    `state` is UP, DISABLED, CLOSED, SILENT or ORPHANED, `instance_count` the number of list_living().
+    """
 
     compute: str
     hostname: str | None
@@ -495,7 +529,7 @@ class Host:
 class Leftovers:
     """The remains of a compute on which no instance lives.
 
-    `destroyed` are the instances whose destroy was accepted; `orphans` the consumers without request or record;
+    `destroyed` are the instances whose destroy was accepted; `orphans` the other consumers with allocations there;
     `stray_requests` are of instances that are gone or on another compute, or have a name that is not a uuid.
     """
 
@@ -505,7 +539,10 @@ class Leftovers:
 
 
 def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> list[Host]:
-    """Return all computes in etcd or placement by host name and uuid; nameless ones come last."""
+    """Return the computes that live, have requests or live instances, or are providers of ours.
+
+    Sorted by host name and uuid; nameless ones come last. What is not a uuid is left out.
+    """
     uuids = {*etcd.living_computes, *etcd.requests, *etcd.invalid_names}
     uuids |= {record.compute for record in etcd.records.values() if record.state in LIVE_STATES}
     uuids |= {provider.uuid for provider in providers.values() if provider.is_ours}
@@ -514,7 +551,10 @@ def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> lis
 
 
 def list_living(compute: str, etcd: EtcdState) -> set[str]:
-    """Return the instances that live on a compute or are requested there, without tombstones."""
+    """Return the instances that live on a compute or are requested there, without tombstones.
+
+    A malformed request counts; one of an instance that is gone or on another compute does not.
+    """
     requests = etcd.requests.get(compute, {})
     requested = {
         name
@@ -538,7 +578,9 @@ def find_forget_obstacle(
 ) -> str | None:
     """Return one sentence why a compute must not be forgotten, or None if it may be.
 
-    `consumers` have allocations there; `in_flight` are the instances with an attempt in flight.
+    `consumers` have allocations there; `in_flight` are the instances with an attempt in flight. Obstacles, first one
+    wins: it is alive, it has live instances, an attempt of a consumer is in flight, a record of a request or consumer
+    is malformed, a consumer is requested or recorded on another compute.
     """
     if compute in etcd.living_computes:
         host = etcd.computes.find_hostname(compute)
@@ -581,6 +623,11 @@ def find_leftovers(compute: str, etcd: EtcdState, consumers: Collection[str]) ->
 
 
 def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) -> Host:
+    """Return a compute's line of `eschedule hosts`.
+
+    Without presence it is CLOSED if all its VCPU is reserved, else SILENT if it has requests or a record in any state,
+    else ORPHANED. The mark that ecompute sets itself disables only a living compute.
+    """
     shares = provider.rooms if provider else {}
     has_requests = bool(etcd.requests.get(compute) or etcd.invalid_names.get(compute))
     traits = provider.status_traits if provider else frozenset()
@@ -604,11 +651,12 @@ def _is_tombstone(request: Request | InvalidRequest) -> bool:
 
 
 def _is_stray(compute: str, record: Record | None) -> bool:
-    """True if the compute would drop the request: the instance is gone or elsewhere."""
+    """Return True if the compute would drop the request: the instance is gone or elsewhere."""
     return record is not None and (record.compute != compute or record.state == GONE)
 
 
 def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
+    """Yield the computes that have a request, then that of a record not gone or in error."""
     yield from (compute for compute, requests in etcd.requests.items() if instance in requests)
     record = etcd.records.get(instance)
     if record is not None and record.state in (*LIVE_STATES, DESTROYING):
@@ -616,6 +664,7 @@ def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
 
 
 def _format_instances(instances: list[str], etcd: EtcdState) -> str:
+    """Return `instance a` or `instances a, b`; MAX_QUOTED_INSTANCES are named, others counted."""
     text = join_some(list(map(etcd.format_instance, instances)), MAX_QUOTED_INSTANCES)
     return f'instance{"s" if len(instances) > 1 else ""} {text}'
 
@@ -626,10 +675,10 @@ Each = TypeVar('Each', bound=keys.StoredValue)
 def collect_changed_requests(
     previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
 ) -> dict[str, dict[str, Each]]:
-    """Return the current requests of the computes whose requests differ from `previous`.
+    """Return {compute: its current requests by key} where requests differ from `previous`.
 
-    `previous_by_compute` has the previous ones (absent: none). Of maybe ten thousand keys, only changed ones are
-    grouped.
+    A compute without requests any longer has {}. All keys are below /hosts/. `previous_by_compute` has the previous
+    ones (absent: none). Of maybe ten thousand keys, only changed ones are grouped.
     """
     changed: dict[str, dict[str, Each]] = {}
 

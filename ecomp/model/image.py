@@ -26,8 +26,9 @@ def check_image(url: str) -> str:
     """Return the URL if an image may come from it; otherwise raise ValueError with the reason.
 
     http and https need a host; file needs an absolute path, which each compute compares with its `images:` directory.
-    The only fragment allowed is #sha256= and the 64 hexadecimal digits of the content. A user or password is refused,
-    and the reason does not quote it, because an instance's image is public.
+    Allowed are at most 2048 characters, no space or control character, and no fragment but #sha256= and the 64
+    hexadecimal digits of the content. A user or password is refused, and the reason does not quote it, because an
+    instance's image is public.
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
@@ -56,7 +57,11 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError."""
+    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError.
+
+    An address becomes a network (10.1.0.1/32); a network with host bits is refused, as is a name of digits alone. The
+    reason has no subject ("must be ...").
+    """
     try:
         return str(ip_network(text))
     except ValueError:
@@ -66,14 +71,21 @@ def check_source(text: str) -> str:
 
 
 def split_pin(url: str) -> tuple[str, str | None]:
-    """Split a checked URL into the URL without its fragment and the SHA-256 in that, or None."""
+    """Split a checked URL into the URL without its fragment and the SHA-256 in that, or None.
+
+    The SHA-256 is in lower case.
+    """
     bare, _, fragment = url.partition('#')
     match = PIN_PATTERN.fullmatch(fragment)
     return bare, match[1].lower() if match else None
 
 
 def find_sha256(checksums: str, url: str) -> str | None:
-    """Return the SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None."""
+    """Return the SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None.
+
+    It is in lower case, of the first line with the percent-decoded last part of the URL's path; ./ before it is
+    ignored.
+    """
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
         if match := GNU_SUM_PATTERN.fullmatch(line.strip()):
@@ -142,7 +154,10 @@ def parse_image_sources(entries: Sequence[str]) -> ImageSources:
 
 
 def expand_address(address: Address) -> Iterator[Address]:
-    """Yield the address and, if it is an IPv6 address, the IPv4 addresses embedded in it."""
+    """Yield the address and, if it is an IPv6 address, the IPv4 addresses embedded in it.
+
+    Those of Teredo are two, the server and the client.
+    """
     yield address
     if isinstance(address, IPv6Address):
         if int(address) > 1 and any(address in network for network in _parse_embedding_networks()):
@@ -154,7 +169,11 @@ def expand_address(address: Address) -> Iterator[Address]:
 
 
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
-    """Return why no image may be downloaded from a host of this name, or None if one may."""
+    """Return why no image may be downloaded from a host of this name, or None if one may.
+
+    `sources` is None if `image_sources:` is not configured; otherwise it must list the name, as networks do not count.
+    localhost is always refused.
+    """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
         return 'not in the `image_sources:` of this compute'
@@ -165,7 +184,8 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
     """Return why no image may be downloaded from this address of a host, or None if one may.
 
     A listed network allows loopback addresses only if it lies within loopback, and no other refused address: 0.0.0.0/0
-    is meant for addresses of other hosts. `sources` is None if `image_sources:` is not configured.
+    is meant for addresses of other hosts. A listed name allows no refused address, and all others. `sources` is None if
+    `image_sources:` is not configured. IPv4 addresses embedded in the address are checked, too.
     """
     listed = sources.networks if sources is not None else ()
     for inner in expand_address(address):
@@ -181,7 +201,10 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
 
 
 def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
-    """Return whether `image_sources:` lists exactly this address, not only a network or name."""
+    """Return whether `image_sources:` lists exactly this address, not only a network or name.
+
+    An IPv4 address embedded in it counts, too. False if `sources` is None: not configured.
+    """
     listed = sources.networks if sources is not None else ()
     return any(
         network.num_addresses == 1 and inner in network for network in listed for inner in expand_address(address)
@@ -189,6 +212,7 @@ def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
 
 
 def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bool:
+    """Return whether the listed network has the address and lies within `loopback`."""
     return address in listed and listed.prefixlen >= loopback.prefixlen
 
 

@@ -31,15 +31,15 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
 
 
 def is_supported_version(version: object, newest: int) -> bool:
-    """Return whether `version` is an int from 1 to `newest`; True, an int in Python, is not."""
+    """Return whether `version` is an int from 1 to `newest`; False for other types, also True."""
     return type(version) is int and 1 <= version <= newest
 
 
 def load(value: bytes) -> Any:
     """Parse JSON. ValueError says in standard English why a value is refused.
 
-    Refused are malformed JSON, NaN, infinite numbers, numbers of more than MAX_DIGITS, duplicate keys, nesting deeper
-    than MAX_DEPTH and values longer than MAX_VALUE_BYTES.
+    Refused are malformed JSON, text that is not UTF-8, NaN, infinite numbers (1e999), integers of more than MAX_DIGITS,
+    duplicate keys, nesting deeper than MAX_DEPTH and values longer than MAX_VALUE_BYTES.
     """
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
@@ -57,12 +57,15 @@ def load(value: bytes) -> Any:
 
 
 def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """Return JSON in printable ASCII; ValueError for NaN and infinite numbers."""
+    """Return JSON in printable ASCII; ValueError for NaN and infinite numbers.
+
+    TypeError for what JSON cannot express. `indent` and `separators` are those of json.dumps().
+    """
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
 def is_utf8_text(value: object) -> bool:
-    """Return whether a value is text that UTF-8 can encode: JSON has half surrogate pairs, too."""
+    """Return whether a value is a str that UTF-8 can encode: JSON has half surrogate pairs, too."""
     if not isinstance(value, str):
         return False
     try:
@@ -73,6 +76,7 @@ def is_utf8_text(value: object) -> bool:
 
 
 def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
+    """Return whether at most MAX_DEPTH objects and lists are nested, the outermost included."""
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level)
@@ -100,6 +104,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; ValueError if a key stands twice."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError('not JSON we take: a key stands twice')

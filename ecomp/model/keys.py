@@ -73,11 +73,12 @@ class StoredValue(Protocol):
 
 
 def get_value_id(stored: StoredValue) -> tuple[int, int]:
-    """Return an identity of a value: with its length, as a dropped value may be kept later."""
+    """Return (revision, length), which identifies a value: a dropped one may be kept later."""
     return stored.revision, len(stored.value)
 
 
 def _make_key_function(prefix: str) -> Callable[[str], str]:
+    """Return a function that puts `prefix` before its argument."""
     return lambda part: prefix + part
 
 
@@ -98,7 +99,7 @@ audit = _make_key_function(AUDIT)
 
 
 def request_prefix(compute: str) -> str:
-    """Return the prefix that one ecompute watches."""
+    """Return the prefix of a compute's requests, /hosts/<compute>/, which its ecompute watches."""
     return f'{HOSTS}{compute}/'
 
 
@@ -113,7 +114,10 @@ def record(compute: str, instance: str) -> str:
 
 
 def parse_record_key(key: str) -> tuple[str | None, str]:
-    """Return the compute ('': none; None: not in a key of ecomp 1.0) and instance of a record."""
+    """Return the compute and instance in a record's key.
+
+    The compute is '' if none had the instance, and None in a key of ecomp 1.0, which has no compute.
+    """
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NO_COMPUTE else compute, instance) if slash else (None, compute)
 
@@ -129,7 +133,10 @@ def taker(queue_key: str) -> str:
 
 
 def parse_queue_key(key: str) -> tuple[str, str] | None:
-    """Return the flavor and instance in the key of a queued request; None for any other key."""
+    """Return the flavor and instance in the key of a queued request; None for any other key.
+
+    None for a taker key, too. The instance need not be a uuid.
+    """
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 
@@ -140,12 +147,15 @@ def get_queued_instance(key: str) -> str:
 
 
 def released_claims_prefix(instance: str) -> str:
-    """Return the prefix of the keys with generations of released claims, for an instance."""
+    """Return the prefix of the keys with generations of released claims, for an instance.
+
+    The instances that begin with the same two digits share it.
+    """
     return f'{RELEASED}{instance[:2].lower()}/'
 
 
 def released_claims(instance: str, lease: int) -> str:
-    """Return one of these keys; `lease` is the lease that it is on."""
+    """Return the key below released_claims_prefix() that is on this lease."""
     return f'{released_claims_prefix(instance)}{lease:x}'
 
 
@@ -170,11 +180,17 @@ def get_last_part(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Return whether text is a uuid in lower case with dashes, not nil: it becomes a file name."""
+    """Return True for a uuid in lower case with dashes, not nil; False for other types.
+
+    It becomes a file name.
+    """
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
 def make_uuid(random_bytes: bytes) -> str:
-    """Make a canonical random uuid (version 4, RFC 9562). Python's uuid module loads slowly."""
+    """Make a canonical random uuid (version 4, RFC 9562) of 16 bytes.
+
+    Python's uuid module loads slowly.
+    """
     digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
