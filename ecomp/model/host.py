@@ -150,6 +150,7 @@ def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesB
 def _add_record(
     by_uuid: dict[str, EntriesByCompute[Kind]], compute: str, key: str, instance: str, stored: Kind
 ) -> None:
+    """Store a record and its key in `by_uuid`, which is changed, as those of `compute`."""
     entries = by_uuid.setdefault(instance, EntriesByCompute())
     entries.records[compute] = stored
     entries.record_keys[compute] = key
@@ -444,6 +445,7 @@ def parse_presence(value: bytes) -> PresenceFacts:
 
 
 def _read_hostname(data: Mapping[str, Any]) -> str | None:
+    """Return the field `hostname`, or None if is_hostname() refuses it."""
     name = data.get('hostname')
     return name if isinstance(name, str) and is_hostname(name) else None
 
@@ -647,6 +649,7 @@ def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) 
 
 
 def _is_tombstone(request: Request | InvalidRequest) -> bool:
+    """Return True for a valid request to destroy; False for a malformed request."""
     return isinstance(request, Request) and request.is_tombstone
 
 
@@ -683,6 +686,7 @@ def collect_changed_requests(
     changed: dict[str, dict[str, Each]] = {}
 
     def get_copy(key: str) -> dict[str, Each]:
+        """Return the compute's dict in `changed`, at first a copy of its previous requests."""
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         if compute not in changed:
             changed[compute] = dict(previous_by_compute.get(compute, {}))

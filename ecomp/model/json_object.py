@@ -87,6 +87,7 @@ def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
 
 
 def _parse_float(text: str) -> float:
+    """Return the number, however many digits it has; ValueError if it is infinite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f'not JSON we take: {text[:40]} is too large a number')
@@ -94,6 +95,7 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_int(text: str) -> int:
+    """Return the number; ValueError if it has more than MAX_DIGITS characters."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f'not JSON we take: a number of {len(text)} digits')
     return int(text)

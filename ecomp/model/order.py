@@ -63,7 +63,7 @@ class PowerAction(NamedTuple):
 
 
 def parse_phase(recorded_power: str | None) -> str:
-    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF, or '' if completed."""
+    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF; '' if completed or None."""
     return (recorded_power or '').partition(':')[2]
 
 
@@ -118,10 +118,12 @@ def read_text_field(data: Mapping[str, Any], name: str) -> str:
 
 
 def _read_optional_text(data: Mapping[str, Any], name: str) -> str | None:
+    """Return a text field, None if it is absent or null; ValueError for another type."""
     return None if data.get(name) is None else read_text_field(data, name)
 
 
 def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return an object of texts, which are not parsed; {} if absent, ValueError for null."""
     stages = data.get(name, {})
     if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
         raise ValueError(f'{name}: expected an object of times')
@@ -129,7 +131,10 @@ def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
-    """Return the name of an instance, None if absent or empty; ValueError if it is not valid."""
+    """Return the name of an instance, None if absent or empty; ValueError if it is not a label.
+
+    Names that are reserved or look like a uuid pass (see is_name()).
+    """
     label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
         raise ValueError(f'{name}: {label[:80]!r} is no host name')
@@ -137,6 +142,7 @@ def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
 
 
 def _read_count(data: Mapping[str, Any], name: str) -> int:
+    """Return a number of instances, 1 if absent; ValueError unless from 1 to MAX_AMOUNT."""
     count = data.get(name, 1)
     if not is_amount(count, MAX_AMOUNT) or not count:
         raise ValueError(f'{name}: {str(count)[:40]!r} is no number of instances')
@@ -144,6 +150,7 @@ def _read_count(data: Mapping[str, Any], name: str) -> int:
 
 
 def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
+    """Return a group, None if absent or null; ValueError if it is malformed."""
     return parse_membership(data.get(name))
 
 
@@ -151,6 +158,7 @@ def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
 
 
 def _read_ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """Return lines, None if absent or null; ValueError if one is empty or not printable."""
     lines = data.get(name)
     if lines is None:
         return None
@@ -160,6 +168,7 @@ def _read_ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None
 
 
 def _read_sha256(data: Mapping[str, Any], name: str) -> str | None:
+    """Return a hash, None if absent or null; ValueError unless 64 lower-case hex digits."""
     digest = data.get(name)
     if digest is not None and (not isinstance(digest, str) or not re.fullmatch('[0-9a-f]{64}', digest)):
         raise ValueError(f'{name}: expected 64 hexadecimal digits')
@@ -167,6 +176,7 @@ def _read_sha256(data: Mapping[str, Any], name: str) -> str | None:
 
 
 def _read_user_data(data: Mapping[str, Any], name: str) -> bytes | None:
+    """Decode base64; None if absent or null, ValueError if malformed, empty or too large."""
     text = data.get(name)
     if text is None:
         return None
@@ -198,13 +208,17 @@ def _describe_group(existing: Order) -> str:
 
 
 def _describe_count(existing: Order) -> str:
+    """Describe whether it was ordered in a set, and of how many."""
     return f'one of {existing.count} that were asked for at once' if existing.count > 1 else 'asked for by itself'
 
 
 def _declare_field(
     default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _keep_value, **more: Any
 ) -> Any:
-    """Declare a field of Order; a callable `default` is a factory. `more` goes to OrderField."""
+    """Declare a field of Order; a callable `default` is a factory. `more` goes to OrderField.
+
+    ssh keys and user-data, which may be secret, are left out of repr().
+    """
     default_option = {'default_factory': default} if callable(default) else {'default': default}
     is_public = parse not in (_read_ssh_keys, _read_user_data)
     return field(**default_option, repr=is_public, metadata={'row': OrderField(parse, dump, **more)})
@@ -265,12 +279,15 @@ FIELDS = tuple(each.metadata['row']._replace(name=each.name) for each in fields(
 
 
 def parse_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the fields of an order, except the instance, by name; ValueError if one is invalid."""
+    """Parse the fields of an order, except the instance, by name; ValueError if one is invalid.
+
+    Absent fields get their defaults.
+    """
     return {row.name: row.parse(data, row.name) for row in FIELDS}
 
 
 def dump_fields(order: Order) -> dict[str, Any]:
-    """Return the fields of an order, except the instance, for JSON."""
+    """Return the fields of an order, except the instance and optional defaults, for JSON."""
     defaults = {each.name: each.default for each in fields(Order)}
     values = [(row, getattr(order, row.name)) for row in FIELDS]
     included = [(row, value) for row, value in values if not row.optional or value != defaults[row.name]]
@@ -280,7 +297,8 @@ def dump_fields(order: Order) -> dict[str, Any]:
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
     """Describe how an existing order differs from the one requested for its uuid, or None.
 
-    If `is_recorded`, it is from a record, which lacks keys, user-data and count: these are not compared.
+    One difference is described, by the existing value: `of project p`. If `is_recorded`, `existing` is from a record,
+    which lacks keys, user-data and count: these are not compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.told):
         attribute = each.compared or each.name
@@ -326,6 +344,7 @@ class Request(Order):
 
     @property
     def is_tombstone(self) -> bool:
+        """True if it asks to destroy the instance: it has no allocations."""
         return not self.allocations
 
 
@@ -362,7 +381,8 @@ class InvalidRequest(NamedTuple):
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
     """Parse the request at a key below a compute's prefix; if malformed, return the reason.
 
-    `dropped_bytes` is the size of a value that was too large to be kept (see ecomp.store.watch), or 0.
+    Nothing is raised. `dropped_bytes` is the size of a value that was too large to be kept (see ecomp.store.watch),
+    which is malformed, or 0.
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:
@@ -381,14 +401,20 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Parse name and group in a malformed request, None if invalid; also return its object."""
+    """Parse name and group in a malformed request, None if invalid; also return its object.
+
+    The object is {} if the value is too large or not a JSON object. The quota charge is not parsed.
+    """
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     group = _read_or_none(lambda: parse_membership(data.get('group')))
     return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
 
 
 def _parse_request_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed delivered request holds; an invalid field counts as absent."""
+    """Parse what a malformed delivered request holds; an invalid field counts as absent.
+
+    It has a quota charge only if its version is newer than VERSION.
+    """
     holdings, data = parse_holdings(value)
     # A newer eschedule, whose request is malformed here, has charged a quota; for a manually written one none has been.
     version = data.get('version')
@@ -403,7 +429,10 @@ def _parse_request_holdings(value: bytes) -> Holdings:
 
 
 def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
-    """Raise ValueError if a request is too large to be recorded."""
+    """Raise ValueError if a request is too large to be recorded, or was not kept.
+
+    It was not kept if `dropped_bytes`, its size, is not 0.
+    """
     # JSON may contain DEL itself, and dump() escapes it to six bytes.
     size = dropped_bytes or len(value) + 5 * value.count(b'\x7f')
     if size > MAX_REQUEST_BYTES:
@@ -413,6 +442,7 @@ def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
 
 
 def _read_or_none(read: Callable[[], Found]) -> Found | None:
+    """Return what read() returns, or None if it raises ValueError or RecursionError."""
     try:
         return read()
     except (ValueError, RecursionError):  # RecursionError: from repr() in a reason, which quotes the value
@@ -420,6 +450,7 @@ def _read_or_none(read: Callable[[], Found]) -> Found | None:
 
 
 def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) -> Request:
+    """Parse the request of instance `name`; ValueError with the reason if it is malformed."""
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
     check_request_size(value, dropped_bytes)
@@ -474,7 +505,10 @@ def to_json(request: Request) -> str:
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the instances of an attempt; only the uuid in its key if the value is malformed."""
+    """Return the uuid in an attempt's key and the instances in its value, if not malformed.
+
+    Long ones are cut off; none need be a uuid.
+    """
     try:
         instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
@@ -496,6 +530,7 @@ def parse_name_owner(value: bytes) -> str:
 
 
 def _read_former_resources(data: Mapping[str, Any]) -> dict[str, int]:
+    """Return `resources`, {} if absent; ValueError unless amounts are from 1 to MAX_AMOUNT."""
     amounts = data.get('resources', {})
     if not isinstance(amounts, dict) or not all(
         amount and is_amount(amount, MAX_AMOUNT) for amount in amounts.values()
@@ -521,7 +556,11 @@ class SetOrder(Order):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid. A set's uuids follow from its own, to resume it."""
+        """The order of each instance by uuid. A set's uuids follow from its own, to resume it.
+
+        Members of a set are named `<name>-1`, `<name>-2`, ... (None without a name) and have the hash of user-data in
+        its place.
+        """
         if self.count == 1:
             return {self.instance: Order(**self.copy_fields())}
         shared = (
@@ -554,7 +593,10 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
 
 
 def check_order_size(order: SetOrder) -> None:
-    """Raise UsageError, before anything is claimed, for a set too large for one transaction."""
+    """Raise UsageError, before anything is claimed, for a set too large for one transaction.
+
+    A `count` of 1 always passes.
+    """
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0

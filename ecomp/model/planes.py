@@ -49,12 +49,20 @@ class Planes(NamedTuple):
     stalled: frozenset[str] = frozenset()
 
     def list_consumers(self, compute: str) -> Container[str]:
+        """Return the consumers with allocations on a provider; () if it is unknown."""
         provider = self.providers.get(compute)
         return () if provider is None else provider.allocations
 
 
 class AuditIndex:
-    """The planes, parsed and indexed by instance."""
+    """The planes, parsed and indexed by instance; malformed values are kept, with the reason.
+
+    By instance: `records` (the trusted one) or `malformed_records` (its error), `wishes` {compute: request}, `guests`
+    {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
+    `allocations` {provider: resources}. `groups` and `quotas` by name have the error, a text, for a malformed value.
+    `in_flight` are instances that wait in a queue, are being taken or have an attempt. `computes` are those that live,
+    have a provider named by its uuid, a request or a trusted record.
+    """
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
@@ -132,7 +140,10 @@ class AuditIndex:
                 self.allocations.setdefault(consumer, {})[provider] = resources
 
     def list_instances(self) -> list[str]:
-        """Return all instances in any plane, and all consumers with a claim on a compute, sorted."""
+        """Return the instances in any plane, and the consumers with a claim on a compute, sorted.
+
+        Those only in a queue, or only in an attempt, a name or a group, are left out.
+        """
         instances = {*self.wishes, *self.records, *self.malformed_records, *self.guests}
         instances |= {*self.metadata, *self.seeds, *self.reservations}
         instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
@@ -145,7 +156,10 @@ class AuditIndex:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key of the trusted record (see EntriesByCompute), or the one it would have."""
+        """Return the key of the trusted record (see EntriesByCompute), or the one it would have.
+
+        Without record and request it is the key of ecomp 1.0.
+        """
         return self._record_keys.get(instance) or keys.old_record(instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
@@ -162,7 +176,10 @@ class AuditIndex:
         return stored.revision if stored is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
-        """Return the names in the instance's record and requests; an older ecompute records none."""
+        """Return the names in the instance's record and requests, also queued ones.
+
+        An older ecompute records none.
+        """
         requests = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
@@ -171,24 +188,33 @@ class AuditIndex:
         return {name for name in labels if name}
 
     def describe_unserved(self) -> str | None:
-        """Return one line that no compute takes what is queued, or None if one may."""
+        """Return one line that no compute takes what is queued; None if one may or nothing waits."""
         return self.named_computes.describe_unserved(
             [min(self.list_names(each), default=each) for each in sorted(self.queue_entries)]
         )
 
     def is_living(self, instance: str) -> bool:
-        """Return whether the instance has a record in a state other than gone and error."""
+        """Return whether the instance has a record in a state other than gone and error.
+
+        False if its record is malformed.
+        """
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether the instance is being built or destroyed, by its record or requests."""
+        """Return whether the instance is being built or destroyed, by its record or requests.
+
+        With a tombstone it is, unless the record is gone or in error.
+        """
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """Return whether a requested stop, start or reboot is not completed in the record."""
+        """Return whether a requested stop, start or reboot is not completed in the record.
+
+        False without a record.
+        """
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         actions = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
@@ -205,6 +231,7 @@ class AuditIndex:
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
     def _get_absent_state(self, compute: str) -> str:
+        """Return CLOSED if all VCPU of the compute's provider is reserved, else SILENT."""
         provider = self.planes.providers.get(compute)
         vcpu = provider.inventory.get('VCPU') if provider else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
@@ -221,13 +248,15 @@ class AuditIndex:
         return values
 
     def select_prefix(self, prefix: str) -> dict[str, keys.StoredValue]:
+        """Return the keys below a prefix, with their values."""
         return {key: stored for key, stored in self.planes.etcd.items() if key.startswith(prefix)}
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
     """Return {instance, compute or project: {key: revision}} of the keys about each.
 
-    For a presence it is the lease: the same lease means the same process, however often its hint changes.
+    Of a key whose last part is another name, such as a group, the subject is that. For a presence it is the lease: the
+    same lease means the same process, however often its hint changes.
     """
     revisions: dict[str, dict[str, int]] = {}
     for key, stored in etcd.items():
@@ -319,7 +348,10 @@ def make_error_page(reason: str) -> str:
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
-    """Parse a digest from its pages in order; ValueError if malformed, or with page 0's error."""
+    """Parse a digest from its pages in order; ValueError if malformed, or with page 0's error.
+
+    ValueError also if a page is missing.
+    """
     pages = [load_object(page_value) for page_value in values]
     if not pages:
         raise ValueError('no page is there')
@@ -346,7 +378,7 @@ def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
 
 
 def clearance_from_json(value: bytes) -> list[Leftover]:
-    """Parse such a value; ValueError if it is malformed."""
+    """Parse the value of /audit/<audit>/<compute>; ValueError if it is malformed."""
     data = load_object(value)
     _check_version(data, 'clearance')
     try:
@@ -356,7 +388,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
 
 
 def cleared_from_json(value: bytes) -> list[str]:
-    """Parse a compute's lines about what it removed; ValueError if malformed."""
+    """Parse a compute's lines about what it removed, a JSON list; ValueError if malformed."""
     lines = load(value)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError('it does not say what it removed')
@@ -364,6 +396,7 @@ def cleared_from_json(value: bytes) -> list[str]:
 
 
 def _check_version(data: Mapping[str, Any], kind: str) -> None:
+    """Raise ValueError, which names the kind, unless `version` is from 1 to VERSION."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
         raise ValueError(f'a {kind} of version {version!r:.40}: this ecomp reads {VERSION}')
@@ -377,12 +410,14 @@ def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: A
 
 
 def _check_text(value: Any) -> str:
+    """Return the value; TypeError unless it is text."""
     if not isinstance(value, str):
         raise TypeError(f'expected text, not {type(value).__name__}')
     return value
 
 
 def _list_entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
+    """Yield (name in JSON, key, value, length in JSON) of each entry; of guests the key is ''."""
     for guest in digest.guests.values():
         values = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
         yield 'guests', '', values, len(dump(values)) + 2

@@ -64,10 +64,11 @@ NOT_DISABLED = Exclusion('root_required', DISABLED)
 
 
 def parse_query(query: str) -> tuple[Constraint, ...]:
-    """Return the constraints of a query, each once, in its order.
+    """Return the constraints of a query, each once, in the order of PARSED_PARAMETERS.
 
-    `limit` is left out: it changes how many candidates placement returns, not whether there is one. Granular groups and
-    a malformed query raise UnsupportedQueryError.
+    `limit` is left out: it changes how many candidates placement returns, not whether there is one. Amounts need only
+    be integers, and names are not checked. Other parameters (as of granular groups), a malformed query and one without
+    resources raise UnsupportedQueryError.
     """
     values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -91,7 +92,10 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
 
 
 def parse_plain_amounts(query: str) -> dict[str, int] | None:
-    """Return {class: amount} if the query has nothing but amounts, else None."""
+    """Return {class: amount} if the query has nothing but amounts, else None.
+
+    None for a malformed one, too.
+    """
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:
@@ -103,14 +107,15 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
 
 
 def read_limit(query: str) -> str | None:
-    """Return the text of the query's `limit`, or None if it has none."""
+    """Return the text of the query's last `limit`, maybe '', or None if it has none."""
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
 def restrict_to_compute(query: str, compute: str) -> str:
     """Restrict a query that has no `in_tree` to one compute.
 
-    A query with granular groups alone is restricted in each: placement refuses in_tree= without resources=.
+    A query with granular groups alone is restricted in each: placement refuses in_tree= without resources=. Without
+    resources the query is returned unchanged.
     """
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
@@ -135,12 +140,12 @@ def exclude_disabled(query: str) -> str:
 
 
 def split_traits(value: str) -> tuple[str, ...]:
-    """Return the traits in one value of `required` or `root_required`."""
+    """Return the traits in one value of `required` or `root_required`, without their `!`."""
     return tuple(name.strip().lstrip('!') for name in value.removeprefix('in:').split(','))
 
 
 def format_query(constraints: Iterable[Constraint]) -> str:
-    """Return the query with exactly these constraints."""
+    """Return the query with exactly these constraints, percent-encoded; '' for none."""
     amounts, roots, rest = [], [], []
     for constraint in constraints:
         if isinstance(constraint, Amount):
@@ -155,10 +160,12 @@ def format_query(constraints: Iterable[Constraint]) -> str:
 
 
 def _parse_key(part: str) -> str:
+    """Return the parameter's name in one part of a query, decoded; '' for an empty part."""
     return next((key for key, _ in parse_qsl(part, keep_blank_values=True)), '')
 
 
 def _parse_amounts(value: str) -> Iterator[Constraint]:
+    """Parse a value of `resources`, of each class the last amount; ValueError if malformed."""
     amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')
@@ -167,6 +174,7 @@ def _parse_amounts(value: str) -> Iterator[Constraint]:
 
 
 def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
+    """Yield a constraint for each trait; for a value with in: a single one, of any."""
     if value.startswith('in:'):
         yield Requirement(key, _sort_unique(name.strip() for name in value.removeprefix('in:').split(',')))
         return
@@ -175,6 +183,7 @@ def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
 
 
 def _parse_aggregates(value: str) -> Iterator[Constraint]:
+    """Yield one constraint of any aggregate or, for a value with !, an exclusion of each."""
     if value.startswith('!'):
         yield from (Exclusion('member_of', name) for name in _sort_unique(value[1:].removeprefix('in:').split(',')))
     else:
@@ -205,8 +214,9 @@ class QueryNames(NamedTuple):
 def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
     """Return the query; ValueError with the first error that can be found without placement.
 
-    Whether classes and traits exist is not checked: only placement knows. Without `needs_resources` the query is added
-    to a flavor's. `has_on_option` forbids in_tree=, because --on names the compute.
+    Whether classes and traits exist is not checked: only placement knows. Values of required, root_required, member_of,
+    in_tree and same_subtree are not checked either. Without `needs_resources` the query, maybe '', is added to a
+    flavor's. `has_on_option` forbids in_tree=, because --on names the compute.
     """
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -233,7 +243,7 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
 
 
 def parse_names(query: str) -> QueryNames:
-    """Return the names in a query that passed check_query()."""
+    """Return the names in a query that passed check_query(), also those of forbidden traits."""
     classes, traits = set(), set()
     for key, value in parse_qsl(query):
         if _find_parameter(key) == 'resources':
@@ -244,7 +254,10 @@ def parse_names(query: str) -> QueryNames:
 
 
 def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names: frozenset[str]) -> str:
-    """Return a sentence that placement does not know these classes or traits, with suggestions."""
+    """Return a sentence that placement does not know these classes or traits, with suggestions.
+
+    `kind` is the word for them. MAX_QUOTED_NAMES of them are named at most, without a count of the others.
+    """
     return f'placement knows no {kind} ' + ', '.join(
         name[:80] + format_suggestion(name, known_names) for name in sorted(unknown_names)[:MAX_QUOTED_NAMES]
     )
@@ -259,6 +272,7 @@ def _find_parameter(key: str) -> str | None:
 
 
 def _check_amounts(key: str, value: str) -> None:
+    """Raise ValueError unless the value is CLASS:AMOUNT,...: classes once, from 1 to MAX_AMOUNT."""
     if any(character.isspace() for character in value):
         raise ValueError(f'there is a blank in {key}=: write VCPU:1,MEMORY_MB:256 with none')
     class_names = set()

@@ -81,7 +81,10 @@ def to_json(entry: QueueEntry) -> str:
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request; if malformed, return the reason, and no compute takes it."""
+    """Parse a queued request; if malformed, return the reason, and no compute takes it.
+
+    Nothing is raised.
+    """
     try:
         return _parse_entry(key, value)
     except ValueError as error:
@@ -93,7 +96,10 @@ def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
 
 
 def _parse_queue_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed queued request holds; its quota was charged when it was queued."""
+    """Parse what a malformed queued request holds; its quota was charged when it was queued.
+
+    The charge is known only if both project and query can be parsed.
+    """
     holdings, data = parse_holdings(value)
     with suppress(ValueError, RecursionError):  # RecursionError: from repr() in a reason
         resources = parse_flavor('x', _read_required_text(data, 'query')).resources
@@ -102,6 +108,7 @@ def _parse_queue_holdings(value: bytes) -> Holdings:
 
 
 def _parse_entry(key: str, value: bytes) -> QueueEntry:
+    """Parse a queued request; ValueError with the reason if it is malformed."""
     place = keys.parse_queue_key(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
@@ -124,6 +131,7 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
 
 
 def _read_required_text(data: Mapping[str, Any], name: str) -> str:
+    """Return a text field; ValueError if absent, empty, of another type or not UTF-8."""
     text = read_text_field(data, name)
     if not text:
         raise ValueError(f'the request lacks {name}')
@@ -133,7 +141,10 @@ def _read_required_text(data: Mapping[str, Any], name: str) -> str:
 
 
 def make_queued_record(key: str, value: bytes) -> Record:
-    """Return a record to show for a queued request, which no compute has recorded."""
+    """Return a record to show for a queued request, which no compute has recorded.
+
+    Its compute is ''. A malformed one has a fault that gives the reason.
+    """
     entry = parse_queue_entry(key, value)
     if isinstance(entry, InvalidRequest):
         refused = make_refused_record('', entry, '')
@@ -147,7 +158,7 @@ def taker_to_json(compute: str) -> str:
 
 
 def parse_taker(value: bytes) -> str | None:
-    """Return the compute in the value of a taker key; None if malformed."""
+    """Return the compute in the value of a taker key, any text; None if malformed."""
     compute = load_object_or_empty(value).get('compute')
     return compute if isinstance(compute, str) else None
 
@@ -188,7 +199,10 @@ class Takers:
 
 
 def update_takers(state: Mapping[str, keys.StoredValue], previous: Takers) -> Takers:
-    """Return the takers below /computes/; only values that changed since `previous` are parsed."""
+    """Return the takers below /computes/; only values that changed since `previous` are parsed.
+
+    A taker has a lease and `queues` true. A malformed hint counts as none.
+    """
     points, hints = dict(previous.hashes), dict(previous.hints)
     removed = previous.values.keys() - state.keys()
     changed = [key for key, stored in state.items() if previous.values.get(key) is not stored]
@@ -218,12 +232,18 @@ def rank_takers(instance: str, resources: Resources, takers: Takers) -> dict[str
 
 
 def get_opening_seconds(rank: int) -> float:
-    """Return the seconds after which the compute of this rank may take a request it has seen."""
+    """Return the seconds after which the compute of this rank may take a request it has seen.
+
+    0.0 for the first INITIAL_TAKERS; WIDEN_SECONDS more each time their number doubles.
+    """
     return WIDEN_SECONDS * (rank // INITIAL_TAKERS).bit_length()
 
 
 def count_allowed_takers(seconds: float, taker_count: int) -> int:
-    """Return how many takers may take a request that was first seen so many seconds ago."""
+    """Return how many takers may take a request that was first seen so many seconds ago.
+
+    At most `taker_count`, but at least 1.
+    """
     doublings = min(int(seconds / WIDEN_SECONDS + 1e-6), 64)
     return max(min(INITIAL_TAKERS << doublings, taker_count), 1)
 
@@ -266,7 +286,8 @@ class Backlog:
 
     `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
     `taken` has what each compute takes: {key: (revision of the taker key, request or None if it is gone or malformed)}.
-    `has_new`: an entry was added since the previous backlog. The other fields serve to make the next one.
+    `has_new`: an entry was added, or released by its taker, since the previous backlog. The other fields serve to make
+    the next one.
     """
 
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
@@ -280,7 +301,7 @@ class Backlog:
 
 
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
-    """Return the backlog in `state`, the keys below /queues/.
+    """Return the backlog in `state`, the keys below /queues/; `previous` is Backlog() at first.
 
     Only keys that changed since `previous` are parsed: 10,000 queued requests cause 20,000 events or more on each
     compute, and each event brings all keys.
@@ -341,6 +362,7 @@ def _group_by_taker(
     taker_keys: Iterable[str],
     parsed_entries: Mapping[str, WaitingEntry | InvalidEntry],
 ) -> dict[str, dict[str, tuple[int, WaitingEntry | None]]]:
+    """Return `taken` of a Backlog, without malformed taker keys; these, too, block their entry."""
     marks: dict[str, dict[str, tuple[int, WaitingEntry | None]]] = {}
     for key in taker_keys:
         queue_key = key.removesuffix(keys.TAKER)
@@ -352,7 +374,10 @@ def _group_by_taker(
 
 
 def can_take(flavor: Flavor, provider: Provider) -> bool:
-    """Return whether the provider has room for one instance of a flavor, by placement's rules."""
+    """Return whether the provider has room for one instance of a flavor, by placement's rules.
+
+    False if the provider is disabled or lacks a trait.
+    """
     return DISABLED not in provider.traits and not find_miss(parse_query(flavor.query), provider).failures
 
 
@@ -361,7 +386,8 @@ def check_flavors(
 ) -> dict[str, bool]:
     """Return {query: whether the provider can take it} of the flavors that requests wait for.
 
-    Answers in `known_answers` are kept. Other flavors are not checked: there may be tens of thousands.
+    Answers in `known_answers`, for the same state of the provider, are kept. Other flavors are not checked: there may
+    be tens of thousands.
     """
     return {
         query: known_answers[query] if query in known_answers else can_take(flavor, provider)
@@ -376,7 +402,10 @@ def choose_next(
     limit: int,
     rng: random.Random,
 ) -> WaitingEntry | None:
-    """Return a random one of the first `limit` entries that are allowed, or None."""
+    """Return a random one of the first `limit` entries that are allowed, or None.
+
+    Allowed is a query whose value is True, if the instance is not excluded.
+    """
     eligible = (
         place
         for place in entries
@@ -387,7 +416,10 @@ def choose_next(
 
 
 def adjust_limit(limit: int, has_won: bool) -> int:
-    """Return the next `limit` of choose_next(): half after winning an entry, otherwise twice."""
+    """Return the next `limit` of choose_next(): half after winning an entry, otherwise twice.
+
+    It stays from 1 to MAX_CHOICES.
+    """
     return max(limit // 2, 1) if has_won else min(limit * 2, MAX_CHOICES)
 
 

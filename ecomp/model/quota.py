@@ -39,7 +39,10 @@ class Quota(NamedTuple):
     used: Mapping[str, int] = {}
 
     def list_excesses(self, charge: Mapping[str, int]) -> list[Excess]:
-        """Return the limits that this charge would exceed; an empty list if it is allowed."""
+        """Return the limits that this charge would exceed; an empty list if it is allowed.
+
+        A class of which the charge has nothing is allowed, even if more than its limit is used.
+        """
         excesses = (
             Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
         )
@@ -52,13 +55,18 @@ class Quota(NamedTuple):
         )
 
     def add_used(self, charge: Mapping[str, int]) -> Quota:
+        """Return the quota with `charge` added to its usage; no class exceeds MAX_SUM."""
         return self._change_used(charge, 1)
 
     def subtract_used(self, charge: Mapping[str, int]) -> Quota:
-        """Return the quota with `charge` subtracted from its usage; no class falls below 0."""
+        """Return the quota with `charge` subtracted from its usage; no class falls below 0.
+
+        A class at 0 is left out.
+        """
         return self._change_used(charge, -1)
 
     def _change_used(self, charge: Mapping[str, int], sign: int) -> Quota:
+        """Return the quota with `sign` times `charge` added, each sum from 0 to MAX_SUM, 0 left out."""
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         limited = {name: min(max(amount, 0), MAX_SUM) for name, amount in sums.items()}
         return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})
@@ -85,9 +93,9 @@ def sum_charges(
 ) -> dict[str, int]:
     """Return a project's usage by these requests; of several of one instance the last counts.
 
-    A tombstone without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because
-    that is what its end subtracts. It counts for nothing if the record says that the instance has ended or failed.
-    `read_record` returns None without a readable record.
+    Requests of other projects are ignored. A tombstone without resources, as eschedule wrote it in 2019, counts for
+    what the instance's record has, because that is what its end subtracts. It counts for nothing if the record says
+    that the instance has ended or failed. `read_record` returns None without a readable record.
     """
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
@@ -116,13 +124,19 @@ def list_classes(quota: Quota) -> list[str]:
 
 
 def format_quota(quota: Quota) -> str:
-    """Return a quota's limits and usage: `VCPU 3/10, instances 3/5`."""
+    """Return a quota's limits and usage: `VCPU 3/10, instances 3/5`, or `no limits`.
+
+    Usage without a limit is left out.
+    """
     limited = [name for name in list_classes(quota) if name in quota.limits]
     return ', '.join(f'{name} {quota.used.get(name, 0)}/{quota.limits[name]}' for name in limited) or 'no limits'
 
 
 def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
-    """Parse arguments like VCPU=10 and DISK_GB=none (no limit); ValueError if one is invalid."""
+    """Parse arguments like VCPU=10 and DISK_GB=none (no limit: None); ValueError if invalid.
+
+    Invalid is also a class given twice, and a number above MAX_AMOUNT. 0 allows nothing.
+    """
     limits: dict[str, int | None] = {}
     for word in arguments:
         name, _, text = word.partition('=')

@@ -35,7 +35,10 @@ NO_FILE_STATUS = 66
 
 
 class ReachCommand(NamedTuple):
-    """The command that enters a hypervisor; contains HOST_PLACEHOLDER."""
+    """The command that enters a hypervisor; contains HOST_PLACEHOLDER.
+
+    A `host` that is_host_name() refuses fails an assertion.
+    """
 
     words: tuple[str, ...]
 
@@ -45,7 +48,10 @@ class ReachCommand(NamedTuple):
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the arguments that run a command on a host. `options` are for ssh alone."""
+        """Return the arguments that run a command on a host. `options` are for ssh alone.
+
+        ssh gets the command as one quoted word; for another command `options` are ignored.
+        """
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]
@@ -59,6 +65,7 @@ class ReachCommand(NamedTuple):
         return [first, '-W', f'{address}:{SSH_PORT}', *others]
 
     def _fill_in_host(self, host: str) -> list[str]:
+        """Return the words with the host in place of each HOST_PLACEHOLDER."""
         assert is_host_name(host)  # otherwise ssh might take it for an option
         return [word.replace(HOST_PLACEHOLDER, host) for word in self.words]
 
@@ -67,7 +74,10 @@ DEFAULT_REACH = ReachCommand(('ssh', HOST_PLACEHOLDER))
 
 
 def parse_reach(text: str) -> ReachCommand:
-    """Parse the value of `reach`, a shell command; ValueError with the reason if it is invalid."""
+    """Parse the value of `reach`, a shell command; ValueError with the reason if it is invalid.
+
+    It is invalid without HOST_PLACEHOLDER after the first word. The reason has no subject ("must be ...").
+    """
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -78,12 +88,18 @@ def parse_reach(text: str) -> ReachCommand:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether text is a host name by RFC 1123; it then cannot begin like an option."""
+    """Return whether text is a host name by RFC 1123; it then cannot begin like an option.
+
+    An IPv4 address is one, too.
+    """
     return re.fullmatch(_HOST_NAME, text) is not None
 
 
 def check_user(text: str) -> str:
-    """Return the name of a user in a guest; ValueError if it is not valid."""
+    """Return the name of a user in a guest; ValueError if it is not valid.
+
+    Valid are 1 to 32 letters, digits, _, . and -, beginning with a letter or _.
+    """
     if not re.fullmatch(_USER, text):
         raise ValueError(f'{text[:40]!r} is no name of a user')
     return text
@@ -103,7 +119,10 @@ def parse_console_path(instance: str, console: str) -> str:
 
 
 def make_tail_command(path: str, lines: int | None, follow: bool) -> list[str]:
-    """Return the command to run on a console's host to print its last lines; None: all."""
+    """Return the command to run on a console's host to print its last lines; None: all.
+
+    With `follow` it then prints what is written, until it is stopped. It exits with NO_FILE_STATUS without the file.
+    """
     return ['sh', '-c', TAIL_SCRIPT, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
@@ -132,7 +151,10 @@ def make_ssh_options(
 
 
 def quote_remote_command(command: Sequence[str]) -> list[str]:
-    """Return ssh's arguments for a command: one word is passed as shell text, several quoted."""
+    """Return ssh's arguments for a command: one word is passed as shell text, several quoted.
+
+    Several are joined to one argument; [] for none.
+    """
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 

@@ -54,7 +54,7 @@ RETENTION_SECONDS = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
 
 
 def format_time(now: datetime) -> str:
-    """Return the time in ISO 8601, UTC, with milliseconds."""
+    """Return the time in ISO 8601, UTC, with milliseconds; a naive one is local time."""
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
 
@@ -87,7 +87,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a long stage: bytes done, and in total (None if unknown)."""
+    """The progress of a long stage: bytes done, and in total (None if unknown).
+
+    str() is `image, 34 of 600 MB`, or `image, 34 MB`.
+    """
 
     stage: str
     done: int
@@ -100,7 +103,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record(Order):
-    """An instance's known state and its order's recorded fields. `compute` '': not taken."""
+    """An instance's known state and its order's recorded fields. `compute` '': not taken.
+
+    The module describes the fields. In methods `now` is an ISO time.
+    """
 
     compute: str
     state: str
@@ -119,13 +125,19 @@ class Record(Order):
     boots: Boots = ()
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
-        """Return a copy in `state`, without progress; new `stages` get the time `now`."""
+        """Return a copy in `state`, without progress; new `stages` get the time `now`.
+
+        A stage that was reached before keeps its time. In gone and error `console` is None.
+        """
         new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def mark_running(self, reason: str, now: str) -> Record:
-        """Return the record of a guest seen running at `now`: in a new boot if it was off before."""
+        """Return the record, active, of a guest seen running: in a new boot if it was off before.
+
+        `reason`, one of boots.REASONS, and `now` are for the new boot, which clears `cloud_init`.
+        """
         before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
         boots = of_boots.record_running(before.all_boots, reason, now)
         # In a new boot cloud-init runs again.
@@ -133,11 +145,14 @@ class Record(Order):
         return replace(before.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
 
     def mark_off(self, now: str) -> Record:
-        """Return the record of a guest seen off at `now`."""
+        """Return the record, stopped, of a guest seen off at `now`."""
         return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.all_boots, of_boots.STOPPED, now))
 
     def mark_stage(self, stage: str, now: str) -> Record:
-        """Return the record of a guest that reached a stage in its last boot."""
+        """Return the record of a guest that reached a stage in its last boot.
+
+        The time of a stage that was reached before, in the record or the boot, stays.
+        """
         return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.all_boots, stage, now))
 
     @property
@@ -147,12 +162,12 @@ class Record(Order):
 
     @property
     def last_boot(self) -> Boot | None:
-        """The last boot, or None."""
+        """The last of all_boots (inferred from stages in a 1.0 record), or None if never started."""
         return of_boots.find_boot(self.all_boots, None)
 
     @property
     def reached_stages(self) -> Mapping[str, str]:
-        """The reached stages; those of a boot have the time of the last boot."""
+        """The ISO time of each reached stage; those of a boot have the time of the last boot."""
         boot = self.last_boot
         if boot is None:
             return self.stages
@@ -160,6 +175,7 @@ class Record(Order):
 
     @property
     def address(self) -> str | None:
+        """The address of the first interface, or None."""
         return self.addresses[0].address if self.addresses else None
 
 
@@ -171,7 +187,10 @@ def extract_recorded_fields(order: Order) -> dict[str, Any]:
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:
-    """Return the first record of a request that has reached its compute."""
+    """Return the first record, scheduled, of a request that has reached its compute.
+
+    `now` is an ISO time, of the stage `scheduled` if the request lacks that.
+    """
     record = Record(
         compute=compute,
         state=SCHEDULED,
@@ -183,7 +202,10 @@ def make_record(compute: str, request: Request, now: str) -> Record:
 
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
-    """Return the first record of a malformed request, with the holdings to release at its end."""
+    """Return the first record of a malformed request, with the holdings to release at its end.
+
+    It is scheduled at `now`, an ISO time; the reason is not in it.
+    """
     holdings = request.holdings
     return Record(
         instance=request.instance,
@@ -220,7 +242,10 @@ def to_json(record: Record) -> str:
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record of `instance` and `compute` (None: any); ValueError if malformed or newer."""
+    """Parse a record of `instance` and `compute` (None: any); ValueError if malformed or newer.
+
+    ValueError also for another instance or compute ('': none).
+    """
     try:
         record = _parse_record(load_object(value))
     except ValueError as error:
@@ -235,12 +260,16 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 
 def is_newer(value: bytes) -> bool:
-    """Return whether a newer ecomp wrote the value; it must not be overwritten."""
+    """Return whether a newer ecomp wrote the value, which must not be overwritten.
+
+    False for a malformed value.
+    """
     version = load_object_or_empty(value).get('version')
     return type(version) is int and version > VERSION
 
 
 def _parse_record(data: Mapping[str, Any]) -> Record:
+    """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
         raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}, install a newer one')
@@ -268,6 +297,10 @@ def _parse_record(data: Mapping[str, Any]) -> Record:
 
 
 def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded fields of its order; ValueError, which quotes an invalid value.
+
+    Null is invalid for a field that is never None.
+    """
     group = _read_field(data, 'group', str | None, None)
     values: dict[str, Any] = {'group': Membership(group) if group else None}
     for row in FIELDS:
@@ -283,7 +316,10 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of this type, or its default; ValueError for another type or no default."""
+    """Return a field of this type, or its default if absent; ValueError for another type.
+
+    A bool is of no type, and an absent field without default counts as null.
+    """
     if name not in data and default:
         return default[0]
     value = data.get(name)
@@ -294,6 +330,7 @@ def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) ->
 
 
 def _parse_resources(data: Mapping[str, Any]) -> dict[str, int]:
+    """Return `resources`, {} if absent; ValueError unless the amounts are from 0 to MAX_SUM."""
     amounts = _read_field(data, 'resources', dict, {})
     values = {name: _read_field(amounts, name, int) for name in amounts}
     if not all(map(is_amount, values.values())):
@@ -302,6 +339,7 @@ def _parse_resources(data: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _parse_attempts(data: Mapping[str, Any]) -> int:
+    """Return `attempts`, 0 if absent; ValueError unless from 0 to MAX_AMOUNT."""
     attempts: int = _read_field(data, 'attempts', int, 0)
     if not is_amount(attempts, MAX_AMOUNT):
         raise ValueError(f'not a record: attempts is {attempts}')
@@ -309,17 +347,22 @@ def _parse_attempts(data: Mapping[str, Any]) -> int:
 
 
 def _parse_uuid(data: Mapping[str, Any], name: str) -> str:
+    """Return a uuid; ValueError if it is absent or another value."""
     if not keys.is_uuid(text := _read_field(data, name, str)):
         raise ValueError(f'not a record: {name} is {text!r}')
     return str(text)
 
 
 def _parse_compute(data: Mapping[str, Any], state: str) -> str:
-    """Return the compute, which may be '' in state gone: then the queued request was removed."""
+    """Return the compute, which may be '' in state gone: then the queued request was removed.
+
+    ValueError for any other value that is not a uuid.
+    """
     return '' if state == GONE and data.get('compute') == '' else _parse_uuid(data, 'compute')
 
 
 def _parse_interface(data: Any) -> Interface:
+    """Parse an interface; ValueError if malformed or without network or mac."""
     if not isinstance(data, dict):
         raise ValueError(f'not a record: an address is {data!r}')
     optional_fields = (_read_field(data, name, str | None, None) for name in ('address', 'source', 'expected'))
@@ -327,12 +370,12 @@ def _parse_interface(data: Any) -> Interface:
 
 
 def _parse_cloud_init(data: Any) -> GuestFailure | None:
-    """Parse the failure that a guest reported; a malformed one is ignored."""
+    """Parse the failure that a guest reported; None for a malformed one."""
     return parse_failure(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
 
 
 def _parse_progress(data: Any) -> Progress | None:
-    """Parse the progress; a malformed one is ignored, as nothing depends on it."""
+    """Parse the progress; None for a malformed one, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
     try:
@@ -360,7 +403,11 @@ QUEUE_WAIT_REASON = 'a compute to take it'
 
 
 def describe_wait(record: Record | None) -> str:
-    """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`."""
+    """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`.
+
+    A fault follows in parentheses, of a queued one after a colon; of a stopped one it is left out. `record` is None
+    until the compute has written it.
+    """
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
     if record is not None and record.state == STOPPED:
@@ -373,7 +420,7 @@ def describe_wait(record: Record | None) -> str:
 
 
 def describe_failure(record: Record) -> str:
-    """Return one line why an instance is in error."""
+    """Return one line why an instance is in error, beginning with its uuid."""
     if record.error is None:
         return f'{record.instance}: failed'
     error = record.error
@@ -381,7 +428,10 @@ def describe_failure(record: Record) -> str:
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
-    """Return one line, in cloud-init's words, why a guest will never be ready."""
+    """Return one line, in cloud-init's words, why a guest will never be ready.
+
+    It begins with `instance`.
+    """
     return (
         make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
         + '; the guest goes on'

@@ -157,13 +157,16 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return the uuids of `computes` for which neither `current` nor `target` has a role."""
+    """Return the uuids of `computes` for which neither `current` nor `target` has a role.
+
+    A role is a compute's if it may write its presence. Sorted.
+    """
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 
 
 def describe_change(change: Change) -> str:
-    """Describe a change for the user."""
+    """Describe a change for the user: `user operator-ann: has role root no more`."""
     match change:
         case AddRole(role):
             return f'role {role}: added'
@@ -180,6 +183,7 @@ def describe_change(change: Change) -> str:
 
 
 def _describe_permission(permission: Permission) -> str:
+    """Return the kind and the key; also the range's end, unless it is that of a prefix."""
     kind, key, range_end = permission
     return (
         f'{kind} {key}'

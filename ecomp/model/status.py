@@ -23,7 +23,10 @@ def merge_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Name
 
 
 def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
-    """Return the managed names after merge_names(): `desired`, without those others had set."""
+    """Return the managed names after merge_names(): `desired`, without those others had set.
+
+    Others had set what was in `current` and is not in `managed`.
+    """
     return frozenset(desired & (managed | (desired - current)))
 
 
@@ -33,12 +36,12 @@ def apply_disable(traits: Set[str]) -> Names:
 
 
 def apply_enable(traits: Set[str], is_alive: bool) -> Names:
-    """Return the traits after `host enable`; if not alive, disabled until the compute starts."""
+    """Return the traits after `host enable`; if not alive, DISABLED stays until it starts."""
     return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR}))
 
 
 def apply_start(traits: Set[str]) -> Names:
-    """Return the traits after a compute started."""
+    """Return the traits after a compute started: DISABLED goes unless an operator's is set."""
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits - {DISABLED})
 
 

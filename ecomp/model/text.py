@@ -23,7 +23,11 @@ NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
 def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """Return the most similar candidate, ignoring case, or None; never the word's opposite."""
+    """Return the most similar candidate, ignoring case, or None; never the word's opposite.
+
+    A candidate of the same characters in another order comes first; its own spelling is returned. `min_similarity` is
+    from 0 to 1.
+    """
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:MAX_COMPARED_CHARACTERS].lower()
@@ -34,7 +38,7 @@ def find_similar(word: str, candidates: Iterable[str], min_similarity: float = M
 
 
 def _are_opposites(one: str, other: str) -> bool:
-    """True if removing a negating prefix makes two words more alike, as with --wait, --no-wait."""
+    """Return True if two words are more alike without a negating prefix: --wait, --no-wait."""
     from difflib import SequenceMatcher
 
     def measure_similarity(left: str, right: str) -> float:
@@ -87,14 +91,20 @@ def check_name(text: str) -> str:
 
 
 def check_plain_name(text: str, kind: str) -> str:
-    """Return the name of a group or flavor (`kind`: `a group`); ValueError if it is invalid."""
+    """Return the name of a group or flavor (`kind`: `a group`); ValueError if it is invalid.
+
+    Valid are 1 to 63 letters, digits, ., _ and -, beginning with a letter or digit.
+    """
     if not _PLAIN_NAME_PATTERN.fullmatch(text):
         raise ValueError(f'{text[:80]!r} is no name of {kind}: it has 1 to 63 letters, digits, ., _ and -')
     return text
 
 
 def parse_uuid_prefix(text: str) -> str | None:
-    """Return the text with dashes as in a uuid if it is the prefix of one, or None."""
+    """Return the text with dashes as in a uuid if it is the prefix of one, or None.
+
+    A prefix has MIN_PREFIX_DIGITS to 31 digits, in any case, with all dashes or none; the result is in lower case.
+    """
     digits = text.lower().replace('-', '')
     if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
@@ -110,13 +120,16 @@ _UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-
 
 
 def make_printable(text: str, limit: int = 2000) -> str:
-    """Return text as one line, unprintable characters escaped, cut off with `…` after `limit`."""
+    """Return text as one line, unprintable characters escaped, cut off with `…` after `limit`.
+
+    `limit` counts characters before they are escaped.
+    """
     safe = escape_characters(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
 
 def make_lines_printable(text: str) -> str:
-    """Return the text with each line made printable and cut off separately."""
+    """Return the text with each line made printable, and cut off after 2000 characters."""
     return '\n'.join(make_printable(line) for line in text.split('\n'))
 
 
@@ -126,7 +139,11 @@ def escape_lines(text: str) -> str:
 
 
 def escape_characters(line: str) -> str:
-    """Return the line with control characters and half surrogate pairs escaped."""
+    """Return the line with unprintable characters escaped as Python does.
+
+    Unprintable are control characters, half surrogate pairs and spaces other than the blank. A backslash is not
+    escaped.
+    """
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)

@@ -50,12 +50,18 @@ CPU_TRAITS = {
 
 
 def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
-    """Return the traits of a processor with these features."""
+    """Return the traits of a processor with these features, by libvirt's names.
+
+    Unknown features have no trait.
+    """
     return frozenset(trait for feature in features for trait in CPU_TRAITS.get(feature, ()))
 
 
 def check_trait(name: str) -> str:
-    """Return the name; ValueError if a configuration must not give a compute this trait."""
+    """Return the name; ValueError if a configuration must not give a compute this trait.
+
+    It may give those of os-traits but STATUS_TRAITS, and CUSTOM_ names. The reason has no subject ("must be ...").
+    """
     if name in STATUS_TRAITS:
         raise ValueError('is not for configurations: eschedule host disable sets it, and host enable takes it off')
     if name.startswith(CUSTOM_PREFIX):
