@@ -71,10 +71,7 @@ def check_source(text: str) -> str:
 
 
 def split_pin(url: str) -> tuple[str, str | None]:
-    """Split a checked URL into the URL without its fragment and the SHA-256 in that, or None.
-
-    The SHA-256 is in lower case.
-    """
+    """Split a checked URL into the URL without fragment and its SHA-256, lower-case, or None."""
     bare, _, fragment = url.partition('#')
     match = PIN_PATTERN.fullmatch(fragment)
     return bare, match[1].lower() if match else None
@@ -154,10 +151,7 @@ def parse_image_sources(entries: Sequence[str]) -> ImageSources:
 
 
 def expand_address(address: Address) -> Iterator[Address]:
-    """Yield the address and, if it is an IPv6 address, the IPv4 addresses embedded in it.
-
-    Those of Teredo are two, the server and the client.
-    """
+    """Yield the address and the IPv4 addresses embedded in it if it is IPv6 (Teredo: two)."""
     yield address
     if isinstance(address, IPv6Address):
         if int(address) > 1 and any(address in network for network in _parse_embedding_networks()):

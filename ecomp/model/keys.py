@@ -133,10 +133,7 @@ def taker(queue_key: str) -> str:
 
 
 def parse_queue_key(key: str) -> tuple[str, str] | None:
-    """Return the flavor and instance in the key of a queued request; None for any other key.
-
-    None for a taker key, too. The instance need not be a uuid.
-    """
+    """Return the flavor and instance in a queued request's key; None for others and taker keys."""
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 
@@ -180,17 +177,11 @@ def get_last_part(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Return True for a uuid in lower case with dashes, not nil; False for other types.
-
-    It becomes a file name.
-    """
+    """Return True for a lower-case uuid with dashes, not nil: it becomes a file name. Else False."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
 def make_uuid(random_bytes: bytes) -> str:
-    """Make a canonical random uuid (version 4, RFC 9562) of 16 bytes.
-
-    Python's uuid module loads slowly.
-    """
+    """Make a random uuid (version 4) of 16 bytes. Python's uuid module loads slowly."""
     digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -279,10 +279,7 @@ FIELDS = tuple(each.metadata['row']._replace(name=each.name) for each in fields(
 
 
 def parse_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the fields of an order, except the instance, by name; ValueError if one is invalid.
-
-    Absent fields get their defaults.
-    """
+    """Return an order's fields but the instance, by name, or defaults; ValueError if invalid."""
     return {row.name: row.parse(data, row.name) for row in FIELDS}
 
 
@@ -429,10 +426,7 @@ def _parse_request_holdings(value: bytes) -> Holdings:
 
 
 def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
-    """Raise ValueError if a request is too large to be recorded, or was not kept.
-
-    It was not kept if `dropped_bytes`, its size, is not 0.
-    """
+    """Raise ValueError if a request is too large to be recorded, or `dropped_bytes` is not 0."""
     # JSON may contain DEL itself, and dump() escapes it to six bytes.
     size = dropped_bytes or len(value) + 5 * value.count(b'\x7f')
     if size > MAX_REQUEST_BYTES:
@@ -593,10 +587,7 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
 
 
 def check_order_size(order: SetOrder) -> None:
-    """Raise UsageError, before anything is claimed, for a set too large for one transaction.
-
-    A `count` of 1 always passes.
-    """
+    """Raise UsageError, before anything is claimed, for a set too large for one transaction."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0

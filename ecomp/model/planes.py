@@ -55,7 +55,7 @@ class Planes(NamedTuple):
 
 
 class AuditIndex:
-    """The planes, parsed and indexed by instance; malformed values are kept, with the reason.
+    """The planes, parsed and indexed by instance; malformed values are kept as such.
 
     By instance: `records` (the trusted one) or `malformed_records` (its error), `wishes` {compute: request}, `guests`
     {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
@@ -176,10 +176,7 @@ class AuditIndex:
         return stored.revision if stored is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
-        """Return the names in the instance's record and requests, also queued ones.
-
-        An older ecompute records none.
-        """
+        """Return the names in the record (an older ecompute records none), requests and queues."""
         requests = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
@@ -194,10 +191,7 @@ class AuditIndex:
         )
 
     def is_living(self, instance: str) -> bool:
-        """Return whether the instance has a record in a state other than gone and error.
-
-        False if its record is malformed.
-        """
+        """Return whether the record is well-formed and in a state other than gone and error."""
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
@@ -211,10 +205,7 @@ class AuditIndex:
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """Return whether a requested stop, start or reboot is not completed in the record.
-
-        False without a record.
-        """
+        """Return whether there is a record, in which a requested power action is not completed."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         actions = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
@@ -348,9 +339,9 @@ def make_error_page(reason: str) -> str:
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
-    """Parse a digest from its pages in order; ValueError if malformed, or with page 0's error.
+    """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error.
 
-    ValueError also if a page is missing.
+    An error is the text of page 0, cut off after MAX_REASON_CHARACTERS.
     """
     pages = [load_object(page_value) for page_value in values]
     if not pages:

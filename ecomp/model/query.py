@@ -92,10 +92,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
 
 
 def parse_plain_amounts(query: str) -> dict[str, int] | None:
-    """Return {class: amount} if the query has nothing but amounts, else None.
-
-    None for a malformed one, too.
-    """
+    """Return {class: amount} if the query has only amounts, else None, also if malformed."""
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:

@@ -81,10 +81,7 @@ def to_json(entry: QueueEntry) -> str:
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request; if malformed, return the reason, and no compute takes it.
-
-    Nothing is raised.
-    """
+    """Parse a queued request; if malformed, return the reason, and no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:
@@ -240,10 +237,7 @@ def get_opening_seconds(rank: int) -> float:
 
 
 def count_allowed_takers(seconds: float, taker_count: int) -> int:
-    """Return how many takers may take a request that was first seen so many seconds ago.
-
-    At most `taker_count`, but at least 1.
-    """
+    """Return how many takers, at least 1, may take a request first seen so many seconds ago."""
     doublings = min(int(seconds / WIDEN_SECONDS + 1e-6), 64)
     return max(min(INITIAL_TAKERS << doublings, taker_count), 1)
 
@@ -374,10 +368,7 @@ def _group_by_taker(
 
 
 def can_take(flavor: Flavor, provider: Provider) -> bool:
-    """Return whether the provider has room for one instance of a flavor, by placement's rules.
-
-    False if the provider is disabled or lacks a trait.
-    """
+    """Return whether the provider is enabled and satisfies the flavor, by placement's rules."""
     return DISABLED not in provider.traits and not find_miss(parse_query(flavor.query), provider).failures
 
 
@@ -402,10 +393,7 @@ def choose_next(
     limit: int,
     rng: random.Random,
 ) -> WaitingEntry | None:
-    """Return a random one of the first `limit` entries that are allowed, or None.
-
-    Allowed is a query whose value is True, if the instance is not excluded.
-    """
+    """Return a random one of the first `limit` entries allowed and not excluded, or None."""
     eligible = (
         place
         for place in entries
@@ -416,10 +404,7 @@ def choose_next(
 
 
 def adjust_limit(limit: int, has_won: bool) -> int:
-    """Return the next `limit` of choose_next(): half after winning an entry, otherwise twice.
-
-    It stays from 1 to MAX_CHOICES.
-    """
+    """Return the next `limit` of choose_next(): half after a win, else twice; 1 to MAX_CHOICES."""
     return max(limit // 2, 1) if has_won else min(limit * 2, MAX_CHOICES)
 
 

@@ -59,10 +59,7 @@ class Quota(NamedTuple):
         return self._change_used(charge, 1)
 
     def subtract_used(self, charge: Mapping[str, int]) -> Quota:
-        """Return the quota with `charge` subtracted from its usage; no class falls below 0.
-
-        A class at 0 is left out.
-        """
+        """Return the quota with `charge` subtracted; usage never falls below 0, and 0 is left out."""
         return self._change_used(charge, -1)
 
     def _change_used(self, charge: Mapping[str, int], sign: int) -> Quota:

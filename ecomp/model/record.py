@@ -260,10 +260,7 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 
 def is_newer(value: bytes) -> bool:
-    """Return whether a newer ecomp wrote the value, which must not be overwritten.
-
-    False for a malformed value.
-    """
+    """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
     version = load_object_or_empty(value).get('version')
     return type(version) is int and version > VERSION
 
@@ -316,9 +313,9 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of this type, or its default if absent; ValueError for another type.
+    """Return a field of this type, or its default if absent; else ValueError, also for a bool.
 
-    A bool is of no type, and an absent field without default counts as null.
+    An absent field without default counts as null.
     """
     if name not in data and default:
         return default[0]
@@ -354,10 +351,7 @@ def _parse_uuid(data: Mapping[str, Any], name: str) -> str:
 
 
 def _parse_compute(data: Mapping[str, Any], state: str) -> str:
-    """Return the compute, which may be '' in state gone: then the queued request was removed.
-
-    ValueError for any other value that is not a uuid.
-    """
+    """Return a uuid, or '' in state gone: the queued request was removed. Else ValueError."""
     return '' if state == GONE and data.get('compute') == '' else _parse_uuid(data, 'compute')
 
 
@@ -428,10 +422,7 @@ def describe_failure(record: Record) -> str:
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
-    """Return one line, in cloud-init's words, why a guest will never be ready.
-
-    It begins with `instance`.
-    """
+    """Return `instance` and, in cloud-init's words, why its guest will never be ready."""
     return (
         make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
         + '; the guest goes on'

@@ -50,10 +50,7 @@ CPU_TRAITS = {
 
 
 def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
-    """Return the traits of a processor with these features, by libvirt's names.
-
-    Unknown features have no trait.
-    """
+    """Return the traits of processor features, by libvirt's names; unknown ones have none."""
     return frozenset(trait for feature in features for trait in CPU_TRAITS.get(feature, ()))
 
 
