@@ -65,7 +65,7 @@ def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | Non
 
 
 def is_utf8_text(value: object) -> bool:
-    """Return whether a value is a str that UTF-8 can encode: JSON has half surrogate pairs, too."""
+    """Return whether a value is a str that UTF-8 can encode: JSON has half surrogate pairs too."""
     if not isinstance(value, str):
         return False
     try:

@@ -177,7 +177,7 @@ def get_last_part(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Return True for a lower-case uuid with dashes, not nil: it becomes a file name. Else False."""
+    """Return True for a str that is a lower-case uuid with dashes, not nil: it names a file."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 

@@ -63,7 +63,7 @@ class PowerAction(NamedTuple):
 
 
 def parse_phase(recorded_power: str | None) -> str:
-    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF; '' if completed or None."""
+    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF; '' if done or None."""
     return (recorded_power or '').partition(':')[2]
 
 

@@ -269,7 +269,7 @@ def _find_parameter(key: str) -> str | None:
 
 
 def _check_amounts(key: str, value: str) -> None:
-    """Raise ValueError unless the value is CLASS:AMOUNT,...: classes once, from 1 to MAX_AMOUNT."""
+    """Raise ValueError unless the value is CLASS:AMOUNT,...: each class once, 1 to MAX_AMOUNT."""
     if any(character.isspace() for character in value):
         raise ValueError(f'there is a blank in {key}=: write VCPU:1,MEMORY_MB:256 with none')
     class_names = set()

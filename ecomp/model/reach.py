@@ -88,7 +88,7 @@ def parse_reach(text: str) -> ReachCommand:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether text is an RFC 1123 name or an IPv4 address: it cannot look like an option."""
+    """Return whether text is an RFC 1123 name or IPv4 address: it cannot look like an option."""
     return re.fullmatch(_HOST_NAME, text) is not None
 
 
