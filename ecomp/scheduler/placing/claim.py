@@ -48,7 +48,10 @@ class Terms(NamedTuple):
     quota: Quota | None
 
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
-        """Count how many of `count` instances the quota allows; OverQuota below `minimum`."""
+        """Count how many of `count` instances the quota allows (all without one).
+
+        Raises OverQuota if these are less than `minimum`.
+        """
         if self.quota is None:
             return count
         allowed = self.quota.count_allowed(make_charge(resources), count)
@@ -59,7 +62,10 @@ class Terms(NamedTuple):
 
 
 def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
-    """Read an order's group and quota. UsageError (no policy), Conflict (another), Unreadable."""
+    """Read an order's group and quota.
+
+    Raises UsageError (new group without a policy), Conflict (the group has another policy), Unreadable.
+    """
     existing = read_settled_group(store, order.group)
     return Terms(
         existing.without_members(*instances) if existing is not None else None, load_quota(store, order.project_id)[0]
@@ -67,7 +73,10 @@ def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
 
 
 def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
-    """Read the group that an order names, or make it if it is missing; errors as read_terms()."""
+    """Read the group that an order names; a missing one is made, but not written.
+
+    None without a membership; errors as read_terms().
+    """
     if membership is None:
         return None
     existing = load_group(store, membership.name)[0]
@@ -107,8 +116,9 @@ class Claimer:
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
         """Claim as many candidates as there is room for; return the instances that now hold theirs.
 
-        Raises UnknownOutcome before any other error, Unreachable, ClaimedElsewhere, Conflict and PlacementRefusal, all
-        of them after the calls in flight.
+        There is at least one candidate; those without room are logged. Raises UnknownOutcome before any other error,
+        Unreachable, ClaimedElsewhere, Conflict and PlacementRefusal, all of them after the calls in flight; other
+        blocks' claims stay.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
@@ -131,6 +141,11 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
+        """Claim for all with one call or, after a refusal, for each half; return who holds theirs.
+
+        A single instance whose compute is full, busy or forgotten is logged and left out. Raises Conflict if another
+        process keeps changing its claim, PlacementRefusal, and the other errors of claim().
+        """
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
@@ -149,7 +164,10 @@ class Claimer:
         return set(candidates)
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
-        """Claim until each instance holds exactly these allocations; errors as allocations.claim()."""
+        """Claim until each instance holds exactly these allocations; errors as allocations.claim().
+
+        Then these instances are `movable`, without the `foreign` ones.
+        """
 
         def check() -> None:
             self.check(summarize_instances(claims))
@@ -171,16 +189,17 @@ class Claimer:
             raise Conflict(f'{instances}: another eschedule took it over, or this one was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
-        """False if one of the candidate's providers was removed, by `host forget`, since the offer."""
+        """Return False if one of its providers was removed, by `host forget`, since the offer."""
         return all(
             providers.read_provider_name(self.placement, provider) is not None for provider in candidate.allocations
         )
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim into parts for concurrent calls; the instances of a compute stay together.
+    """Split a claim for concurrent calls; the instances of a compute stay together.
 
-    There is one part if two would share a provider, such as a shared disk: their calls would conflict.
+    A part has up to MAX_INSTANCES_PER_CALL, more only for one compute. There is one part if two would share a provider,
+    such as a shared disk: their calls would conflict.
     """
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
@@ -195,7 +214,7 @@ def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Ma
 
 
 def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
-    """Split a claim in two, between computes if there are several."""
+    """Split a claim for two or more in two, between computes if there are several."""
     by_compute: dict[str, list[str]] = {}
     for instance, candidate in candidates.items():
         by_compute.setdefault(candidate.compute, []).append(instance)
@@ -250,8 +269,8 @@ class DeliveryOutcome(NamedTuple):
 def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
     """Write the attempt's key on `lease`; return its revision.
 
-    With `resume` (the user gave the uuid) an existing attempt is taken over. Raises Conflict if other processes keep
-    taking it over, or an older attempt has one of these instances.
+    With `resume` (the user gave the uuid), or at the second of three tries, an existing attempt is taken over, which is
+    logged. Raises Conflict if other processes keep taking it over, or an older attempt has one of these instances.
     """
     key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):
@@ -295,8 +314,9 @@ def deliver(
 ) -> bool:
     """Deliver all requests in one transaction: True once it is done, False if it is not.
 
-    `revision` is that of our attempt's key. `make_shared_change` returns the change of names, group and quota; it is
-    part of the transaction, as is the `user_data` of a set. Raises the errors of `make_shared_change` and of etcd, with
+    False: our attempt's key no longer has this `revision`, a record exists, or shared keys keep changing. `deliveries`
+    are (compute, request), at least one. `make_shared_change` returns the change of names, group and quota; it is part
+    of the transaction, as is the `user_data` of a set. Raises the errors of `make_shared_change` and of etcd, with
     nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
     """
     attempt_key = keys.attempt(attempt)
@@ -326,7 +346,10 @@ def deliver(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Return the write of user-data and the lease granted for it: 0 if it has one already."""
+    """Return the write of user-data (None: no write) and the lease granted for it.
+
+    The lease is 0 if an existing one is used again: it is refreshed, and lasts USER_DATA_SECONDS at least.
+    """
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)

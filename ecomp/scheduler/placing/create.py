@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 
 def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
-    """Return what was delivered before under this uuid; Conflict if the order was another one."""
+    """Return {instance: outcome} of deliveries under this uuid; {} without `resume`.
+
+    Conflict if the uuid belongs to a set instead of an instance or vice versa, an instance waits in a queue, or as
+    check_same().
+    """
     if not resume:  # the uuid was generated here
         return {}
     # All keys are listed once: searching for each instance of a set among thousands of computes takes too long.
@@ -70,6 +74,7 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
 
 
 def _check_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
+    """Return the earlier delivery; Conflict if the instance is queued, or as check_same()."""
     if entries.queue_entry is not None:
         raise Conflict(f'{order.instance}: exists, and waits in a queue')
     check_same(entries, order)
@@ -77,7 +82,10 @@ def _check_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
 
 
 def check_same(entries: InstanceEntries, order: Order) -> None:
-    """Raise Conflict unless the instance lives and was ordered in the same way."""
+    """Raise Conflict unless the instance lives and was ordered in the same way.
+
+    One that is gone, failed or being destroyed does not live.
+    """
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
         raise Conflict(f'{instance}: gone since {record.stages.get("gone")}; a uuid is never used twice')
@@ -139,7 +147,8 @@ def create(  # noqa: PLR0913
 
     `backend` brings placement and the candidates, queried concurrently. In a cluster of more than `sample_above`
     computes a few are tried first (None: never), and `on_cluster_size` is called with the number of computes if it is
-    read. `owner` (host, pid) identifies this process in etcd; `resume`: the user gave the uuid, which may be in use.
+    read. `owner` (host, pid, time) identifies this process in etcd; `resume`: the user gave the uuid, which may be in
+    use. What was delivered under it before is then returned, and no more is placed. `now` returns the time in ISO form.
 
     Raises NoCapacity (TooFew, OverQuota); PlacementRefusal; UsageError if the set is too large for etcd or the query
     lacks what a guest needs; Conflict or ClaimedElsewhere if the uuid or name is used otherwise or another process took
@@ -191,7 +200,7 @@ class _DeliveryRefusedError(Conflict):
 
 
 class ClaimedSet(NamedTuple):
-    """The claimed candidate of each instance, and the number of computes that could take one."""
+    """The claimed candidate of each instance, and the most computes that could have taken one."""
 
     candidates: Mapping[str, Candidate]
     terms: Terms
@@ -232,14 +241,20 @@ class Attempt:
     # The steps
 
     def announce(self, owner: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
-        """Write the attempt's key; return what is delivered already, in which case all is done."""
+        """Write the attempt's key; return what is delivered already, in which case all is done.
+
+        Conflict if another process has the uuid or an instance, or as check_same().
+        """
         value = {'version': 1, 'instances': list(self.order.instances), 'query': self.order.query, **owner}
         self.revision = announce(self.store, self.lease, self.order.instance, value, self.resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
         return _find_delivered(self.store, self.order, self.resume)
 
     def claim(self, terms: Terms) -> ClaimedSet:
-        """Claim a place for each instance, or for the minimum; errors as those of the placers."""
+        """Claim a place for each instance, or for the minimum; errors as those of the placers.
+
+        ClaimedElsewhere if too many of a resumed order are claimed elsewhere, also after three tries.
+        """
         if self.sample_above is None:
             self.read_alive()  # read while placement is queried
         announced = time.monotonic()
@@ -267,7 +282,10 @@ class Attempt:
         raise AssertionError
 
     def claim_again(self, claims: ClaimedSet, kept_instances: Collection[str]) -> ClaimedSet:
-        """Claim again, with current data, for the instances that may not stay in place."""
+        """Claim again, with current data, for the instances that may not stay in place.
+
+        `kept_instances` stay. Errors as Placer.place() and read_terms().
+        """
         log.debug(
             '%s: others were faster, %d of %d may stay',
             self.order.instance,
@@ -278,7 +296,11 @@ class Attempt:
         return self._claim_offered(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver what is claimed, and release claims that are not used. Excluded, Conflict."""
+        """Deliver what is claimed, then release unused claims; return {instance: outcome}.
+
+        `scheduled_at` is an ISO time. Raises Excluded if group or quota do not admit all any more,
+        _DeliveryRefusedError if the attempt is not ours any more, Conflict (a name), UnknownOutcome.
+        """
         order, placed = self.order, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
         deliveries = [(placed[instance].compute, own_request) for instance, own_request in requests.items()]
@@ -306,7 +328,10 @@ class Attempt:
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
     def undo(self) -> str:
-        """Release the claims and the attempt's key; return a sentence about leftovers."""
+        """Release the claims and the attempt's key; return UNCHANGED, UNDONE or what is left.
+
+        An error of etcd or placement is not raised: the computes then release the claims.
+        """
         outcome = UNCHANGED
         if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
             outcome = self._release(releasable)
@@ -325,6 +350,10 @@ class Attempt:
         return ClaimedSet(placed, terms, placer.fitting) if placed else None
 
     def _claim_offered(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> ClaimedSet:
+        """Claim with this offer, on top of `placed`; errors as Placer.place().
+
+        Conflict, instead of NoCapacity, if a newer attempt took over.
+        """
         placer = self.get_placer()
         try:
             placed = placer.place(offer, terms, placed)
@@ -350,7 +379,10 @@ class Attempt:
         return placed
 
     def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
-        """Make the error for {instance: compute} of claims elsewhere, with the remedy."""
+        """Make the error for {instance: compute} of claims elsewhere, with the remedy.
+
+        It names the first. Reads the computes from etcd.
+        """
         instance, compute = next(iter(claimed_on.items()))
         host = self.get_display_name(compute)
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
@@ -367,7 +399,7 @@ class Attempt:
         return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
 
     def _release(self, instances: Iterable[str]) -> str:
-        """Release the instances' claims; return a sentence about leftovers."""
+        """Release the instances' claims; return UNDONE, or a sentence about leftovers or the error."""
         uuid = self.order.instance
         try:
             if abandon(self.store, self.placement, instances, uuid, self.revision):
@@ -405,7 +437,7 @@ class Attempt:
         return self._placer
 
     def read_alive(self) -> list[str]:
-        """Return the living computes, read once."""
+        """Return the living computes, read once; on_cluster_size() gets the number of all then."""
         if self._alive is None:
             presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
             self.on_cluster_size(len(presence))
@@ -424,11 +456,11 @@ class Attempt:
         return self.read_computes().format_name(compute)
 
     def is_ours(self, compute: str) -> bool:
-        """True for a provider that is a compute of this cluster."""
+        """Return True for a provider that is a compute of this cluster, alive or not."""
         return compute in self.read_computes().stored_hostnames
 
     def is_attempt_ours(self) -> bool:
-        """True unless another process has taken the attempt over; refreshes its lease."""
+        """Return True unless its key is gone or another process took it over; refresh its lease."""
         self.store.keep_alive(self.lease)  # a long attempt that still asks is alive
         entry = self.store.get(keys.attempt(self.order.instance))
         return entry is not None and entry.revision == self.revision
@@ -439,7 +471,7 @@ class Attempt:
         return allocations.read_candidates(self.placement, self.order.query or '')
 
     def read_highest_released(self, instances: Collection[str]) -> int:
-        """Return the highest generation at which a claim of these instances was released."""
+        """Return the highest generation at which a claim of these was released; 0 if none."""
         # A uuid that was generated here is new to all others.
         return read_highest_released(self.store, instances) if self.resume else 0
 
@@ -460,5 +492,5 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
 
 
 def _add_state(error: Unreachable, state: str) -> Unreachable:
-    """Return the same error with the state of the request added to its message."""
+    """Return an error of the same type with the state of the request added to its message."""
     return type(error)(f'{error}; {state}', error.backend)

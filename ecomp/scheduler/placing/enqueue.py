@@ -39,9 +39,9 @@ from ecomp.store.sharing import (
 class QueuePosition:
     """The state of a queued request; `before` counts the older ones of its flavor.
 
-    `lacks` is {compute: what it lacks} of those that take from queues; `unknown_reason` is why that is not known.
-    Without its flavor (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`, the claim's
-    compute.
+    `taker` is the uuid of the compute that is taking it. `lacks` is {compute: what it lacks} of those that take from
+    queues, also of one that has room again; `unknown_reason` is why that is not known. Without its flavor
+    (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`, the claim's compute.
     """
 
     flavor: str
@@ -56,7 +56,10 @@ class QueuePosition:
 def read_queue_position(
     store: Store, placement: Placement, entry: Entry, query: str | None, known_computes: Computes, group: Group | None
 ) -> QueuePosition:
-    """Read the queue and the computes that take from it. Raises the errors of etcd only."""
+    """Read a request's position and, from placement, why it still waits.
+
+    Errors of placement, and an unsupported query, become `unknown_reason`; those of etcd are raised.
+    """
     flavor = (keys.parse_queue_key(entry.key) or ('', ''))[0]
     entries = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
     before = sum(
@@ -107,7 +110,7 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
 
 
 def has_taker(store: Store) -> bool:
-    """True if one of the first TAKER_SAMPLE_SIZE computes is alive and takes from queues."""
+    """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues."""
     entries, _ = store.sample(keys.COMPUTES, keys.COMPUTES, TAKER_SAMPLE_SIZE)
     return any(parse_presence(entry.value).queues for entry in entries if entry.lease)
 
@@ -120,10 +123,11 @@ def enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Put a request into its queue; False if the same was requested before.
+    """Put a request into its queue; return False if `resume` and the same was requested before.
 
     `owner` and `resume`: see create(). Raises Conflict if the uuid or name is used otherwise, the group differs or
-    another process interferes; OverQuota, UsageError, UnknownOutcome, Unreachable.
+    another process interferes; OverQuota, UsageError (new group without a policy), Unreadable, UnknownOutcome,
+    Unreachable.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
@@ -140,6 +144,10 @@ def _enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
+    """Queue the request; return False if `resume` and the same request was queued before.
+
+    Raises Conflict if its flavor, name or uuid changed in between. After a lost answer it calls itself with `resume`.
+    """
     instance = queue_entry.instance
     if not resume:
         _check_allowed(store, queue_entry)  # before anything is written
@@ -169,7 +177,10 @@ def _enqueue(
 
 
 def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
-    """Return whether a commit without an answer queued the request; it cannot land after this."""
+    """Return whether a commit without an answer queued the request; it cannot land after this.
+
+    Raises Conflict as check_same(), and UnknownOutcome if etcd gives no answer again.
+    """
     try:
         withdraw_attempt(store, keys.attempt(queue_entry.instance), revision)
         return _is_enqueued(store, queue_entry)
@@ -181,9 +192,10 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
 def _commit(
     store: Store, queue_entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
 ) -> bool:
-    """Queue the request, with its name, group and quota, while our attempt has this revision.
+    """Queue the request in one transaction that deletes our attempt; return True if it is done.
 
-    False if the attempt, the flavor or the queue has changed. Raises Conflict (name, group or quota), OverQuota.
+    Name, group and quota are a part of it. False if the attempt no longer has `attempt_revision`, the flavor or queue
+    entry has changed, or shared keys keep changing. Raises Conflict (name, group or quota), OverQuota, UnknownOutcome.
     """
     instance = queue_entry.instance
     attempt_key = keys.attempt(instance)
@@ -211,13 +223,19 @@ def _commit(
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:
-    """Raise Conflict (name, group), OverQuota or UsageError if the request must not be queued."""
+    """Raise Conflict (name, group), OverQuota or UsageError if the request must not be queued.
+
+    It reads only. Unreadable if the name, group or quota is malformed.
+    """
     reserve_names(store, {queue_entry.instance: queue_entry.name})
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
 def _is_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
-    """True if the same request was made before; Conflict if the uuid is used otherwise."""
+    """Return True if the same request waits or was taken before; False if the uuid is new.
+
+    Conflict, as check_same(), if the uuid is used otherwise.
+    """
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False

@@ -65,7 +65,8 @@ FIRST_CLASSES = ('MEMORY_MB', 'DISK_GB', 'VCPU')
 class ProviderFacts:
     """The providers as placement knows them, read with at most `max_calls` calls.
 
-    `constraints` are the query's for one provider; `offered` the providers in placement's recent answer to it.
+    The first call, `listed`, is made at once. `constraints` are the query's for one provider; `offered` the providers
+    in placement's recent answer to it. find() adds to `sharing` the providers that share with others.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class ProviderFacts:
     ) -> dict[str, Provider]:
         """Read those of these providers that the calls suffice for, more important ones first.
 
-        `extra_used` is added to their usage. Raises the errors of placement, and UnsupportedQueryError.
+        Others, and those that placement does not list, are left out. `living` is {compute: presence}; `extra_used` is
+        added to their usage. Raises the errors of placement, and UnsupportedQueryError if too many aggregates matter.
         """
         uuids = [uuid for uuid in requested if uuid in self.listed]
         hints = {uuid: presence.room for uuid, presence in living.items()}
@@ -131,7 +133,7 @@ class ProviderFacts:
         return any(provider in allocations for allocations in offered)
 
     def _read_aggregates(self, aggregates: Iterable[str]) -> None:
-        """Read the members of these aggregates."""
+        """Read the members of these aggregates, one call each; errors as _spend()."""
         for name in dict.fromkeys(aggregates):
             if name not in self._members_by_aggregate:
                 self._spend(1)
@@ -140,6 +142,11 @@ class ProviderFacts:
                 )
 
     def _read_free(self, uuids: Collection[str], hints: Mapping[str, Hint | None]) -> None:
+        """Read the providers with anything free, a class a call, and then those that share.
+
+        The class that most unread providers may have free comes first. It stops when the others can be read one by one,
+        or the calls left are reserved. Errors as _spend().
+        """
         classes = list(dict.fromkeys([*FIRST_CLASSES, *(amount.name for amount in self._amounts)]))
         sharing: frozenset[str] | None = None
         while classes and self._calls_left > self._count_reserved_calls(
@@ -168,13 +175,21 @@ class ProviderFacts:
         )
 
     def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
-        """Find unread providers that share with others; a compute with a hint does not."""
+        """Find the providers that share with others, with one call.
+
+        Empty, without a call, if none is left, or if each listed provider is read or a compute with a hint, which does
+        not share.
+        """
         if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
         self._calls_left -= 1
         return find_matching(self._placement, f'required={providers.SHARING_TRAIT}')
 
     def _read_sharing(self, uuids: Iterable[str]) -> None:
+        """Append these providers, with their aggregates, to `sharing`; errors as _spend().
+
+        Those that do not exist any more are left out.
+        """
         for uuid in sorted(uuids):
             provider = self._known_providers.get(uuid)
             if provider is None:
@@ -187,6 +202,7 @@ class ProviderFacts:
                 self.sharing.append(replace(provider, aggregates=aggregates))
 
     def _spend(self, calls: int) -> None:
+        """Take this many of the calls left; UnsupportedQueryError if there are fewer."""
         if self._calls_left < calls:
             raise UnsupportedQueryError('more aggregates matter than are looked into at once')
         self._calls_left -= calls
@@ -194,7 +210,10 @@ class ProviderFacts:
     def _infer_full(
         self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found_providers: Mapping[str, Provider]
     ) -> dict[str, Provider]:
-        """Infer full providers from their hints: their capacity, all of it used."""
+        """Infer full providers from their hints: their capacity, all of it used.
+
+        {} if the query names traits, which hints lack. A spare call finds out which are disabled.
+        """
         if self._trait_constraints - {NOT_DISABLED}:
             return {}  # hints do not contain traits
         full = {
@@ -214,7 +233,7 @@ class ProviderFacts:
         return full
 
     def _is_full(self, hint: Hint) -> bool:
-        """True if each requested class in the hint is exactly used up, by hint or placement.
+        """Return True if each requested class in the hint is exactly used up, by hint or placement.
 
         An overcommitted class has a negative hint: its usage is larger than the hint can say.
         """
@@ -236,13 +255,16 @@ class ProviderFacts:
         return providers_read
 
     def _complete(self, provider: Provider) -> Provider:
-        """Return the provider with its aggregates, and whether it stands alone."""
+        """Return the provider with those aggregates that were read, and whether it stands alone."""
         aggregates = frozenset(name for name, members in self._members_by_aggregate.items() if provider.uuid in members)
         listings = self.listed.get(provider.uuid)
         return replace(provider, aggregates=aggregates, is_standalone=listings is None or listings.is_alone)
 
     def _count_reserved_calls(self, found_providers: Iterable[Provider]) -> int:
-        """Count the calls kept for is_offered(): 0 if no query change fits the providers read."""
+        """Count the calls kept for is_offered(): ADVICE_CALLS, or 0 if none is needed.
+
+        None is needed if there are providers, and no change of the query alone fits any of them.
+        """
         has_providers = False
         for provider in found_providers:
             has_providers, cures = True, find_miss(self._constraints, provider).cures
@@ -253,7 +275,8 @@ class ProviderFacts:
     def _check_doubtful(self, found_providers: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
         """Add the limits, which operators may set, of providers that have room and are not offered.
 
-        Those for which no call is left are dropped.
+        If there are more of these than calls left, the query is repeated first. Those for which no call is left are
+        dropped. Changes and returns `found_providers`.
         """
 
         def list_doubtful() -> list[str]:
@@ -280,7 +303,7 @@ class ProviderFacts:
     def _read_nearest_limits(
         self, found_providers: dict[str, Provider], living: Collection[str]
     ) -> dict[str, Provider]:
-        """Add the limits of the nearest providers while calls are left."""
+        """Add the limits of the nearest providers while calls are left; change the argument."""
         unread = (
             provider for uuid, provider in found_providers.items() if uuid in living and uuid in self._known_providers
         )
@@ -292,6 +315,7 @@ class ProviderFacts:
         return found_providers
 
     def _read_limits(self, provider: Provider) -> Provider:
+        """Return the provider with its UNIT_LIMITS, read with one call; unchanged if it is gone."""
         self._calls_left -= 1
         self._known_providers.pop(provider.uuid, None)
         with suppress(NotFound):
@@ -307,6 +331,7 @@ class ProviderFacts:
 
 
 def _may_have(hint: Hint | None, name: str) -> bool:
+    """Return True unless a hint says that nothing of the class is free."""
     return hint is None or (name in hint and hint[name].free_percent > 0)
 
 
@@ -328,7 +353,11 @@ def report_reasons(  # noqa: PLR0913
     report: Callable[[str], None],
     max_calls: int = MAX_CALLS,
 ) -> None:
-    """Report the reasons, a line each, or one line if they cannot be found out; see Refusal."""
+    """Report the reasons, a line each, or one line if they cannot be found out; see Refusal.
+
+    Waits TIMEOUT_SECONDS at most, and for `backend` too; raises nothing, and Ctrl-C ends it silently. `placed` are the
+    places of others of the set, `compute_argument` is that of --on.
+    """
     lines: Future[list[str]] = Future()
 
     def find_reasons() -> None:
@@ -370,7 +399,9 @@ class Refusal:
 def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls: int = MAX_CALLS) -> list[str]:
     """Return a line for each compute, the nearest miss, and the smallest change that fits.
 
-    With `taken` that change is a smaller --count. Raises the errors of etcd and placement.
+    Of more than MAX_LISTED_COMPUTES only the nearest have one. If a compute has room again, no change is advised. With
+    `taken` that change is a smaller --count. A query that cannot be explained gives one line. Raises the errors of etcd
+    and placement.
     """
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
@@ -412,7 +443,10 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
 
 
 def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
-    """Explain computes with room that placement did not offer because of the query's limit=."""
+    """Explain computes with room that placement did not offer because of the query's limit=.
+
+    Returns {compute: text}; {} if placement offered fewer than the limit.
+    """
     limited = read_limit(refusal.query)
     if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
         return {}
@@ -428,7 +462,10 @@ def _format_lines(
     compute_argument: str | None,
     requested: Collection[str],
 ) -> list[str]:
-    """Format a line for each of the `requested` computes or, without any, for all."""
+    """Format a line for each of the `requested` computes or, without any, for all with a text.
+
+    A last line says how many of `compute_count` are not in `texts`.
+    """
     if requested:
         return [f'{compute_argument}: {text}' for uuid, text in texts.items() if uuid in requested] or [
             f'{compute_argument}: there is no such compute'
@@ -441,7 +478,11 @@ def _format_lines(
 def find_shortfalls(
     placement: Placement, query: str, known_computes: Computes, computes: Sequence[str], group: Group | None = None
 ) -> dict[str, str]:
-    """Return what the first MAX_LISTED_COMPUTES lack. Errors: placement's, UnsupportedQueryError."""
+    """Return {compute: what it lacks} of the first MAX_LISTED_COMPUTES of `computes`.
+
+    A compute with room says so; one of which nothing could be read is left out. Raises the errors of placement, and
+    UnsupportedQueryError.
+    """
     constraints = _parse_constraints(query)
     texts, _ = _examine(
         ProviderFacts(placement, constraints),
@@ -454,7 +495,10 @@ def find_shortfalls(
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query's constraints, one of which may stem from --on. Raises UnsupportedQueryError."""
+    """Parse a query, with NOT_DISABLED added; mark its in_tree constraint as that of --on.
+
+    Raises UnsupportedQueryError. Without `compute_argument` nothing is marked.
+    """
     typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
         constraint._replace(argument=typed)
@@ -471,9 +515,9 @@ def _examine(
     known_computes: Computes,
     refusal: Refusal,
 ) -> tuple[dict[str, str], list[Miss]]:
-    """Return what each compute lacks ('': it is none), and the misses that our rules cover.
+    """Return {provider: what it lacks ('': not a compute)}, and the misses that we can explain.
 
-    A compute of which nothing could be read is in neither. Raises UnsupportedQueryError.
+    A provider of which nothing could be read is in neither. Raises the errors of ProviderFacts.find().
     """
     takers = [candidate.compute for candidate in refusal.taken]
     extra_used: dict[str, list[Resources]] = {}
@@ -505,6 +549,7 @@ def _examine(
 
 
 def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
+    """Describe what a compute lacks, without its name; `taken_count` members of the set fit."""
     # Two hosts of one name are shown with their uuid, and then the command takes only the uuid.
     cure = f' (eschedule {_format_enable_command(result, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
@@ -514,11 +559,12 @@ def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
 
 
 def _format_enable_command(result: Miss, display_name: str) -> str:
+    """Format `host enable` with the host name, or the uuid if the name is not unique."""
     return f'host enable {result.provider if result.provider in display_name else display_name}'
 
 
 def _describe_unavailable(provider: Provider | None, alive: bool) -> str | None:
-    """Explain a compute without room for any query; '' if it is none, None for all others."""
+    """Explain why a compute can take nothing; None if it can, '' if it is not a compute."""
     if alive:
         if provider is None:
             return 'has no resource provider'
@@ -538,7 +584,8 @@ def _make_advice(
 ) -> list[str]:
     """Return the nearest miss, and the smallest change that fits, checked with placement.
 
-    To enable a disabled compute is advised if it was requested, or if no change of the query fits.
+    [] without misses; no change if placement does not confirm it. To enable a disabled compute is advised if it was
+    requested, or if no change of the query fits.
     """
     if not misses:
         return []

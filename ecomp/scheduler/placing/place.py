@@ -44,11 +44,16 @@ MAX_PLACES_AHEAD = 300
 
 
 class Contention:
-    """The place of this attempt among those in flight, as `count_in_flight` returns them."""
+    """The place of this attempt among those in flight.
+
+    `count_in_flight` returns how many instances older and newer attempts place; `ahead` is the first number, at most
+    MAX_PLACES_AHEAD.
+    """
 
     def __init__(
         self, count_in_flight: Callable[[], tuple[int, int]], query_placement: Callable[[], Offer], rng: random.Random
     ) -> None:
+        """Count the attempts in flight; refresh() queries placement."""
         self._count_in_flight = count_in_flight
         self._query_placement = query_placement
         self._rng = rng
@@ -60,7 +65,7 @@ class Contention:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other attempt is in flight."""
+        """True if no other attempt was in flight at the last count."""
         return self.ahead + self._instances_behind == 0
 
     def refresh(self) -> Offer:
@@ -71,7 +76,12 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """True to refresh the offer if so few places are left behind ours; may sleep first."""
+        """Return whether to call refresh(), with so many places left behind ours (< 0: too few).
+
+        Before the first refresh(), True if others are in flight and fewer than MIN_SPARE_PLACES are left. Later, if too
+        few are left and attempts are ahead: then it sleeps up to MAX_PAUSE_SECONDS, and returns False after
+        MAX_REFRESHES in which no attempt ahead has finished.
+        """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
         if spare_places >= 0 or not self.ahead:
@@ -103,9 +113,11 @@ class Placer:
     Attributes:
         refresh_offer: queries placement again.
         count_in_flight: see Contention.
+        alive: the living computes.
         is_ours: true for a provider that is a compute of this cluster, alive or not.
         attempted: instances that may hold a claim, however the attempt ends.
-        candidate_count: computes that could have taken an instance at the first query.
+        candidate_count: the most computes, in any query, that could have taken an instance; 0 before place(), then
+            at least 1.
         claimed_elsewhere: {instance: compute} of another attempt's claims; these instances are not placed.
     """
 
@@ -123,8 +135,9 @@ class Placer:
     def place(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> dict[str, Candidate]:
         """Claim a candidate for each instance, or for the minimum at least: {instance: candidate}.
 
-        The result contains `placed`. Raises NoCapacity (or TooFew, OverQuota), UsageError if the query lacks what a
-        guest needs, and the errors of Claimer.claim_what_fits().
+        The result contains `placed`, unless a strict affinity group without other members needs another compute. After
+        a lost race placement is queried again. Raises NoCapacity (or TooFew, OverQuota), UsageError if the query lacks
+        what a guest needs, and the errors of Claimer.claim_what_fits(); claims made until then stay.
         """
         order, held = self.order, dict(placed)
         group, refusals = _add_members(terms.group, held), Counter[tuple[str, ...]]()
@@ -183,6 +196,7 @@ class Placer:
         """Claim where an earlier attempt's claims are; return the candidates that are placed.
 
         These claims are neither moved nor released (rule 13): after a restore of etcd the instances may run there.
+        Without any, nothing is called. Errors as Claimer.claim_what_fits().
         """
         self.attempted += [instance for instance in earlier_claims if instance not in self.attempted]
         self.claimer.foreign.update(earlier_claims.keys() - self.claimer.movable)
@@ -195,7 +209,10 @@ class Placer:
     def _choose_behind(
         self, contention: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
     ) -> list[Candidate] | None:
-        """Choose places that older attempts will hardly take; None if the offer is to be refreshed."""
+        """Choose places that older attempts will hardly take; None if the offer is to be refreshed.
+
+        With too few places, return a random one for one instance, `batch` for several. May sleep: see should_refresh().
+        """
         weigh, lacking = self.order.weigh, len(batch)
         # Not shuffled: every attempt has to simulate the others in the same order.
         ordered = (
@@ -214,12 +231,13 @@ class Placer:
         return [self.rng.choice(places)] if lacking == 1 else batch
 
     def count_room(self, offer: Offer, terms: Terms) -> int:
-        """Count the instances of the order for which the offer has room."""
+        """Count the instances of the order for which the offer and the group have room."""
         order = self.order
         choice = choose(offer, self.alive, order.weigh, self.rng, terms.group)
         return len(distribute(choice.candidates, offer.rooms, order.count, order.weigh, self.rng, terms.group))
 
     def _make_refusal(self, offer: Offer, choice: Choice, terms: Terms, placed: list[Candidate]) -> NoCapacity:
+        """Make the error: TooFew for a set with some in `placed`, otherwise NoCapacity."""
         if self.order.count > 1 and placed:
             return make_too_few(self.order, terms.group, placed)
         if self.attempted and (terms.group is None or choice.candidates):
@@ -228,7 +246,10 @@ class Placer:
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count the instances that the quota allows; OverQuota, or UsageError as check_complete()."""
+    """Count the instances that the quota allows, at most order.count; all without candidates.
+
+    Raises OverQuota below order.minimum, or UsageError as check_complete().
+    """
     for candidate in candidates:
         check_complete(candidate.allocations)
     if not candidates:
@@ -260,6 +281,7 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
 
 
 def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
+    """Return the group with the held instances as members, too; None without a group."""
     return group and group.with_members({instance: candidate.compute for instance, candidate in held.items()})
 
 
@@ -268,7 +290,7 @@ def _list_providers(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _is_undecided(group: Group | None) -> bool:
-    """True for a strict affinity group without a compute."""
+    """Return True for a strict affinity group without members, and so without a compute."""
     return group is not None and group.strict and group.policy == AFFINITY and not group.member_counts
 
 
@@ -281,7 +303,10 @@ def check_complete(allocations: Allocations) -> None:
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute to try; `weight` None: not weighed. `amounts` and `rooms` are by class."""
+    """A compute to try; `weight` None: not weighed. `amounts` and `rooms` are by class.
+
+    `amounts` are what one instance takes of it; `instance_count` instances of the order would be placed there.
+    """
 
     compute: str
     hostname: str | None
@@ -294,7 +319,10 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """Return the computes in the order of trying; errors as Placer.place() and read_terms()."""
+    """Return the candidates in the order of trying, without a claim; a compute may occur twice.
+
+    Raises NoCapacity or TooFew, and the errors of count_to_place(), read_terms(), `backend` and etcd.
+    """
     terms = read_terms(store, order, order.instances)
     from ecomp.scheduler.looking.hosts import read_computes  # not for a claim
 
@@ -339,7 +367,10 @@ HINT_ERROR = 0.02
 
 @dataclass
 class SampledPlacer:
-    """Claims for one instance on a sampled compute; `fitting` have room by their hints."""
+    """Claims for one instance on a sampled compute.
+
+    `fitting` counts the sampled computes that have room by their hints. For `attempted`: see Placer.
+    """
 
     claimer: Claimer
     order: SetOrder
@@ -374,7 +405,11 @@ class SampledPlacer:
         return self._claim_best(shares, terms)
 
     def _claim_best(self, free_shares: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
-        """Try the best sampled computes, and at most MAX_QUERIES of them."""
+        """Try the best sampled computes, at most MAX_QUERIES of them; {} if none could be claimed.
+
+        It queries no more after MAX_STALE_HINTS computes that were not offered or were taken, but still tries those
+        offered.
+        """
         weigh = self.order.weigh
         ranked = self.rng.sample(sorted(free_shares), len(free_shares))
         if weigh != RANDOM:
@@ -398,6 +433,10 @@ class SampledPlacer:
         return choose(offer, [compute], self.order.weigh, self.rng).candidates
 
     def _claim_candidate(self, candidate: Candidate, terms: Terms) -> dict[str, Candidate]:
+        """Claim the candidate: {instance: candidate}, or {} if it has no room left.
+
+        Raises OverQuota, UsageError as check_complete(), and the errors of Claimer.claim_what_fits().
+        """
         count_to_place([candidate], terms, self.order)  # OverQuota, UsageError
         instance = self.order.instance
         self.attempted += [instance] if instance not in self.attempted else []
@@ -405,9 +444,13 @@ class SampledPlacer:
 
 
 def get_sampleable_amounts(query: str, count: int, weigh: str) -> Resources | None:
-    """Return the amounts of a query that sampled computes can answer; None for any other."""
+    """Return {class: amount} to ask a sampled compute for; None if sampling cannot be used.
+
+    It needs a query of amounts alone, one instance, and another strategy than FIRST.
+    """
     return parse_plain_amounts(query) if count == 1 and weigh != FIRST else None
 
 
 def _compute_weight(free_share: float, weigh: str) -> float:
+    """Return the weight, 0 to 1: the used share for PACK, otherwise the free one."""
     return 1 - free_share if weigh == PACK else free_share
