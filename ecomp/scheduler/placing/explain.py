@@ -65,8 +65,8 @@ FIRST_CLASSES = ('MEMORY_MB', 'DISK_GB', 'VCPU')
 class ProviderFacts:
     """The providers as placement knows them, read with at most `max_calls` calls.
 
-    The first call, `listed`, is made at once. `constraints` are the query's for one provider; `offered` the providers
-    in placement's recent answer to it. find() adds to `sharing` the providers that share with others.
+    The constructor makes the first call, for `listed`. `constraints` are the query's for one provider; `offered` the
+    providers in placement's recent answer to it. find() adds to `sharing` the providers that share with others.
     """
 
     def __init__(
