@@ -92,10 +92,11 @@ def destroy(
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
 
-    An instance in error has only its record left, which is removed. `key_index`: see find(). `find_claiming_compute`
-    asks placement which compute holds the instance's claim ('': none): after a restore of etcd that compute may run
-    what waits in a queue. Raises NotFound if the instance is gone or unknown; Unreadable if its record is malformed and
-    no compute has a request for it, or the record is of a newer version; and the errors of retry_until_accepted().
+    A compute carries it out later. A queued instance is dequeued here; one in error has only its record left, which is
+    removed. `key_index`: see find(). `find_claiming_compute` asks placement which compute holds the instance's claim
+    ('': none): after a restore of etcd that compute may run what waits in a queue. Raises NotFound if the instance is
+    gone or unknown; Unreadable if its record is malformed and no compute has a request for it, or the record is of a
+    newer version; and the errors of retry_until_accepted().
     """
 
     def read_and_write(is_unknown: bool) -> str | None:
@@ -120,6 +121,10 @@ def destroy(
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
+    """Find what to destroy: an instance that is not gone, or one queued again after it ended.
+
+    An instance with a malformed record is found by its request. Raises NotFound and Unreadable, see destroy().
+    """
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -142,7 +147,10 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Prepare a destroy: a function to commit it (None: stale), and the sentence to report."""
+    """Prepare a destroy: a function to commit it (None: stale), and the sentence to report.
+
+    Nothing is written here, but etcd is read and, for a queued instance, placement.
+    """
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
     record, compute = entries.record, entries.record.compute
@@ -206,8 +214,9 @@ def _prepare_dequeue(
 ) -> tuple[Callable[[], int | None], str]:
     """Prepare to remove a request from its queue, even if a compute is taking it.
 
-    A record remains, as a uuid is never used twice. A compute that took the instance before a restore of etcd finds the
-    record when it publishes, and carries the destroy out.
+    Returns as _prepare_destroy(); an error of `find_claiming_compute` is a part of the sentence. A record remains, as a
+    uuid is never used twice. A compute that took the instance before a restore of etcd finds the record when it
+    publishes, and carries the destroy out.
     """
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions = [Unchanged(entry.key, entry.revision)]
@@ -258,8 +267,9 @@ def change_power(
 ) -> Acceptance:
     """Write a power change into the request; change nothing if it is done or requested already.
 
-    `key_index`: see find(). Raises NotFound, Unreadable (the record); Conflict if the instance is neither active nor
-    stopped, has no valid request or is being destroyed; and the errors of retry_until_accepted().
+    A pending change to another action is replaced. `key_index`: see find(). Raises NotFound, Unreadable (the record);
+    Conflict if the instance is neither active nor stopped, has no valid request or is being destroyed; and the errors
+    of retry_until_accepted().
     """
 
     def read_and_write(_: bool) -> Acceptance | None:
@@ -281,7 +291,7 @@ def change_power(
 
 
 def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
-    """Read the request of an instance; Conflict unless its power can be changed."""
+    """Return an instance's request entry and request; Conflict unless its power can be changed."""
     record, entry = entries.record, entries.request_entry
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')
@@ -298,6 +308,11 @@ def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
 def _match_earlier_change(
     store: Store, entries: InstanceEntries, request: Request, power_change: PowerAction
 ) -> Acceptance | None:
+    """Return the answer if nothing has to be written, or None.
+
+    That is if this change was committed before, the same action is pending, or the record shows the state that it would
+    cause; a pending change to another action gives None.
+    """
     record, previous = entries.record, request.power
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost
@@ -314,7 +329,7 @@ def _match_earlier_change(
 
 
 def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
-    """Return the request with the power change added; Conflict if that would be invalid."""
+    """Return the write of the request with the change; Conflict if it would be invalid."""
     value = dump({**load_object(entry.value), 'power': power_change._asdict()})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):
@@ -323,6 +338,7 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
+    """Make the answer to an accepted change; it says so if the compute is silent."""
     instance, compute = entries.record.instance, entries.record.compute
     message = f'{instance}: {power_change.action} accepted, {compute} carries it out'
     if not is_alive(store, compute):
@@ -331,6 +347,7 @@ def _make_acceptance(store: Store, entries: InstanceEntries, power_change: Power
 
 
 def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
+    """Return the action ids in the record and in the request ('' for none)."""
     request = entries.request
     return frozenset({parse_action_id(entries.record.power), request.power.id if request and request.power else ''})
 
@@ -345,8 +362,8 @@ class ClearResult(NamedTuple):
 def clear(store: Store) -> ClearResult:
     """Remove the records of all instances that are gone or in error and have no request.
 
-    Malformed records, and an Unreachable that ends the removal, are in the result. Raises Unreachable before the first
-    removal, and Unreadable if a record becomes malformed later.
+    Errors of malformed records and of placement, and an Unreachable that ends the removal, are in the result. Raises
+    Unreachable if the instances cannot be listed, and Unreadable if a record becomes malformed later.
     """
     records, errors = list_records(store, with_gone=True)
     key_index = read_index(store)
@@ -365,7 +382,10 @@ def clear(store: Store) -> ClearResult:
 
 
 def remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
-    """Remove a finished instance's record; return False if it has a request or has changed."""
+    """Remove the record of an instance that is gone or in error; return True if it is done.
+
+    False if there is no record, another state or a request, or it has changed.
+    """
     if entries is None or entries.record_entry is None or entries.request_entry is not None:
         return False
     if entries.record.state not in (GONE, ERROR):

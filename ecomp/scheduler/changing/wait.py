@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class InstanceFollower:
     """Follows an instance's record or, while it waits in a queue, its queue entry.
 
-    The watch starts with the second read() or with wait(): of many instances read in turn, most are finished at the
-    first. `key_index`: see find(); `claims`: see Store.
+    Leaving the context stops the watch. It starts with the second read() or with wait(): of many instances read in
+    turn, most are finished at the first. `key_index`: see find(); `claims`: see Store.
     """
 
     def __init__(
@@ -70,7 +70,11 @@ class InstanceFollower:
         self._store.close()
 
     def read(self) -> tuple[bool, Entry | None]:
-        """Read the instance: whether etcd and placement answered, and the record's entry, if any."""
+        """Read the instance: whether etcd and placement answered, and the record's entry, if any.
+
+        Without an answer, (False, None), and `silent_backend` is set. The entry is also None for an instance in a queue
+        or with a request only: see is_queued and is_missing.
+        """
         self._start_following()
         with self._changed:
             state = self._last_state = self._state
@@ -92,7 +96,7 @@ class InstanceFollower:
         return True, self._last_entry if is_record else None
 
     def is_trusted(self) -> bool | None:
-        """False if another compute holds the claim: the next read() then searches again.
+        """Return False if another compute holds the claim: the next read() then searches again.
 
         The followed record may be of a compute without a request: while the instance was in a queue, it was the only
         record. None if placement, which knows the claims, does not answer; True if etcd does not, or the store has no
@@ -128,13 +132,20 @@ class InstanceFollower:
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
     def wait(self, seconds: float) -> None:
-        """Return once the followed key has changed, after `seconds` at the latest."""
+        """Return once the watch first answers or the key changes, after `seconds` at the latest.
+
+        If no key is followed yet, this is always after `seconds`.
+        """
         self._start_following()
         with self._changed:
             self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
 
     def _find_key(self) -> tuple[str, Entry | None]:
-        """Find the key to follow ('' if absent) and its entry."""
+        """Find the key to follow and its entry: ('', None) without any trace.
+
+        It is the record's, also if only a request exists (then the entry is None), or the queue entry's. Raises
+        Unreachable.
+        """
         places = find_at_living_computes(self._store, self._instance, self._key_index)
         if places is None:
             queue_entry = find_queue_entry(self._store, self._instance)
@@ -146,11 +157,13 @@ class InstanceFollower:
         return keys.record(places.compute, self._instance) if places.request is not None else '', None
 
     def _start_following(self) -> None:
+        """Watch the key in a thread; no-op if it is watched already or not found yet."""
         if self._key and self._follower is None:
             self._follower = Follower(self._config, [(self._key, self._on_state)])
             self._follower.start()
 
     def _stop_following(self) -> None:
+        """Stop the watch and forget the key: the next read() searches for it."""
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
@@ -164,6 +177,7 @@ class InstanceFollower:
 
 
 def _name_backend(error: Unreachable) -> str:
+    """Return 'placement' or 'etcd'."""
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
@@ -180,6 +194,7 @@ class Deadline:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since its creation."""
         return time.monotonic() - self._began
 
 
@@ -224,21 +239,30 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
 
 def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
-    """True if a stage is of a boot before the awaited one; `first` is the initial record. Pure."""
+    """Return True if a stage is of a boot before the awaited one. Pure.
+
+    `first` is the record at the start of the wait. False for stages that are not of a boot, or before the first boot.
+    """
     if stage not in boots.STAGES or current.last_boot is None:
         return False
     return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
 
 
 def is_pending(power_change: PowerAction | None, first: Record, current: Record) -> bool:
-    """True until the start or reboot is carried out, or another change replaces it."""
+    """Return True until the start or reboot is carried out, or another change replaces it.
+
+    False for a stop or None. `first` is the record at the start of the wait.
+    """
     if power_change is None or power_change.action == STOP or power_change.is_done(current.power):
         return False
     return parse_action_id(current.power) in (power_change.id, parse_action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once the instance is gone; StillGoing at the deadline: the destroy continues."""
+    """Return once the instance is gone or etcd has no trace of it.
+
+    StillGoing at the deadline: the destroy continues. A malformed record is waited for.
+    """
 
     def read(entry: Entry) -> Record:
         try:
@@ -278,6 +302,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 
 
 def _describe_power_wait(record: Record | None) -> str:
+    """Describe what a pending power change waits for, by the phase in the record (None: none)."""
     how_far = parse_phase(record.power if record else None)
     return {SHUTDOWN_ASKED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
         how_far, 'its compute to take it'
