@@ -42,9 +42,9 @@ MAX_OFFER_AGE_SECONDS = 2.0
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
     """Connect to placement and query it in a thread; the future has placement and its offer.
 
-    It raises what these calls raise. For query None nothing is asked: the offer is empty and never fresh. `slow`: see
-    Placement. Imports and waiting take most of a claim's time: placement's modules are imported before those for etcd,
-    so that placement works on the query during the second import.
+    The future raises what these calls raise. For query None nothing is asked: the offer is empty and never fresh.
+    `slow`: see Placement. Imports and waiting take most of a claim's time: placement's modules are imported before
+    those for etcd, so that placement works on the query during the second import.
     """
     from concurrent.futures import Future  # not for commands that use etcd only
 
@@ -90,7 +90,10 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """The order, with the record's values before the request's; None without a valid request."""
+        """The order, with the record's values before the request's; None without a valid request.
+
+        For a queued instance it is that of the queue entry.
+        """
         order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
             from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
@@ -106,7 +109,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def is_destroying(self) -> bool:
-        """True once a destroy is accepted."""
+        """True once a destroy is accepted and until its request is removed."""
         request = self.request
         return request is not None and request.is_tombstone
 
@@ -126,8 +129,8 @@ class InstanceEntries(NamedTuple):
 def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
-    `key_index`: see find(). Raises NotFound; UsageError for several uuids with this prefix; Conflict if the name's key
-    refers to an instance of another name; Unreadable if that key is malformed.
+    A whole uuid is returned unchecked. `key_index`: see find(). Raises NotFound; UsageError for several uuids with this
+    prefix; Conflict if the name's key refers to an instance of another name; Unreadable if that key is malformed.
     """
     if keys.is_uuid(argument):
         return argument
@@ -157,7 +160,10 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
 
 def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
-    """Raise Conflict if the instance has another name: any compute may write any name's key."""
+    """Raise Conflict if the instance has another name: any compute may write any name's key.
+
+    No error if the instance is unknown, its record is malformed, or its name cannot be known.
+    """
     try:
         entries = find(store, instance, key_index)
     except Unreadable:
@@ -175,9 +181,10 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
-    """Find an instance; None if etcd has no trace of it. Unreadable if its record is malformed.
+    """Find an instance, also one that is gone; None if etcd has no trace of it.
 
-    `key_index` has the keys of all instances, read a moment ago; what is not found by it is searched for.
+    Unreadable if its record is malformed. `key_index` has the keys of all instances, read a moment ago; what is not
+    found by it is searched for.
     """
     places = find_at_living_computes(store, instance, key_index)
     if places is None:
@@ -200,7 +207,7 @@ def find_queue_entry(store: Store, instance: str) -> Entry | None:
 
 
 def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
-    """Make an instance's entries from its request alone; None without a request."""
+    """Make an instance's entries from its request alone, valid or not; None without a request."""
     return (
         InstanceEntries(_make_scheduled_record(places.request), None, places.request)
         if places.request is not None
@@ -209,7 +216,10 @@ def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
 
 
 def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
-    """True if etcd has any trace of the instance, malformed or not. `key_index`: see find()."""
+    """Return True if etcd has any trace of the instance, even of one that is gone or malformed.
+
+    `key_index`: see find().
+    """
     try:
         return find(store, instance, key_index) is not None
     except Unreadable:
@@ -217,7 +227,10 @@ def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> 
 
 
 def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries:
-    """Find an instance that is not gone; NotFound if there is none. See find()."""
+    """Find an instance that is not gone (it may be in error); NotFound if there is none.
+
+    Also see find().
+    """
     entries = find(store, instance, key_index)
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
@@ -229,8 +242,8 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
 def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
     """Read all instances, sorted by request time, and the errors of malformed records.
 
-    An instance with only a request is `scheduled`, one in a queue `queued`. If placement is unreachable, the oldest of
-    several requests counts; an error says so.
+    An instance with only a request is `scheduled`, with a fault if the request is invalid; one in a queue is `queued`.
+    If placement is unreachable, the oldest of several requests counts; an error says so.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
     queued = {
@@ -274,6 +287,7 @@ def read_record(entry: Entry) -> Record:
 
 
 def _make_scheduled_record(entry: Entry) -> Record:
+    """Make the record to show for a request without one; its fault says if it is invalid."""
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
     if isinstance(request, InvalidRequest):
@@ -282,7 +296,7 @@ def _make_scheduled_record(entry: Entry) -> Record:
 
 
 def read_queued_record(entry: Entry) -> Record:
-    """Make the record to show for an entry in a queue."""
+    """Make the record to show for an entry in a queue, malformed or not."""
     from ecomp.model.queue import (
         make_queued_record,  # its imports take 5 % of a claim's time, and a claim rarely needs them
     )
@@ -297,12 +311,12 @@ def _parse_queue_key(key: str) -> str | None:
 
 
 def _is_request_key(key: str) -> bool:
-    """True for /hosts/<compute>/<instance>; the compute reports any other key below /hosts."""
+    """Return True for /hosts/<compute>/<instance>; the compute reports other keys below /hosts."""
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Return the change that takes each name in {instance: name or None}.
+    """Return the change that takes each name in {instance: name or None}; nothing is written.
 
     Raises Conflict if another living instance has one of them, Unreadable if its key or record is malformed.
     """
@@ -312,7 +326,10 @@ def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
 
 
 def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
-    """Return the condition that a name stays free for `instance`; errors as reserve_names()."""
+    """Return the condition that a name stays free for `instance`, or is its own already.
+
+    A name whose owner is gone, in error or unknown is free. Errors as reserve_names().
+    """
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:

@@ -32,7 +32,10 @@ class Survey(NamedTuple):
 
 
 def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Read all computes, and the errors of malformed records, whose instances are not counted."""
+    """Read all computes, and the errors of malformed records, whose instances are not counted.
+
+    Raises the errors of etcd and placement.
+    """
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
     survey = read_survey(store)
@@ -55,7 +58,8 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
     A whole uuid is not checked: see check_compute_exists(). Placement is needed for a prefix only. Raises NotFound,
-    UsageError (no argument, or several uuids), Conflict (several computes with this host name).
+    UsageError (an empty argument, or several uuids), Conflict (several computes with this host name), and the errors of
+    etcd and placement.
     """
     full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
@@ -127,7 +131,10 @@ def read_computes(store: Store) -> Computes:
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
-    """Return {instance: text} for claims on silent computes (rule 13), while placement answers."""
+    """Return {instance: text} for claims on silent computes (rule 13), while placement answers.
+
+    Where it does not, claims are missing; {} without `store.claims`. Raises nothing.
+    """
     claims: dict[str, str] = {}
     with suppress(EcompError):
         for compute in (
@@ -145,7 +152,10 @@ def find_claims_on_silent(store: Store, known_computes: Computes, instances: Col
 
 
 def read_survey(store: Store) -> Survey:
-    """Read all computes, requests and records from etcd; malformed records become errors."""
+    """Read all computes, requests and records from etcd; malformed records become errors.
+
+    Raises the errors of etcd, and those of placement if it has to decide between several computes.
+    """
     # Requests before records: an instance that ends in between is then read twice, not missed.
     known_computes = read_computes(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
@@ -171,7 +181,7 @@ def read_survey(store: Store) -> Survey:
 
 @dataclass(frozen=True)
 class GuestAccess:
-    """The address of a guest's sshd; `host` is the host to go through, None if it is reachable."""
+    """The address of a guest's sshd; `host` is the host to go through, None if not needed."""
 
     record: Record
     address: str
@@ -184,7 +194,7 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest.
+    """Find how to reach a running guest, preferably without its host.
 
     Raises StillGoing without an address, EcompError if the address is malformed or the host's name is not known, and
     the errors of find_running().
@@ -222,7 +232,8 @@ def read_names_by_instance(store: Store) -> Mapping[str, str]:
 def find_running(store: Store, instance: str) -> Record:
     """Return the record of a running guest.
 
-    Raises StillGoing if it has not started yet, Conflict if it runs no more, NotFound, Unreadable.
+    Raises StillGoing if it has not started yet, Conflict if it is in any other state (stopped, error), NotFound,
+    Unreadable.
     """
     record = find_living(store, instance).record
     if record.state in (QUEUED, SCHEDULED, BUILDING):
@@ -240,9 +251,10 @@ def make_not_ready(record: Record) -> StillGoing:
 
 
 def find_console(store: Store, instance: str) -> tuple[str, str]:
-    """Return the host of an instance's console and the file there.
+    """Return the host name of an instance's console and the path of the file there.
 
-    Raises NotFound if there is none yet, EcompError for an invalid file or an unknown host, Unreadable.
+    Raises NotFound if there is no console yet or no instance, EcompError for an invalid file or an unknown host,
+    Unreadable.
     """
     record = find_living(store, instance).record
     if record.console is None:
@@ -254,7 +266,10 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
 
 
 def find_host_name(store: Store, record: Record) -> str:
-    """Return an instance's host name, from its compute or its console; EcompError without any."""
+    """Return an instance's host name, from its compute or its console.
+
+    EcompError if neither has a valid one.
+    """
     name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
         raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not up')
@@ -262,5 +277,5 @@ def find_host_name(store: Store, record: Record) -> str:
 
 
 def _is_behind_host(interface: Interface) -> bool:
-    """True if a libvirt network gave the address, so that only its host reaches it."""
+    """Return True if a libvirt network gave the address, so that only its host reaches it."""
     return interface.source == 'lease' or interface.expected is not None
