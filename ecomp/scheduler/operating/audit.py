@@ -113,7 +113,10 @@ def audit(
 
 @contextmanager
 def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield a name for an audit, and its lease; then revoke the lease and delete all answers."""
+    """Yield a name for an audit, and its lease; then revoke the lease and delete all answers.
+
+    The errors of that end are ignored: the lease then expires after LEASE_SECONDS.
+    """
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease
@@ -147,7 +150,11 @@ def wait_for_answers(
 
 
 def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
-    """Read all planes, etcd first: the revisions of the next read then show later changes."""
+    """Read all planes, etcd first: the revisions of the next read then show later changes.
+
+    Asks all living computes for a digest, and waits as wait_for_answers(). A compute without a valid one becomes a text
+    in the result. Raises the errors of etcd and placement.
+    """
     etcd = _read_etcd(store)
     # A presence key without a lease proves no life: its compute is not waited for.
     alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
@@ -194,10 +201,12 @@ def _read_usage(placement: Placement, project: str) -> dict[str, int]:
 
 
 def _read_etcd(store: Store) -> dict[str, Entry]:
+    """Read all audited prefixes: {key: entry}."""
     return {key: entry for family in planes.AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
 
 
 def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
+    """Return the provider and its state: None if it was removed since the list was read."""
     try:
         inventory = providers.read_raw_inventory(placement, provider)
         return provider, planes.ProviderState(
@@ -208,6 +217,7 @@ def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str,
 
 
 def _is_page_key(key: str) -> bool:
+    """Return True if the key ends in a number of 1 to MAX_PAGE_DIGITS digits."""
     # A compute may write any key there, and int() refuses 5,000 digits.
     number = keys.get_last_part(key)
     return number.isascii() and number.isdecimal() and len(number) <= MAX_PAGE_DIGITS
@@ -236,7 +246,10 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
 
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Repair what both audits found; return a line for each repair, done or not."""
+    """Repair what both audits found; return a line for each repair, done or not.
+
+    An error becomes a line. A compute has to confirm the removal of leftovers, with a line for each.
+    """
     revisions = [*first.revisions, *second.revisions]
     due = [finding for finding in confirm_findings(first.findings, second.findings, revisions) if finding.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
@@ -277,17 +290,22 @@ class _Repairs:
             return f'not known to be mended: {error}'
 
     def _delete(self, finding: Finding) -> str:
+        """Delete the first of the finding's keys; as _commit()."""
         key = finding.keys[0]
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
+        """Write a record again, on a lease for as long as its state is kept; as _commit()."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim the request's allocations for an instance that has lost its claim."""
+        """Claim the request's allocations for an instance that has lost its claim.
+
+        CHANGED_SINCE if it has a claim or its request is missing, malformed, changed or a tombstone.
+        """
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.wishes.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
@@ -302,7 +320,7 @@ class _Repairs:
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
-        """Write the name of the instance's record, if it is free."""
+        """Write the name of the instance's record, if it is free; as _commit()."""
         entries = find(self.store, finding.subject)
         change = restore_name(self.store, entries.name, finding.subject) if entries is not None else None
         if entries is None or entries.name is None or change is None or not change[1]:
@@ -311,7 +329,7 @@ class _Repairs:
         return self._commit(finding, operations, f'{keys.name(entries.name)} is its own again', conditions)
 
     def _join_group(self, finding: Finding) -> str:
-        """Add the instance to its request's group."""
+        """Add the instance to its request's group; as _commit()."""
         wish = self.world.wishes[finding.subject][finding.compute]
         if not isinstance(wish, Request) or wish.group is None:
             return CHANGED_SINCE
@@ -320,7 +338,10 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove members without a request, attempt or living record, which ended or never came."""
+        """Remove members without a request, attempt or living record, which ended or never came.
+
+        As _commit(), and at most MAX_MEMBERS_PER_TRANSACTION at once.
+        """
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
@@ -338,6 +359,7 @@ class _Repairs:
         return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
+        """Count the usage of a project's quota again; CHANGED_SINCE if it has no limits."""
         counted = recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject))
         return 'counted anew' if counted is not None else CHANGED_SINCE
 
@@ -349,7 +371,10 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd if the finding's keys are unchanged; return `message` or CHANGED_SINCE."""
+        """Change etcd if the finding's keys are unchanged; return `message` or CHANGED_SINCE.
+
+        `lease` was granted for this, and is revoked if nothing is written.
+        """
         as_read = self._make_conditions(*finding.keys)
         written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
         return message if written is not None else CHANGED_SINCE
@@ -359,6 +384,10 @@ class _Repairs:
 
 
 def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
+    """Release the claims of a consumer that no request needs; return a sentence.
+
+    CHANGED_SINCE if it is needed, or its claims have changed.
+    """
     computes: list[str] = []
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -373,7 +402,10 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
 
 
 def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
-    """Have a compute remove leftovers, which it checks itself; return a line for each."""
+    """Have a compute remove leftovers, which it checks itself; return a line for each.
+
+    One line says if it does not answer, or about an error.
+    """
     leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
     try:
         with open_audit_session(store) as (name, lease):

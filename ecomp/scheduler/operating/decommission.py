@@ -52,7 +52,10 @@ POLL_SECONDS = 1.0
 
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
-    """Stop the placement on a compute; return a sentence. NotFound unless an ecompute made it."""
+    """Stop the placement on a compute; return a sentence, also if it is disabled already.
+
+    Creates the traits if placement lacks them. NotFound unless an ecompute made the provider.
+    """
     _check_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
@@ -63,7 +66,10 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow the placement on a compute again; return a sentence. NotFound as disable()."""
+    """Allow the placement on a compute again; return a sentence, also if it is enabled already.
+
+    NotFound as disable().
+    """
     _check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
@@ -139,6 +145,7 @@ def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
 
 
 def _check_provider(placement: Placement, compute: str, display_name: str) -> None:
+    """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
     if name is None:
         raise NotFound(f'{display_name}: no such compute')
@@ -149,6 +156,7 @@ def _check_provider(placement: Placement, compute: str, display_name: str) -> No
 
 
 def _format_count(number: int) -> str:
+    """Format the number of instances; 0 is `no instances`."""
     return f'{number or "no"} instance{"" if number == 1 else "s"}'
 
 
@@ -163,8 +171,8 @@ UNSEEN_END_FAULT = 'its host was forgotten: nobody saw its guest end'
 class _BothPlanes:
     """Both planes as read: the provider (None: missing), its consumers if it is ours, and etcd.
 
-    `may_run_queued`: placement knows the compute, and a request waits in a queue. After a restore of both planes the
-    compute may run that instance.
+    `in_flight` are the instances with an attempt. `may_run_queued`: placement knows the compute, and a request waits in
+    a queue. After a restore of both planes the compute may run that instance.
     """
 
     provider: ProviderSummary | None
@@ -189,14 +197,15 @@ def forget(  # noqa: PLR0913
 ) -> None:
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
 
-    `fenced`: the operator confirms that the machine is off for good. Otherwise a compute with claims is not forgotten,
-    nor one that placement knows while a request waits in a queue: its instances could be placed again while they run
-    (rule 13; after a restore of etcd and placement no claim may show that).
+    `now` returns the time in ISO form, for final records. `fenced`: the operator confirms that the machine is off for
+    good. Otherwise a compute with claims is not forgotten, nor one that placement knows while a request waits in a
+    queue: its instances could be placed again while they run (rule 13; after a restore of etcd and placement no claim
+    may show that).
 
     Raises:
         NotFound: it is no compute of ours.
-        Conflict: it is alive or came back, an instance lives there, it may run one and is not fenced, or other
-            processes change it too often.
+        Conflict: it is alive or came back, an instance lives there, it may run one and is not fenced, placement does
+            not delete its provider, or other processes change it too often.
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 
@@ -233,6 +242,7 @@ def forget(  # noqa: PLR0913
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
+    """Read placement and etcd about the compute; consumers only of a provider that is ours."""
     # Placement first: a claim that is delivered later has its key in etcd by then. Then attempts and queues, and /hosts
     # last, because requests move there.
     provider, consumers = None, {}
@@ -251,7 +261,7 @@ def _check_allowed(
 ) -> Leftovers:
     """Return what has to be removed; Conflict or NotFound if the compute must not be forgotten.
 
-    `silent`: see silence(). Its revision is not 0 if the presence key exists without a lease.
+    `silent`: see read_silence_condition(). Its revision is not 0 if the presence key exists without a lease.
     """
     reason = find_forget_obstacle(compute, planes.survey.etcd, planes.consumers, planes.in_flight)
     if reason is not None:
@@ -286,7 +296,10 @@ class _Removal:
     report: Callable[[str], None]
 
     def remove(self, survey: Survey, remaining: Leftovers) -> None:
-        """Remove it all; _StaleReadError at the first change since the read."""
+        """Remove it all; _StaleReadError at the first change, or if the compute is alive.
+
+        Conflict as _remove_stray().
+        """
         silent = read_silence_condition(self.store, self.compute)
         if silent is None:
             raise _StaleReadError
@@ -307,7 +320,10 @@ class _Removal:
             self.report(f'{consumer}: its claim is released: no request stands behind it')
 
     def _complete_destroy(self, instance: str, survey: Survey, conditions: Sequence[Unchanged]) -> None:
-        """Complete the accepted destroy of an instance; _StaleReadError if it has changed."""
+        """Complete the accepted destroy of an instance; _StaleReadError if it has changed.
+
+        Releases its claim, writes its final record, and deletes its request and address.
+        """
         self._release(instance, is_destroyed=True)
         failpoint('host-released')
         record = _make_end_record(self.compute, survey, instance, self.now())
@@ -332,8 +348,8 @@ class _Removal:
     def _release(self, consumer: str, is_destroyed: bool = False) -> None:
         """Release a consumer's claim if it is on this compute; _StaleReadError if it is in use.
 
-        `is_destroyed`: its request here is a tombstone, which does not keep the claim. A silent compute claims nothing,
-        and a claim elsewhere moves the generation that was read.
+        No-op if it is not. `is_destroyed`: its request here is a tombstone, which does not keep the claim. A silent
+        compute claims nothing, and a claim elsewhere moves the generation that was read.
         """
 
         def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -353,6 +369,7 @@ class _Removal:
 
 
 def _format_undecodable_key(compute: str, display_name: str) -> str:
+    """Format the error about a request's key that is not UTF-8, with the command to find it."""
     prefix = keys.request_prefix(compute)
     return (
         f'compute {display_name} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
@@ -361,10 +378,15 @@ def _format_undecodable_key(compute: str, display_name: str) -> str:
 
 
 def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
+    """Make the final record of an instance whose destroy is completed here.
+
+    Its state is gone, its fault UNSEEN_END_FAULT; `now` is an ISO time. EcompError without a record and a valid
+    request.
+    """
     record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):
-            raise EcompError(f'{instance}: neither a record nor a request')  # leftovers() lists no such instance
+            raise EcompError(f'{instance}: neither a record nor a request')  # find_leftovers() lists no such instance
         record = make_record(compute, request, now)
     # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
     return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT)

@@ -35,7 +35,8 @@ LIST_HINT = 'eschedule flavor list shows all'
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
     """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, etcd.
 
-    Raises NotFound, UsageError (invalid name or resources), Unreadable.
+    Amounts in `query` replace the flavor's; the rest is added to them. Raises NotFound, UsageError (invalid name or
+    resources), Unreadable.
     """
     try:
         flavor = config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(
@@ -62,8 +63,8 @@ def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     """Create or replace a flavor in etcd; return a sentence that says what was done.
 
-    Raises UsageError if it is invalid or names classes or traits that placement cannot know, EcompError if another
-    process changed it concurrently.
+    Raises UsageError if it is invalid or names classes or traits that placement cannot know (a missing CUSTOM_ one is
+    only remarked on), EcompError if another process changed it concurrently.
     """
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
@@ -88,7 +89,8 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
 def delete_flavor(store: Store, name: str) -> str:
     """Delete a flavor from etcd; return a sentence with the number of requests left waiting.
 
-    Raises NotFound, and EcompError if another process changed it concurrently.
+    It is left out if it is 0 or etcd does not answer. Raises NotFound, and EcompError if another process changed the
+    flavor concurrently.
     """
     key = keys.flavor(name)
     previous = store.get(key)
@@ -113,6 +115,7 @@ def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
 
 
 def _read_flavor_from_etcd(store: Store, name: str, configured_names: Iterable[str]) -> Flavor:
+    """Read a flavor from etcd. Raises Unreadable, or NotFound, which suggests a name."""
     entry = store.get(keys.flavor(name))
     if entry is None:
         raise make_no_such_flavor(name, [*configured_names, *list_flavor_names(store)])
@@ -135,7 +138,10 @@ def read_flavor(entry: Entry) -> Flavor:
 def _commit_flavor(
     store: Store, key: str, previous: Entry | None, change: Put | Delete, new_value: bytes | None
 ) -> None:
-    """Write or delete a key, reading back an unknown outcome; EcompError on a conflict."""
+    """Write or delete a key, reading back an unknown outcome; EcompError on a conflict.
+
+    `previous` is None for a key that must not exist; `new_value` is None after a deletion.
+    """
     try:
         if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
             return
@@ -155,7 +161,7 @@ MAX_PAUSE_SECONDS = 0.05
 def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
     """Return a remark on limited classes that placement does not know yet, '' for none.
 
-    UsageError for classes that it cannot know. Limits that are to be removed are not checked.
+    UsageError for classes that it cannot know, and malformed arguments. Limits that are to be removed are not checked.
     """
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
@@ -171,7 +177,11 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
-    """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota()."""
+    """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota().
+
+    `arguments` are like VCPU=10, or DISK_GB=none to remove a limit; other limits stay. Placement is not asked: see
+    check_limits().
+    """
     try:
         new_limits = parse_limits(arguments)
     except ValueError as error:
@@ -192,9 +202,10 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
     """Change a project's quota and count its usage; None if it has no limits, and so no quota.
 
-    Deliveries and removals change an existing quota, so the count is valid if the quota has not changed in between.
-    They do not change a missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome,
-    Unreadable.
+    `change` gets the current quota (None: none), perhaps several times, and returns the one whose limits are written;
+    without limits the key is deleted. Deliveries and removals change an existing quota, so the count is valid if the
+    quota has not changed in between. They do not change a missing one, so a new quota is written twice. Raises Conflict
+    after MAX_TRIES, UnknownOutcome, Unreadable.
     """
 
     def try_once() -> Quota | None:
