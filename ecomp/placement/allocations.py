@@ -41,9 +41,10 @@ class Consumer(NamedTuple):
 
 
 def read_candidates(placement: Placement, query: str) -> Offer:
-    """Return the candidates for a query, without disabled providers.
+    """Return the candidates for a query (the text after the ?); none is no error.
 
-    Raises PlacementRefusal if the query is malformed, or names a class or trait that placement does not know.
+    Disabled providers are left out, unless the query names their trait. Raises PlacementRefusal if the query is
+    malformed, has a control character, or names a class or trait that placement does not know.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query has a control character in it')
@@ -63,7 +64,7 @@ def read_candidates(placement: Placement, query: str) -> Offer:
 
 
 def read_consumer(placement: Placement, instance: str) -> Consumer:
-    """Return what an instance holds; placement answers 200 for an unknown consumer, too."""
+    """Return what an instance holds; Consumer() if nothing, as for an unknown instance."""
     data = placement.get(f'/allocations/{instance}')
     try:
         parsed = parse_allocations(data['allocations'])
@@ -83,10 +84,11 @@ def claim_once(
     project_id: str,
     generation: int | None = None,
 ) -> None:
-    """Claim for an instance, all or nothing; with generation None it must hold nothing yet.
+    """Replace what an instance holds, in one call, all or nothing; {} releases it.
 
-    Raises NoCapacity (another claim was faster), GenerationConflict (the instance holds something else, or too many
-    claims compete for the provider) or UnknownOutcome.
+    `generation` is that of the consumer as read; None: it must hold nothing yet. Raises NoCapacity (another claim was
+    faster), GenerationConflict (the instance holds something else, or too many claims compete for the provider) or
+    UnknownOutcome.
     """
     body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
@@ -99,7 +101,10 @@ def claim_set_once(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim for several instances, all or nothing, at a third of the cost; see claim_once()."""
+    """Claim for several instances, all or nothing, at a third of the cost; see claim_once().
+
+    Without an entry in `generations` an instance must hold nothing yet.
+    """
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
@@ -110,7 +115,8 @@ def claim_set_once(
 def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     """Release what an instance holds if it is still as read; return False if it was changed.
 
-    This is a PUT of {} with the generation, never a DELETE, which would also remove a claim made since.
+    If it held nothing: True, without a call. This is a PUT of {} with the generation, never a DELETE, which would also
+    remove a claim made since. Raises UnknownOutcome.
     """
     if not held.allocations:
         return True
@@ -122,7 +128,10 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
 
 
 def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
-    """Return what each consumer holds of one provider: {consumer: {class: amount}}."""
+    """Return what each consumer holds of one provider: {consumer: {class: amount}}.
+
+    Raises NotFound if the provider does not exist.
+    """
     path = f'/resource_providers/{provider}/allocations'
     return placement.get_parsed(path, lambda data: dict(parse_allocations(data['allocations'])))
 
@@ -163,9 +172,9 @@ def claim(  # noqa: PLR0913
 ) -> None:
     """Claim until each instance holds what is requested, with a new enough generation.
 
-    `check` raises Conflict once the instances no longer belong to this attempt. `read_min_generation` returns, after
-    each claim, the highest generation at which a claim of these instances was released (0 if no other attempt can have
-    claimed): the new generation must be above it.
+    `check` is called before each repetition after a conflict or a lost answer, and raises Conflict once the instances
+    no longer belong to this attempt. `read_min_generation` returns, after each claim, the highest generation at which a
+    claim of these instances was released (0 if no other attempt can have claimed): the new generation must be above it.
 
     An earlier claim for an instance is replaced under its generation, so a late release by its owner gets a 409. It is
     never released first: placement forgets a consumer with its last allocation and counts from 1 again, so a late
@@ -176,8 +185,9 @@ def claim(  # noqa: PLR0913
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
         NoCapacity, Unreachable, Conflict: from claim_once() and `check`.
-        GenerationConflict: after several tries. A ConsumerConflict of a set may be about one instance whose consumer
-            was left empty; alone, that instance can be claimed.
+        GenerationConflict: after MAX_TRIES. A ConsumerConflict of a set may be about one instance whose consumer was
+            left empty; alone, that instance can be claimed.
+        UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
     generations: dict[str, int | None] = dict.fromkeys(requested_allocations)
     empty_since, remaining_tries = math.inf, MAX_TRIES
@@ -246,13 +256,16 @@ def release(
     find_wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
     note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
-    """Release what consumers hold; return True for each that holds nothing now.
+    """Release what consumers hold; return {consumer: True if it holds nothing now}.
 
     None stands for one that is wanted, False for one that was changed concurrently. The order closes the race with new
     claims (rule 11): the generations are read first; then `find_wanted` reads from etcd which consumers are wanted;
     then the others are released under the generations read. A process that wants one after that check also claims after
     it, which changes its generation. `note_generations` records the generations to be released (see
     ecomp.store.sharing), so that no other claim gets these numbers again; omit it if nobody claims again.
+
+    This is done for MAX_RELEASE_BATCH consumers at a time; `find_wanted` gets only those that hold something. The first
+    error passes, with some consumers released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
@@ -268,7 +281,7 @@ def release(
 
 
 def summarize_instances(instances: Mapping[str, object]) -> str:
-    """Summarize the instances of a claim: the first, and their number."""
+    """Return the only instance of a claim, or the first with ' (of N)'; there must be one."""
     first = next(iter(instances))
     return first if len(instances) == 1 else f'{first} (of {len(instances)})'
 
@@ -290,6 +303,7 @@ def _write_claim(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
+    """Claim with one call, for one or more instances; see claim_once()."""
     if len(requested_allocations) > 1:
         return claim_set_once(placement, requested_allocations, user_id, project_id, generations)
     ((instance, allocations),) = requested_allocations.items()

@@ -158,7 +158,7 @@ class Connections:
     """The connections to placement; threads may share it."""
 
     def __init__(self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits) -> None:
-        """Set the endpoint; `timeout` is the seconds to connect and between two bytes."""
+        """Connect to nothing yet; `timeout` is the seconds to connect and between two bytes."""
         self._config = config
         self._timeout = timeout
         self._limits = limits
@@ -172,7 +172,7 @@ class Connections:
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections; those in use stay, and a later call makes a new one."""
         with self._lock:
             while self._idle:
                 self._idle.pop()[1].close()
@@ -199,7 +199,7 @@ class Connections:
         return self.make_lost_error(error_type, f'the connection broke{question}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
-        """Return the error for a late answer: by the timeout, or by the `deadline` of the call."""
+        """Return the error for a late answer: by the timeout, or after `deadline` (monotonic)."""
         if time.monotonic() < deadline:
             return error_type(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
         return error_type(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
@@ -207,8 +207,10 @@ class Connections:
     def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
 
-        `path` includes the query; `body` is sent as JSON unless None. Raises Unreachable if nothing was sent, and
-        `no_answer_error` if the request may have been carried out.
+        `path` includes the query; `body` is sent as JSON unless None. A GET is sent up to three times if the connection
+        breaks or the answer is no HTTP, and for BUSY_STATUSES, of which the last answer is returned. Raises Unreachable
+        if nothing was sent (no connection, token or certificate; these are not retried), and `no_answer_error` if the
+        request may have been carried out.
         """
         deadline = _start_limits(self._limits)
         path, content = quote_path(self._path + path), None
@@ -227,6 +229,10 @@ class Connections:
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
     def _exchange(self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable]) -> Answer:
+        """Send one request and return its answer; after an OSError all idle connections are closed.
+
+        Raises OSError, HTTPException or ValueError as they come; Unreachable if nothing was sent.
+        """
         headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:
             headers['content-type'] = 'application/json'
@@ -250,7 +256,7 @@ class Connections:
         return answer
 
     def _make_error(self, error: Exception, no_answer_error: type[Unreachable], deadline: float) -> Unreachable:
-        """Return the error for a call without a complete answer."""
+        """Make the `no_answer_error` for a call without a complete answer."""
         if isinstance(error, TimeoutError):
             return self.make_late_error(no_answer_error, deadline)
         if isinstance(error, ssl.SSLError):
@@ -260,7 +266,7 @@ class Connections:
         return self.make_foreign_error(no_answer_error)
 
     def _take_connection(self) -> http.client.HTTPConnection:
-        """Return an idle connection or a new one; raise Unreachable."""
+        """Return an idle connection younger than MAX_IDLE_SECONDS or a new one; raise Unreachable."""
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()
@@ -290,6 +296,7 @@ class Connections:
         return connection
 
     def _return_connection(self, connection: http.client.HTTPConnection) -> None:
+        """Keep the connection for a later call; close it if there are MAX_IDLE_CONNECTIONS."""
         with self._lock:
             if len(self._idle) < MAX_IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), connection))
@@ -334,7 +341,10 @@ def _is_retryable(error: Exception) -> bool:
 
 
 def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """Read the body in pieces: its announced size may exceed memory. Raise IncompleteRead."""
+    """Read the body in pieces: its announced size may exceed memory.
+
+    Raises IncompleteRead if it is shorter than announced.
+    """
     body = bytearray()
     while piece := response.read(READ_BYTES):
         body += piece

@@ -42,7 +42,10 @@ PARSE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeErr
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse an answer's body as a JSON object; raise ValueError for anything else."""
+    """Parse an answer's body as a JSON object; raise ValueError for anything else.
+
+    Also for NaN, an infinity, or more than MAX_ANSWER_PARTS.
+    """
     if sum(map(body.count, (b',', b'[', b'{'))) > MAX_ANSWER_PARTS:
         raise ValueError(f'it has more than {MAX_ANSWER_PARTS} parts')
     try:
@@ -55,27 +58,28 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def check_integer(value: object) -> int:
-    """Return the value if it is an integer within MAX_NUMBER of 0; else raise ValueError."""
+    """Return the value if it is an int (no bool) within MAX_NUMBER of 0; else raise ValueError."""
     if type(value) is not int or not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise ValueError('not a whole number')
     return value
 
 
 def check_number(value: object) -> float:
-    """Return the value if it is a number within MAX_NUMBER of 0; else raise ValueError."""
+    """Return the value if it is a finite number within MAX_NUMBER of 0; else raise ValueError."""
     if type(value) is float and math.isfinite(value) and -MAX_NUMBER <= value <= MAX_NUMBER:
         return value
     return check_integer(value)
 
 
 def check_text(value: object) -> str:
-    """Return the value if it is text that may be part of a key or path; else raise ValueError."""
+    """Return the value if it is text that UTF-8 can encode, '' included; else raise ValueError."""
     if not isinstance(value, str) or not is_utf8_text(value):
         raise ValueError('not a text')
     return value
 
 
 def _reject_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and the infinities, which JSON does not have."""
     raise ValueError(f'{name} is not a number')
 
 
@@ -101,27 +105,32 @@ DETAIL_SCHEMA_START = 'Failed validating'
 
 
 def shorten_detail(detail: str) -> str:
-    """Return the detail of a refusal without the common preamble and the schema."""
+    """Return 'placement refuses it: ' and a 400's detail without common preamble and schema.
+
+    The whole detail if nothing else is left.
+    """
     reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
     return f'placement refuses it: {reason or detail}'
 
 
 class ServerInfo(NamedTuple):
-    """placement's newest microversion, and its time, or None if it sends no valid one."""
+    """placement's newest microversion, and its time with a zone (None: not a valid one)."""
 
     version: str
     clock: datetime | None
 
 
 class Placement:
-    """Placement at one endpoint; threads may share it. Each call is one request.
+    """Placement at one endpoint; threads may share it. A GET is up to three requests.
 
     Raises:
         PlacementRefusal: 400, with placement's own text.
         NotFound: 404.
         GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
         Conflict, NoCapacity: 409 for a duplicate name or something in use; any other 409.
-        Unreachable, UnknownOutcome: nothing was changed; a write had no answer, or not one of placement's.
+        Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or an answer that is not
+            placement's.
+        UnknownOutcome: a write had no answer, a 5xx, or a 200 without a generation.
         EcompError: any other status, such as 401, 403 or 406.
     """
 
@@ -132,6 +141,11 @@ class Placement:
         limits: AnswerLimits = DEFAULT_LIMITS,
         slow: SlowAnswerReport | None = None,
     ) -> None:
+        """Prepare the client, without a call; an endpoint alone has no token or certificates.
+
+        `timeout` is the seconds to connect, and between two bytes of an answer. `slow` reports late answers (None:
+        never).
+        """
         config = (
             endpoint_or_config
             if isinstance(endpoint_or_config, PlacementConfig)
@@ -143,7 +157,7 @@ class Placement:
         self.name = self._connections.name
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path (with its query)."""
+        """Return the JSON object at a path (with its query); tried up to three times."""
         answer = self._send('GET', path, None, Unreachable)
         try:
             return parse_object(answer.content)
@@ -159,7 +173,10 @@ class Placement:
             raise self.make_foreign_error() from error
 
     def read_server_info(self) -> ServerInfo:
-        """Return placement's newest microversion and its clock; this does not use its database."""
+        """Return placement's newest microversion and its clock; this does not use its database.
+
+        Raises Unreachable if there is no version in the answer.
+        """
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
@@ -178,16 +195,24 @@ class Placement:
         return self._connections.make_foreign_error()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Send a POST, PUT or DELETE; raise UnknownOutcome if it was sent and got no valid answer."""
+        """Send a POST, PUT or DELETE, once; `body` is sent as JSON unless None.
+
+        Raises UnknownOutcome if it was sent and got no valid answer.
+        """
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
             raise self._connections.make_foreign_error(UnknownOutcome)
 
     def close(self) -> None:
+        """Close the idle connections; a later call makes a new one."""
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
+        """Return an answer that is a 201, a 204 or a 200 of JSON; else raise as the class says.
+
+        `no_answer_error` is raised for a 5xx, and if the request was sent and not answered.
+        """
         with self._report_if_slow():
             answer = self._connections.send(method, path, body, no_answer_error)
         # A proxy's welcome page is a 200 as well, and confirms no claim.
@@ -198,6 +223,7 @@ class Placement:
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:
+        """Call the callback of `slow`, once, if the body takes longer than its seconds."""
         if self._slow is None:
             yield
             return
@@ -211,6 +237,7 @@ class Placement:
             timer.cancel()
 
     def _make_error(self, answer: Answer, no_answer_error: type[Unreachable]) -> EcompError:
+        """Make an answer's error: `no_answer_error` for a 5xx, Unreachable if it is foreign."""
         status = answer.status_code
         if status >= 500:
             return no_answer_error(f'{self.name} fails with HTTP {status}: see its log', self.name)

@@ -43,7 +43,10 @@ def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room
 
 
 def ensure_provider(placement: Placement, provider: str) -> bool:
-    """Create the provider; return False if it exists, raise NotFound if its name is another's."""
+    """Create the provider, named by its uuid; return False if it exists.
+
+    Raises NotFound if another provider has that name.
+    """
     try:
         placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
     except Conflict:
@@ -56,7 +59,7 @@ def ensure_provider(placement: Placement, provider: str) -> bool:
 def read_generation(placement: Placement, provider: str) -> int:
     """Return the counter of changes to a provider's inventory, traits, aggregates and claims.
 
-    A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is.
+    A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is. Raises NotFound.
     """
     return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_integer(data['generation']))
 
@@ -64,9 +67,10 @@ def read_generation(placement: Placement, provider: str) -> int:
 def list_providers(
     placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
 ) -> dict[str, Parsed]:
-    """Return {uuid: what `parse` makes of the answer} of the providers that match the query.
+    """Return {uuid: what `parse` makes of its part of the answer} of the matching providers.
 
-    One call, whose time grows with their number. Raises PlacementRefusal for an unknown trait in the query.
+    All match without a query. One call, whose time grows with their number. Raises PlacementRefusal for an unknown
+    trait in the query, and Unreachable if `parse` raises one of PARSE_ERRORS.
     """
     path = '/resource_providers' + (query and f'?{query}')
     return placement.get_parsed(
@@ -91,8 +95,8 @@ def set_inventory(
     `known_generation` is the provider's, or None to read it. `is_cancelled` is called after that: a process that
     cancels later also writes later, so this write is refused and `is_cancelled` is called again.
 
-    Returns the new generation, or None if it was cancelled. Raises GenerationConflict after MAX_TRIES lost races, and
-    Conflict if a class in use would be removed.
+    Returns the new generation, or None if it was cancelled. Raises GenerationConflict after MAX_TRIES lost races,
+    Conflict if a class in use would be removed, NotFound, and UnknownOutcome.
     """
 
     def write() -> int | None:
@@ -111,7 +115,11 @@ def set_inventory(
 
 
 def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
-    """Call `write` until it loses no race; raise GenerationConflict after MAX_TRIES."""
+    """Return what `write` returns, called again while it raises GenerationConflict.
+
+    That one passes at the last of MAX_TRIES, any other error immediately. A random pause of up to MAX_PAUSE_SECONDS
+    precedes each repetition.
+    """
     for _ in range(MAX_TRIES - 1):
         try:
             return write()
@@ -121,7 +129,10 @@ def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
 
 
 def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
-    """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
+    """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers.
+
+    Raises NotFound.
+    """
     path = f'/resource_providers/{provider}/inventories'
     return placement.get_parsed(
         path, lambda data: {check_text(k): _check_inventory(v) for k, v in data['inventories'].items()}
@@ -129,7 +140,10 @@ def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[st
 
 
 def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
-    """Return the provider's Inventory of each class; its usages are read if `used` is None."""
+    """Return the provider's Inventory of each class; its usages are read if `used` is None.
+
+    Raises NotFound. A class that is not in `used` has a usage of 0.
+    """
     amounts_by_class = read_raw_inventory(placement, provider)
     used = read_usages(placement, provider) if used is None else used
     field_names = [field for field in Inventory._fields if field != 'used']
@@ -143,7 +157,10 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
 
 
 def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Return whether the provider has exactly this inventory; None if it does not exist."""
+    """Return whether the provider's inventory is as `expected`; None if it does not exist.
+
+    The classes must be the same; fields that are not in `expected` are not compared.
+    """
     try:
         current = read_raw_inventory(placement, provider)
     except NotFound:
@@ -156,7 +173,7 @@ def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Ma
 
 
 def read_usages(placement: Placement, provider: str) -> dict[str, int]:
-    """Return the used amount of each class."""
+    """Return the used amount of each class; raise NotFound."""
     path = f'/resource_providers/{provider}/usages'
     return placement.get_parsed(path, lambda data: {check_text(k): check_integer(v) for k, v in data['usages'].items()})
 
@@ -164,7 +181,7 @@ def read_usages(placement: Placement, provider: str) -> dict[str, int]:
 def read_project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
     """Return how many instances a project has, and the amount of each class that they hold.
 
-    https://docs.openstack.org/api-ref/placement/#list-usages
+    (0, {}) for an unknown project; no class has the amount 0. https://docs.openstack.org/api-ref/placement/#list-usages
     """
     data = placement.get(f'/usages?project_id={quote(project, safe="")}')
     count, used = 0, Counter[str]()
@@ -180,7 +197,7 @@ def read_project_usages(placement: Placement, project: str) -> tuple[int, dict[s
 
 
 def find_matching(placement: Placement, query: str) -> frozenset[str]:
-    """Return the providers that match a query; raise PlacementRefusal for an unknown trait."""
+    """Return the providers that match a query ('': all); PlacementRefusal for an unknown trait."""
     return frozenset(list_providers(placement, lambda _: None, query))
 
 
@@ -234,6 +251,7 @@ def delete_provider(placement: Placement, provider: str) -> bool:
 
 
 def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
+    """Return a provider's room by class; raise NotFound."""
     # Only VCPU is reserved completely as a sign: its ecompute was stopped in order.
     return {
         name: Room(held.capacity, held.used, name == 'VCPU' and held.is_fully_reserved)
@@ -281,7 +299,10 @@ def change_names(placement: Placement, provider: str, kind: str, update: Callabl
 
 
 def create_missing_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones."""
+    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones.
+
+    No traits: no call. Raises UnknownOutcome.
+    """
     if not traits:
         return frozenset()
     missing = frozenset(traits) - _read_known_traits(placement, traits)
@@ -305,19 +326,23 @@ def find_with_trait(placement: Placement, trait: str) -> Names:
 
 
 def _list_uncreatable(missing: Names) -> Names:
+    """Return the names without the prefix CUSTOM_: only placement itself can bring those."""
     return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
 
 
 def _read_known_traits(placement: Placement, traits: Collection[str]) -> Names:
+    """Return those of one or more traits that placement knows."""
     return _parse_names(placement, placement.get(f'/traits?name=in:{",".join(sorted(traits))}'), TRAITS)
 
 
 def _read_names(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
+    """Return the provider's TRAITS or AGGREGATES, and its generation; raise NotFound."""
     path, counter = f'/resource_providers/{provider}/{kind}', 'resource_provider_generation'
     return placement.get_parsed(path, lambda data: (_parse_names(placement, data, kind), check_integer(data[counter])))
 
 
 def _parse_names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
+    """Return the list `kind` of an answer; raise Unreachable unless it is a list of text."""
     values = data.get(kind)
     if not isinstance(values, list) or not all(map(is_utf8_text, values)):
         raise placement.make_foreign_error()
@@ -337,7 +362,10 @@ class UnknownNames(NamedTuple):
 def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
-    """Describe names that placement does not know; suggest names, also of `more_suggestions`."""
+    """Describe names that placement does not know; suggest names, also of `more_suggestions`.
+
+    Reads from placement all names of each kind in `query_names`.
+    """
     classes = _read_classes(placement) if query_names.classes else frozenset()
     traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
@@ -379,7 +407,7 @@ def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]
     """Return the providers with a free unit of a class, and the rest of their trees.
 
     One call at any number of providers. Their inventories have capacities and usages but no limits of an amount;
-    `aggregates` and `is_alone` are unknown.
+    `aggregates` and `is_alone` are unknown. Raises PlacementRefusal for an unknown class.
     """
     data = placement.get(f'/allocation_candidates?resources={class_name}:1')
     try:
@@ -389,7 +417,10 @@ def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Return the providers that satisfy one constraint of a query, taken alone."""
+    """Return the providers that satisfy one constraint of a query, taken alone.
+
+    For in_tree: the uuids in it, without a call. Raises PlacementRefusal for an unknown class or trait.
+    """
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
@@ -406,7 +437,10 @@ def read_provider(
     aggregates: bool,
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
-    """Read a provider, with what is requested; None if it does not exist. Read `used` if None."""
+    """Read a provider, or None if it does not exist; raise Unreachable.
+
+    Without `traits` or `aggregates` those are empty; `used` is its usages, None to read them.
+    """
     from ecomp.model.explain import Provider  # imported here: a claim does not need it
 
     try:
@@ -419,6 +453,7 @@ def read_provider(
 
 
 def _parse_summary(uuid: str, summary: Mapping[str, Any]) -> Provider:
+    """Make a Provider of its summary in a list of candidates; raise one of PARSE_ERRORS."""
     from ecomp.model.explain import Provider  # as above
 
     stock = {name: Inventory(room.capacity, used=room.used) for name, room in parse_rooms(summary['resources']).items()}
