@@ -44,7 +44,7 @@ class AnswerTooLong(EcompError):
 
 
 def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
-    """Yield each page of the keys from `start` to before `end`, all at one revision.
+    """Yield the pages of the keys from `start` to before `end`, one or more, at one revision.
 
     The first page has few keys, the next ones more while they are small: a value may have 1.5 MiB (etcd's
     --max-request-bytes), and etcd limits a page by its number of keys alone. Raises what `ask` does; AnswerTooLong only
@@ -82,9 +82,10 @@ class Connection:
     """
 
     def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
-        """Connect to the first endpoint; raise UsageError if a certificate cannot be read.
+        """Begin to connect to the first endpoint; UsageError if a certificate cannot be read.
 
-        `open_member` begins a connection to an endpoint; None: an EtcdMember over HTTP/2.
+        `open_member` begins a connection to an endpoint; None: an EtcdMember over HTTP/2. An endpoint that cannot be
+        reached is an error of the first call.
         """
         self._open_member = open_member
         self.endpoints = ','.join(config.endpoints)
@@ -103,11 +104,12 @@ class Connection:
     def ask(
         self, ask: Callable[[EtcdMember, float], Answer], no_answer_error: type[Unreachable], about: Sequence[str] = ()
     ) -> Answer:
-        """Return the answer of the first endpoint that gives one, within the timeout.
+        """Return the answer of the first endpoint that gives one, within the timeout of the config.
 
-        `ask` is repeated after it may have arrived only if `no_answer_error` is Unreachable; `about` names its keys for
-        an error. Raises Unreachable if it did not arrive, `no_answer_error` if it may have, or else what
-        translate_error() returns.
+        `ask` is called with a member and the seconds it may take, for at most one try more than endpoints; while etcd
+        elects a leader, until the timeout. It is repeated after it may have arrived only if `no_answer_error` is
+        Unreachable; `about` names its keys for an error. Raises Unreachable if it did not arrive, `no_answer_error` if
+        it may have, or else what translate_error() returns.
         """
         deadline = time.monotonic() + self.config.timeout
         has_others = len(self.config.endpoints) > 1
@@ -139,7 +141,7 @@ class Connection:
     def ask_once(self, request: Request) -> Any:
         """Call the current member, and the next one if that one certainly did nothing.
 
-        Raises CallFailure, untranslated; a later call goes to another member then.
+        Each has the whole timeout. Raises CallFailure, untranslated; a later call goes to another member then.
         """
         client = self.client
         try:
@@ -156,7 +158,11 @@ class Connection:
             raise
 
     def reconnect(self, failed_member: EtcdMember | None = None) -> None:
-        """Connect to the next endpoint instead; no-op if `failed_member` is replaced already."""
+        """Connect to the next endpoint instead; no-op after close().
+
+        Also if `failed_member` (None: any) is replaced already. Never raises: if a certificate cannot be read, the old
+        connection stays, and later errors name the reason.
+        """
         with self._lock:
             if self._closed or (failed_member is not None and failed_member is not self.client):
                 return
@@ -171,6 +177,7 @@ class Connection:
                     self._certificate_error = _describe_certificate_error(error)
 
     def close(self) -> None:
+        """Close the connection for good; reconnect() does nothing afterwards."""
         with self._lock:
             self._closed = True
             self.client.close()
@@ -184,7 +191,11 @@ class Connection:
     def translate_error(
         self, error: CallFailure, no_answer_error: type[Unreachable], about: Sequence[str] = (), is_read: bool = False
     ) -> EcompError:
-        """Convert a CallFailure to an EcompError; to `no_answer_error` where no answer came."""
+        """Return a CallFailure as an EcompError; as `no_answer_error` if no answer came.
+
+        Others are NoSpace, AnswerTooLong (only if `no_answer_error` is Unreachable), Denied, and EcompError for a
+        refusal. `about` and `is_read` are for the text of Denied.
+        """
         name = f'etcd at {self.endpoints}'
         if is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'

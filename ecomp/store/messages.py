@@ -31,7 +31,7 @@ _SIGN_BIT = 1 << 63
 
 
 class Range(NamedTuple):
-    """Read a key, or all keys from it to before `end`.
+    """Read a key (`end` is b''), or all keys from it to before `end` (a zero byte: to the last).
 
     At most `limit` of them (0: all), at a revision (0: the current one), changed at `min_mod_revision` or later.
     """
@@ -241,10 +241,11 @@ class _Budget:
 
 
 def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
-    """Parse the fields that are used of an answer; raise ValueError if it is malformed.
+    """Parse the fields that are used of the message `name`, as attributes.
 
-    A missing field has protobuf's default: 0, empty, or an empty message. `on_progress` is called during the parsing,
-    which ends with whatever it raises.
+    A missing field has protobuf's default: 0, empty, or an empty message; unknown ones are skipped. `on_progress` is
+    called during the parsing, which ends with whatever it raises. Raises ValueError if the answer is malformed or has
+    more than MAX_FIELDS.
     """
     try:
         return _parse_message(_ANSWERS[name], data, 0, len(data), _Budget(on_progress))
@@ -313,7 +314,10 @@ def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, 
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Return the varint at `start` and its end; raise ValueError or IndexError."""
+    """Return the varint at `start`, unsigned, and the position after it.
+
+    Raises ValueError if it has no end, IndexError if the data end first.
+    """
     value = shift = 0
     for position in range(start, start + _MAX_VARINT_BYTES):
         byte = data[position]
@@ -354,6 +358,7 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
 
 
 def _encode_varint(value: int) -> bytes:
+    """Encode an int as an unsigned varint; a negative one as its 64-bit two's complement."""
     value &= (1 << 64) - 1  # a negative number takes ten bytes
     encoded = bytearray()
     while value > 0x7F:
@@ -364,19 +369,22 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _encode_tag(field: int, kind: int) -> bytes:
+    """Encode a field's number and wire type, which precede its value."""
     return _encode_varint(field << 3 | kind)
 
 
 def _encode_number(field: int, value: int) -> bytes:
-    """Encode a number; 0 is the default of a missing field."""
+    """Encode a field with a number; b'' for 0, the default of a missing field."""
     return _encode_tag(field, _VARINT) + _encode_varint(value) if value else b''
 
 
 def _encode_bytes(field: int, value: bytes) -> bytes:
+    """Encode a field with bytes; b'' if they are empty, the default of a missing field."""
     return _encode_part(field, value) if value else b''
 
 
 def _encode_part(field: int, value: bytes) -> bytes:
+    """Encode a field with bytes or an encoded message, even if empty."""
     return _encode_tag(field, _BYTES) + _encode_varint(len(value)) + value
 
 
@@ -434,7 +442,10 @@ def is_refusal(error: CallFailure) -> bool:
 
 
 def suggest_remedy(error: CallFailure) -> str:
-    """Return how to recover from an expired lease, which a new run does not meet; '' otherwise."""
+    """Return how to recover from an expired lease, as ': …' to append; '' for another error.
+
+    A new run does not meet that error.
+    """
     if error.details != _LEASE_NOT_FOUND:
         return ''
     return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
@@ -447,7 +458,11 @@ def is_denied(error: CallFailure) -> bool:
 
 
 def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
-    """Explain which access a certificate ('': there is none) lacks; etcd does not name the key."""
+    """Say whose access to which keys is missing, to follow 'etcd … does not let'.
+
+    `certificate` is '' if there is none; `about` are the keys of the call, of which the first MAX_NAMED_KEYS are named:
+    etcd does not name the key.
+    """
     user = certificate or 'whoever has no certificate (cert_cert)'
     key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
     more = [f'{len(about) - MAX_NAMED_KEYS} more'] if len(about) > MAX_NAMED_KEYS else []
@@ -476,7 +491,11 @@ def is_unsent(error: CallFailure) -> bool:
 
 
 def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
-    """Return whether to try the next endpoint: only if nothing was sent unless `is_repeatable`."""
+    """Return whether to try the next endpoint after this error.
+
+    Not repeatable: only if the call was not sent or not carried out. Repeatable: also after UNAVAILABLE or
+    DEADLINE_EXCEEDED.
+    """
     if not is_repeatable:
         return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)

@@ -57,7 +57,7 @@ class EntryCache:
         self._reported_keys: set[str] = set()
 
     def end_list(self, listed_keys: Iterable[str]) -> None:
-        """End a list: drop the entries that are not among these keys."""
+        """End a list: drop the entries that are not among these keys, all that it had."""
         for key in self.entries.keys() - set(listed_keys):
             self.forget(key)
         self._reported_keys &= self.entries.keys()
@@ -85,12 +85,13 @@ class EntryCache:
         return stored
 
     def forget(self, key: str) -> None:
-        """Drop the entry of a key that was deleted."""
+        """Drop the entry of a key that was deleted, if it is kept."""
         entry = self.entries.pop(key, None)
         if entry is not None:
             self._size -= len(entry.key) + _estimate_bytes(entry.value)
 
     def _has_no_room(self, key: str) -> bool:
+        """Return whether not even this new key may be kept: too many keys, too long, or full."""
         return (
             len(self.entries) >= MAX_KEYS
             or len(key) > MAX_KEY_BYTES
@@ -98,6 +99,7 @@ class EntryCache:
         )
 
     def _report_dropped(self, key: str, size: int) -> None:
+        """Log a warning, once per key; one last line after MAX_NAMED_KEYS keys."""
         if key in self._reported_keys or len(self._reported_keys) > MAX_NAMED_KEYS:
             return
         self._reported_keys.add(key)
@@ -112,6 +114,7 @@ class EntryCache:
 
 
 def _estimate_bytes(value: bytes) -> int:
+    """Estimate the bytes that a value takes once it is parsed."""
     return len(value) + BYTES_PER_PART * value.count(b',')
 
 
@@ -139,7 +142,8 @@ class Follower:
     """A thread that passes the state of each prefix to its callback: first, and after changes.
 
     A state maps keys to entries and is never changed afterwards. The callbacks run in this thread and must be quick.
-    All prefixes are listed before any state is passed on, and are watched on one stream.
+    All prefixes are listed before any state is passed on, and are watched on one stream; all is listed and passed on
+    again every `resync_seconds` (± 20 %). A callback's exception is logged, and all is listed again.
 
     A lost etcd is reported to `on_lost` once and tried again with growing delays; `on_back` is called when it is back.
     By default both are logged. With a guard, the thread ends if the etcd is not the one we knew (rule 10).
@@ -177,7 +181,7 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop and wait for the thread."""
+        """Stop, wait for the thread and close the connection; not to be called by a callback."""
         self._stopped.set()
         if self._call is not None:
             self._call.cancel()
@@ -186,6 +190,7 @@ class Follower:
         self._store.close()
 
     def _run(self) -> None:
+        """List, deliver and watch until stop() or StrangeEtcd; retry after any other error."""
         is_lost = False
         while not self._stopped.is_set():
             try:
@@ -271,6 +276,7 @@ class Follower:
             self._call.cancel()
 
     def _apply(self, events: Iterable[Any], watch: _PrefixWatch | None) -> None:
+        """Apply events to the kept entries and deliver the state; _Resync without a watch."""
         if watch is None:
             raise _Resync('a change came of what is not watched')
         for event in events:
