@@ -41,7 +41,8 @@ class Guard:
     """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
 
     A linearizable reply is compared with the state known before its request was sent. The first foreign one raises
-    StrangeEtcd, and so does every later call. `on_change` gets each new state to remember, and must be quick.
+    StrangeEtcd, and so does every later call. `on_change` gets each new state to remember that has an identity, from
+    any thread, and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -70,7 +71,7 @@ class Guard:
             raise StrangeEtcd(self._refusal)
 
     def check_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
-        """Check a linearizable reply; raise StrangeEtcd if it or an earlier one is foreign."""
+        """Learn from a linearizable reply; StrangeEtcd if it or an earlier one is foreign."""
         self.raise_if_refused()
         reason = cluster.explain_header_mismatch(cluster_before, header)
         if reason is not None:
@@ -79,7 +80,10 @@ class Guard:
             self._learn(self._known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Check any other reply; return False if it is foreign or older than `cluster_before`."""
+        """Learn from any other reply; return False if it is foreign or older than `cluster_before`.
+
+        Such a reply refuses nothing, because its member may just lag.
+        """
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is ignored: it is the member's own. A member that has just stood for election has a higher term than
@@ -89,7 +93,10 @@ class Guard:
         return True
 
     def check_identity(self, value: bytes | None, endpoints: str) -> None:
-        """Raise StrangeEtcd unless `value`, that of /cluster or None, holds the identity we know."""
+        """Raise StrangeEtcd, now and later, unless `value` holds the identity we know.
+
+        `value` is that of /cluster, None if there is no such key.
+        """
         reason = cluster.explain_identity_mismatch(self._known_cluster, value)
         if reason is not None:
             self._refuse(endpoints, reason)
@@ -105,12 +112,14 @@ class Guard:
             self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
+        """Remember a state, and pass it to on_change() if it is new; the caller holds the lock."""
         if new_cluster != self._known_cluster:
             self._known_cluster = new_cluster
             if new_cluster.identity:
                 self._on_change(new_cluster)
 
     def _refuse(self, endpoints: str, reason: str) -> None:
+        """Raise StrangeEtcd, now and later; the first time, call the listeners."""
         text = (
             f'etcd at {endpoints} is not the one this compute knew: {reason}. Was it wiped or restored, or is `etcd:` '
             'another one? Nothing is built, destroyed or published; if it is to be used: ecompute --accept-new-etcd'
@@ -127,7 +136,7 @@ Result = TypeVar('Result')
 
 
 def is_alive(store: Store, compute: str) -> bool:
-    """Return whether the compute has a presence key, on a lease."""
+    """Return whether the compute has a presence key on a lease, whoever put it."""
     return read_silence_condition(store, compute) is None
 
 
@@ -176,19 +185,28 @@ def find_wanted_instances(
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:
-    """Return the instances of attempts; ignore keys without a lease, which ecomp did not write."""
+    """Return the uuids in attempts and their keys: instances, and the uuids of sets.
+
+    Keys without a lease, which ecomp did not write, are ignored.
+    """
     attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
     return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
 def read_taken_instances(store: Store) -> set[str]:
-    """Return the queued instances that have a taker key; one taken later is also claimed later."""
+    """Return the queued instances whose taker key is on a lease.
+
+    A compute that takes an instance after this read also claims after it.
+    """
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries
     return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
 
 
 def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """Count the instances of leased attempts older than `revision`, and of newer ones."""
+    """Count the instances of leased attempts older than `revision`, and of newer ones.
+
+    An attempt whose key was written at `revision` counts as neither; a malformed one as one instance.
+    """
 
     def count_instances(entries: Iterable[Entry]) -> int:
         # The key of a set ends in the uuid of the set, which is no instance.
@@ -207,8 +225,8 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
 def withdraw_attempt(store: Store, key: str, revision: int) -> bool:
     """Delete an attempt's key; return False if it is gone or no longer has this revision.
 
-    No delivery, which requires the key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no
-    try had an answer.
+    It is gone, too, if one of MAX_WITHDRAW_TRIES was carried out without an answer. No delivery, which requires the
+    key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no try had an answer.
     """
     for remaining_tries in reversed(range(MAX_WITHDRAW_TRIES)):
         try:
@@ -293,6 +311,7 @@ class Fence(NamedTuple):
     delete_condition: Unchanged | None = None
 
     def select_condition(self, operations: Sequence[Put | Delete]) -> Unchanged:
+        """Return `delete_condition`, if there is one, for deletes alone; else `condition`."""
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition
@@ -300,6 +319,9 @@ class Fence(NamedTuple):
 
 class Store:
     """One process's client of etcd. Create it after a fork or spawn, never carry it over one.
+
+    Each call has the timeout of the config. A read is repeated at other endpoints, a transaction only if it did not
+    arrive.
 
     Raises:
         Unreachable: nothing was changed. NoSpace is one; StrangeEtcd may be raised after a write that was carried out.
@@ -311,6 +333,7 @@ class Store:
     claims: ConsumerLookup | None = None
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
+        """Begin to connect; raise UsageError if a certificate cannot be read."""
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints
         self._guard = guard
@@ -328,7 +351,7 @@ class Store:
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
-        """Return the entries of the keys that exist, all at one revision.
+        """Return the entries of the keys that exist, {key: Entry}, all at one revision.
 
         A transaction reads 128 keys, or fewer if their values are too large for one answer.
         """
@@ -351,7 +374,7 @@ class Store:
     def snapshot(
         self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
-        """Read all keys under a prefix, in pages, at one revision.
+        """Read all keys under a prefix, in pages, at one revision; with `keys_only` without values.
 
         `transform` maps each entry, page by page, to the one to keep, or to None to leave it out.
         """
@@ -368,7 +391,10 @@ class Store:
         return Snapshot(revision, entries)
 
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """Read up to `limit` keys of a prefix from `start` on, wrapping around, and count all."""
+        """Read up to `limit` keys of a prefix from `start` on, wrapping around, and count all.
+
+        Returns the entries, in this order, and the number of all keys of the prefix.
+        """
         # One transaction at any number of keys.
         begin, middle = _encode_key(prefix), _encode_key(start)
         ranges = [Range(middle, get_prefix_range_end(begin), limit), Range(begin, middle, limit)]
@@ -390,7 +416,7 @@ class Store:
         return int(self._read(Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
     def has_changed(self, prefix: str, since_revision: int) -> bool:
-        """Return whether an existing key under a prefix was written since `since_revision`."""
+        """Return whether an existing key of a prefix was written at `since_revision` or later."""
         key = _encode_key(prefix)
         request = Range(key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision)
         return bool(self._read(request, about=(prefix,)).kvs)
@@ -405,8 +431,9 @@ class Store:
     ) -> int | None:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
-        Raises UnknownOutcome if no answer came, or if etcd was full and may have committed all the same; Unreachable
-        also if the fence does not hold and is not replaced in time. https://etcd.io/docs/v3.4/learning/api/#transaction
+        If only the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a
+        new fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome if no answer came, or
+        if etcd was full and may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
         """
         deadline = 0.0
         while True:
@@ -461,7 +488,7 @@ class Store:
             return True
 
     def grant(self, seconds: int) -> int:
-        """Return a new lease. An unused one expires, so a lost answer does no harm."""
+        """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
         if self._guard is not None:
             self._guard.raise_if_refused()
         return int(self._read(Grant(seconds)).ID)
@@ -474,7 +501,10 @@ class Store:
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease and delete its keys; no-op if it has expired."""
+        """Revoke a lease and delete its keys; no-op if it has expired.
+
+        It is sent once: Unreachable may also mean that it was carried out.
+        """
         try:
             self._connection.ask_once(Revoke(lease))
         except CallFailure as error:
@@ -482,15 +512,16 @@ class Store:
                 raise self._connection.translate_error(error, Unreachable) from error
 
     def check_identity(self) -> None:
-        """With a guard, check that this is the etcd that is known; raise StrangeEtcd if not."""
+        """With a guard, read /cluster; raise StrangeEtcd if this is not the etcd that is known."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
             self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
-        """With a guard that knows no etcd, remember this one; raise EcompError for no identity.
+        """Write `new_value` to /cluster if that key is missing; let the guard remember its value.
 
-        `new_value` is written to /cluster if that key does not exist.
+        Without a guard only the first. A lost answer is followed by another try, without limit. Raises EcompError if
+        the key holds no identity.
         """
         while (entry := self.get(keys.CLUSTER)) is None:
             try:
@@ -505,14 +536,15 @@ class Store:
     ) -> WatchStream:
         """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
-        While it is read the connection serves no other call. After each `progress_seconds` of silence, unless None,
-        etcd is asked for its progress (WatchProgress).
+        Nothing is sent before they are iterated over, which raises CallFailure; see WatchStream. While it is read the
+        connection serves no other call. After each `progress_seconds` of silence, unless None, etcd is asked for its
+        progress (WatchProgress).
         """
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 
     def reconnect(self) -> None:
-        """Replace the connection with a new one, to the next endpoint."""
+        """Replace the connection with a new one, to the next endpoint; never raises."""
         self._connection.reconnect()
 
     def close(self) -> None:
@@ -523,7 +555,10 @@ class Store:
         return self._ask(request, Unreachable, linearizable, about)
 
     def _write(self, request: Request, about: Sequence[str]) -> Any:
-        """Send a request that is not repeated once it may have arrived."""
+        """Send a request that is not repeated once it may have arrived.
+
+        Raises StrangeEtcd, without sending it, if etcd was refused before.
+        """
         if self._guard is not None:
             self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
@@ -531,6 +566,7 @@ class Store:
     def _ask(
         self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
+        """Send a request; with a guard, check the reply if it is linearizable."""
         before = self._guard.known_cluster if self._guard is not None else None
         reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
         if self._guard is not None and before is not None and linearizable:
@@ -572,7 +608,7 @@ def parse_header(reply: Any) -> Header:
 
 
 def get_prefix_range_end(prefix: bytes) -> bytes:
-    """Return the end of a prefix's range of keys; a zero byte (no end) if it is all 0xff."""
+    """Return the end of a prefix's range of keys; a zero byte (no end) if empty or all 0xff."""
     stem = prefix.rstrip(b'\xff')
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b'\0'
 

@@ -61,7 +61,7 @@ def release_name(store: Store, name: str | None, instance: str, record_lease: in
     """Return the change that deletes an instance's name, or moves it to its record's lease.
 
     `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
-    the name. The change is empty if the name is free or belongs to another instance.
+    the name. The change is empty if there is no name, or it is free or belongs to another instance.
     """
     entry = store.get(keys.name(name)) if name else None
     if entry is None or not _is_held_by(entry, instance):
@@ -71,7 +71,10 @@ def release_name(store: Store, name: str | None, instance: str, record_lease: in
 
 
 def restore_name(store: Store, name: str | None, instance: str) -> Change | None:
-    """Return the change that restores an instance's name; None if another living one has it."""
+    """Return the change that restores an instance's name; None if another living one has it.
+
+    The change is empty without a name, or if the instance has it. A name on a failed instance's lease is taken over.
+    """
     entry = store.get(keys.name(name)) if name else None
     if name is None or (entry is not None and not entry.lease and _is_held_by(entry, instance)):
         return [], []
@@ -109,7 +112,7 @@ def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
 def load_all(
     store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, Unchanged]]
 ) -> tuple[list[Shared], list[EcompError]]:
-    """Return all groups or quotas by name, and an error for each unreadable one."""
+    """Return all groups or quotas, sorted by name, and an error for each unreadable one."""
     values: list[Shared] = []
     errors: list[EcompError] = []
     for key in sorted(store.snapshot(prefix, keys_only=True).entries):
@@ -122,7 +125,7 @@ def load_all(
 
 
 def join_group(store: Store, membership: Membership | None, places: Mapping[str, str]) -> Change:
-    """Return the change that adds instances to their group.
+    """Return the change that adds instances to their group; empty without a membership.
 
     `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
     UsageError if the group is new and has no policy, Conflict if it has another policy or is full, Unreadable if it is
@@ -144,7 +147,11 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
 
 
 def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
-    """Return the change that charges the project's quota, if any; raise Excluded or Unreadable."""
+    """Return the change that charges the project's quota for {instance: resources}.
+
+    Without a quota it only has the condition that there is none. Raises Excluded, which admits the instances before the
+    first one that does not fit, or Unreadable.
+    """
     current, unchanged = load_quota(store, project)
     if current is None:
         return [unchanged], []  # a quota that is set concurrently counts all requests itself
@@ -158,7 +165,10 @@ def charge_quota(store: Store, project: str, resources: Mapping[str, Resources])
 
 
 def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
-    """Return the change that charges a living instance even over quota; raise Unreadable."""
+    """Return the change that charges a living instance even over quota; raise Unreadable.
+
+    Without a quota it only has the condition that there is none.
+    """
     current, unchanged = load_quota(store, project)
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
@@ -189,8 +199,8 @@ def write_final_record(
     """Write an instance's final record, on a lease, and release the keys it shared.
 
     With `release_shared` False those stay. `removed_keys` are deleted, too. The lease lasts `lease_seconds` (None: as
-    long as records of this state are kept); the name of an instance in the state error stays as long.
-    Returns the new revision, or None if one of `conditions` does not hold. Raises the store's errors.
+    long as records of this state are kept); the name of an instance in the state error stays as long. Returns the new
+    revision, or None if one of `conditions` does not hold or commit_with_shared() gave up. Raises the store's errors.
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
@@ -238,7 +248,10 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that adds a living instance to its group in any case; raise Unreadable."""
+    """Return the change that adds a living instance to its group, whatever its rule.
+
+    Empty without a membership, or if the group has it on this compute. Raises Unreadable.
+    """
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -288,6 +301,7 @@ def make_group_operation(new_group: Group) -> Put | Delete:
 
 
 def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:
+    """Return a key's parsed value, None without a key, and its condition; raise Unreadable."""
     entry = store.get(key)
     if entry is None:
         return None, Unchanged(key, 0)
@@ -298,6 +312,7 @@ def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Sha
 
 
 def _is_held_by(entry: Entry, instance: str) -> bool:
+    """Return whether the name's key names the instance; False if it is malformed."""
     try:
         return parse_name_owner(entry.value) == instance
     except ValueError:
@@ -317,8 +332,8 @@ MAX_NOTED_GENERATION = 50
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
     """Note the generations, {instance: generation}, of at most 128 claims to be released next.
 
-    A full etcd gets no note: the claims may be released nevertheless, since no attempt can be announced there. Raises
-    Unreachable or UnknownOutcome: then nothing may be released.
+    Notes last NOTE_SECONDS. A full etcd gets none: the claims may be released nevertheless, since no attempt can be
+    announced there. Raises Unreachable or UnknownOutcome: then nothing may be released.
     """
     if not generations:
         return
@@ -327,6 +342,7 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
 
 
 def _write_note(store: Store, generations: Mapping[str, int]) -> None:
+    """Write the note, on a lease of its own, in up to MAX_NOTE_TRIES; raise NoSpace, too."""
     lease = store.grant(NOTE_SECONDS)
     by_key: dict[str, dict[str, int]] = {}
     for instance, generation in generations.items():
@@ -342,7 +358,10 @@ def _write_note(store: Store, generations: Mapping[str, int]) -> None:
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:
-    """Return the highest generation noted for these instances, or 0; to call after a claim."""
+    """Return the highest released generation noted for these instances; 0 if none.
+
+    At most MAX_NOTED_GENERATION. Call it after a claim: the claim is repeated until its generation is higher.
+    """
     prefixes = {keys.released_claims_prefix(instance) for instance in instances}
     highest = 0
 
@@ -369,7 +388,10 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 
 def released_from_json(value: bytes) -> dict[str, int]:
-    """Decode a note as {instance: generation}; {} if ecomp did not write it."""
+    """Decode a note as {instance: generation}; {} if ecomp did not write it.
+
+    Each is at most MAX_NOTED_GENERATION; numbers below 1 are left out.
+    """
     generations = load_object_or_empty(value).get('generations')
     entries = generations.items() if isinstance(generations, dict) else ()
     return {name: min(number, MAX_NOTED_GENERATION) for name, number in entries if type(number) is int and number > 0}
@@ -392,12 +414,12 @@ class KeyIndex:
 
     @cached_property
     def records(self) -> Mapping[str, Sequence[str]]:
-        """{instance: its keys below /instances/}."""
+        """{instance: its keys below /instances/}, listed when this is first read."""
         return self._list_records()
 
 
 def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
-    """Find the instance's keys below any compute; empty if absent.
+    """Find the instance's keys below any compute; an empty EntriesByCompute if absent.
 
     Queues are not read: read them first, since an instance may leave its queue in between.
     """
@@ -407,7 +429,10 @@ def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
 def find_at_living_computes(
     store: Store, instance: str, key_index: KeyIndex | None = None
 ) -> EntriesByCompute[Entry] | None:
-    """Find the instance's keys by an earlier index or at living computes; None if elsewhere."""
+    """Find the instance's keys by an earlier index or at living computes; None if elsewhere.
+
+    None, too, if there are none at all.
+    """
     if key_index is not None:
         places = find_by_listing(store, instance, key_index)
         # An instance that ended in its queue is below no compute, and never elsewhere.
@@ -441,6 +466,7 @@ def read_index(store: Store) -> KeyIndex:
 
 
 def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
+    """Return {instance: its keys} of the requests (keys.HOSTS) or the records."""
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
         # Other keys below a compute are of no instance, whatever their last part is.
@@ -470,6 +496,7 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
 
 
 def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
+    """Resolve the places of one instance; None if no entry is of it."""
     return resolve_places(store, entries.items()).get(instance)
 
 
