@@ -100,7 +100,9 @@ class Transport:
     def reserve(self, deadline: float) -> Iterator[None]:
         """Reserve the connection for this thread; wait for it until `deadline` (monotonic clock).
 
-        Raises CallFailure, also for an OSError or H2Error in the body, which leaves the connection unusable.
+        For an endpoint that accepts no connection it waits at most the timeout divided by the number of endpoints.
+        Raises CallFailure: unsent without a connection; not unsent for an OSError or H2Error in the body, after which
+        the connection is unusable.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
@@ -125,7 +127,10 @@ class Transport:
             self._reservation.release()
 
     def send(self, deadline: float) -> None:
-        """Send what h2 has queued; raise TimeoutError or OSError."""
+        """Send what h2 has queued until `deadline` (monotonic); raise TimeoutError or OSError.
+
+        The connection is unusable after either.
+        """
         data = self.http.data_to_send()
         if data:
             assert self._socket is not None
@@ -138,7 +143,10 @@ class Transport:
                 raise
 
     def receive(self, deadline: float) -> list[Any]:
-        """Return the next events and send h2's replies to them; raise TimeoutError or OSError."""
+        """Return the next events and send h2's replies to them; raise OSError or H2Error.
+
+        After `deadline` (monotonic) only events that have arrived already; TimeoutError if there are none.
+        """
         assert self._socket is not None
         seconds = deadline - time.monotonic()
         self._socket.settimeout(seconds if seconds > 0 else 0.0)
@@ -156,7 +164,7 @@ class Transport:
         return events
 
     def ping(self, deadline: float) -> None:
-        """Ask the member for a sign of life; raise TimeoutError or OSError."""
+        """Send a ping, whose answer receive() gets; raise TimeoutError or OSError."""
         self.http.ping(b'is there')
         self.send(deadline)
 
@@ -169,6 +177,7 @@ class Transport:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the socket, which no other thread may be using; see shut_down()."""
         self._closed = True
         if self._socket is not None:
             self._socket.close()
@@ -183,6 +192,7 @@ class Transport:
     # No request is sent before the connection is made, so its failure is recorded for the thread that asks.
 
     def _try_connect(self) -> None:
+        """Connect; a failure is kept, as not sent, for the thread that reserves the connection."""
         try:
             self._connect()
         except TimeoutError:
@@ -207,6 +217,10 @@ class Transport:
         return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
+        """Connect, and wait for the member's HTTP/2 settings; at most twice the timeout.
+
+        Raises OSError, H2Error, or ValueError if a certificate is unusable or HTTP/2 is not offered.
+        """
         deadline = time.monotonic() + 2 * self._config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
@@ -236,7 +250,7 @@ class Transport:
         return self._config.ca_cert is not None or self._config.cert_cert is not None
 
     def _check_open(self, deadline: float) -> None:
-        """Mark the connection broken if it has ended since it was last used."""
+        """Mark the connection broken if it has ended since it was last used; no raise."""
         try:
             while self.receive(time.monotonic()):
                 check_deadline(deadline)
@@ -253,7 +267,7 @@ class Stream:
     """
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], max_body_bytes: int) -> None:
-        """Send the headers; a `body` of more than `max_body_bytes` is a CallFailure."""
+        """Queue the headers for the first send(); a `body` above `max_body_bytes` is a CallFailure."""
         self._transport = transport
         self._http = transport.http
         self._max_body_bytes = max_body_bytes
@@ -264,7 +278,10 @@ class Stream:
         self.is_finished = False
 
     def send(self, data: bytes, deadline: float, end_stream: bool) -> None:
-        """Send data, take what arrives, stop if the member finishes; raise OSError or CallFailure."""
+        """Send data, take what arrives, stop if the member finishes; raise OSError or CallFailure.
+
+        `deadline` is monotonic: TimeoutError after it. `end_stream` ends our side of the stream.
+        """
         rest = memoryview(data)
         while True:
             room = min(self._http.local_flow_control_window(self._stream_id), self._http.max_outbound_frame_size)
@@ -283,7 +300,10 @@ class Stream:
         self._transport.send(deadline)
 
     def receive(self, deadline: float) -> None:
-        """Process the next events; raise OSError (TimeoutError is one) or CallFailure."""
+        """Process the next events; raise OSError (TimeoutError is one) or CallFailure.
+
+        `deadline` is monotonic. Sets `is_finished` if the member ended the stream.
+        """
         for event in self._transport.receive(deadline):
             if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
                 raise CallFailure(UNAVAILABLE, CONNECTION_CLOSED)
@@ -321,13 +341,13 @@ def make_too_long_error(length_bytes: int, limit_bytes: int) -> CallFailure:
 
 
 def check_deadline(deadline: float) -> None:
-    """Raise TimeoutError after the deadline: a member may send for ever without an answer."""
+    """Raise TimeoutError from `deadline` (monotonic) on: a member may send for ever."""
     if time.monotonic() >= deadline:
         raise TimeoutError
 
 
 def check_certificate(path: Path | None) -> None:
-    """Raise OSError for a file that is empty or cannot be read."""
+    """Raise OSError for a file that is empty or cannot be read; no-op for None."""
     if path is not None:
         with open(path, 'rb') as file:
             if not file.read(1):
@@ -335,6 +355,10 @@ def check_certificate(path: Path | None) -> None:
 
 
 def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
+    """Make a context that checks the member's name; ValueError if a file is no certificate.
+
+    Raises OSError if a file cannot be read.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
@@ -377,7 +401,10 @@ class EtcdMember:
         self._timeout = config.timeout
 
     def call(self, request: Request, timeout_seconds: float) -> Any:
-        """Return the answer; None if a lease's stream ends without one. Raise CallFailure."""
+        """Send the request once and return the answer; raise CallFailure.
+
+        None if a lease's stream ends without an answer. The timeout includes waiting for the connection.
+        """
         deadline = time.monotonic() + timeout_seconds
         path, name = METHODS[type(request)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
@@ -406,6 +433,7 @@ class EtcdMember:
     def watch(
         self, requests: Sequence[WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
+        """Return the answers to the watches; nothing is sent before they are iterated over."""
         return WatchStream(self._transport, requests, duration_seconds, self._timeout, progress_seconds)
 
     def close(self) -> None:
@@ -415,7 +443,9 @@ class EtcdMember:
 class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
-    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, when the time is up.
+    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, after
+    `duration_seconds` from its start; UNAVAILABLE if the stream breaks, after cancel(), or if the
+    member does not answer a ping; or etcd's code.
     """
 
     def __init__(
@@ -493,6 +523,7 @@ class WatchStream:
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:
+    """Return the headers of a call; it may take until `deadline` (monotonic), 1 ms at least."""
     timeout_ms = max(int((deadline - time.monotonic()) * 1000), 1)
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
@@ -507,7 +538,10 @@ def _frame_message(message: bytes) -> bytes:
 
 
 def _take_message(body: bytearray) -> bytes | None:
-    """Remove and return the first message, None if it is incomplete; raise CallFailure."""
+    """Remove and return the first message, None if it is incomplete.
+
+    Raises CallFailure if it is compressed or longer than MAX_ANSWER_BYTES.
+    """
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')
@@ -537,6 +571,7 @@ def _check_status(stream: Stream) -> None:
 
 
 def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
+    """Parse an answer; raise CallFailure if it is malformed or takes until the deadline."""
     try:
         return parse_answer(name, message, lambda: check_deadline(deadline))
     except TimeoutError as error:

@@ -45,15 +45,19 @@ MAX_TRIES = 5
 class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
-    Without `follow` it ends with the changes made before it began. With `follow`, `report` gets a line when etcd is
-    lost, is back, or has compacted unread revisions. `oldest_revision` is the first one that etcd keeps.
+    Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
+    line when etcd is lost, is back, or keeps ending the stream. In both cases `report` gets one if etcd has compacted
+    revisions after the first that were not read. `oldest_revision` is the first one that etcd keeps: 1 until a
+    compaction is reported.
 
-    Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable.
+    Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable, if etcd
+    does not answer or the stream broke more than MAX_TRIES times without a change.
     """
 
     def __init__(
         self, config: EtcdConfig, follow: bool, report: Callable[[str], None], first_revision: int = 1
     ) -> None:
+        """Begin to connect; raise UsageError if a certificate cannot be read."""
         self._config = config
         self._store = Store(config)
         self._follow = follow
@@ -131,6 +135,11 @@ class History:
             store.close()
 
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
+        """Yield the changes of each whole revision of an answer that was not yielded before.
+
+        Reports a compaction that skips unread revisions. Raises EcompError if etcd canceled the watch for another
+        reason.
+        """
         if reply.compact_revision:
             if 1 < self._next_revision < reply.compact_revision:
                 self._report(
@@ -164,7 +173,10 @@ class History:
             self._report(f'{where}: {failure}; asking again for what is from revision {self._next_revision} on')
 
     def _check_etcd(self) -> None:
-        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer."""
+        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer.
+
+        With `follow`, report once that it does not answer, and that it is back.
+        """
         try:
             revision = self._store.read_revision()
         except EcompError as error:
@@ -247,11 +259,11 @@ class _PastProgress:
 def _read_answers(
     store: Store, first_revision: int, end_revision: int | None, max_silence_seconds: float
 ) -> Iterator[Any]:
-    """Yield the answers to one watch for at most STREAM_SECONDS.
+    """Yield the answers to one watch for at most STREAM_SECONDS, or until etcd cancels it.
 
     With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
     after `max_silence_seconds` without a useful answer. A thread of its own reads them, so that the consumer can be
-    interrupted.
+    interrupted. _StreamError is raised, too, if the stream breaks or ends early.
     """
     request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
     call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)
@@ -299,6 +311,7 @@ def _queue_answers(call: WatchStream, replies: queue.Queue[Any], stopped: thread
 
 
 def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threading.Event) -> None:
+    """Put an answer, waiting for room in the queue; drop it once `stopped` is set."""
     while not stopped.is_set():
         with suppress(queue.Full):
             replies.put(reply, timeout=0.5)
@@ -315,6 +328,7 @@ def _get_revision(event: Any) -> int:
 
 
 def _make_change(event: Any) -> Change:
+    """Convert an event; the change has no `before` if the key is new or etcd compacted it."""
     kv, deleted = event.kv, event.type == EVENT_DELETE
     is_new = not deleted and kv.create_revision == kv.mod_revision
     # For a missing prev_kv protobuf has an empty message.

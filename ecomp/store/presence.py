@@ -61,14 +61,17 @@ class PresenceLease:
             return self._lease_id
 
     def join(self, member: Presence) -> None:
-        """Watch over the key of `member`, which has been put, until leave()."""
+        """Watch over the key of `member`, which has been put, until leave(), in a thread."""
         with self._lock:
             self._members[member] = None
             if self._thread is None:
                 self._thread = self._start_thread()
 
     def schedule_check(self, member: Presence, is_urgent: bool = True) -> None:
-        """Check the member's key, `is_urgent` or with the next renewal; from any thread."""
+        """Check the member's key, immediately if `is_urgent`, else with the next renewal.
+
+        Not if the member has left. From any thread.
+        """
         with self._lock:
             if member in self._members:
                 self._due[member] = None
@@ -78,7 +81,8 @@ class PresenceLease:
     def leave(self, member: Presence) -> bool:
         """Stop watching over a key; return False if it was the last and is deleted with the lease.
 
-        Raises the store's errors; then lease and key expire.
+        True: the key stays on the lease, for the caller to delete. After the last one the thread is waited for. Raises
+        the store's errors; then lease and key expire.
         """
         with self._lock:
             self._members.pop(member, None)
@@ -152,6 +156,7 @@ class PresenceLease:
         return self._is_lapsed
 
     def _defer(self, members: dict[Presence, None], error: Exception) -> None:
+        """Check these members with the next renewal; log the error unless it is an EcompError."""
         # The follower logs once that etcd is away. After an unknown outcome the next check reads the key.
         if not isinstance(error, EcompError):
             log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
@@ -164,6 +169,7 @@ class PresenceLease:
         return thread
 
     def _run(self) -> None:
+        """Renew every third of the lease, and check when woken, until no member is left."""
         next_renewal = time.monotonic() + self._seconds / 3
         while True:
             self._wake_event.wait(max(next_renewal - time.monotonic(), 0.0))
@@ -209,6 +215,7 @@ class Presence:
         lease: PresenceLease | None = None,
         on_back: Callable[[], None] = lambda: None,
     ) -> None:
+        """Prepare the key; nothing is read or written before check() or start()."""
         self._store = store
         self._key = key
         self._token = str(value['token'])
@@ -225,7 +232,10 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would: Conflict, or Denied if the key is not ours (ecomp.model.roles)."""
+        """Raise what start() would, without putting the key; wait as start() does.
+
+        That is Conflict, Denied if the key is not ours (ecomp.model.roles), or another error of the store; not NoSpace.
+        """
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
@@ -241,7 +251,11 @@ class Presence:
             self._presence_lease.schedule_check(self, is_urgent=False)
 
     def start(self) -> None:
-        """Put the key and keep it; raise the store's errors, and Conflict if it has another owner."""
+        """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
+
+        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for the key of an earlier boot to expire. From then on the
+        store's commits compare the key (Store.fence).
+        """
         self._wait_for_earlier_boot()
         self._publish()
         self._presence_lease.join(self)
@@ -262,7 +276,7 @@ class Presence:
             self.schedule_check()
 
     def stop(self) -> None:
-        """Delete the key and stop. If etcd is away, log it: the lease expires."""
+        """Delete the key and stop. If etcd is away, log a warning: the lease expires."""
         self._stopped.set()
         try:
             if self._presence_lease.leave(self) and self._revision:
@@ -274,7 +288,10 @@ class Presence:
         return not self._stopped.is_set()
 
     def ensure_published(self) -> None:
-        """Put the key again if needed; pass a Conflict to `on_lost`, raise other store errors."""
+        """Put the key again if needed; pass a Conflict to `on_lost`, raise other store errors.
+
+        Calls `on_back` once it is ours again.
+        """
         try:
             if self._published_value == self._value or not self._update_value():
                 entry = self._read_entry()
@@ -341,15 +358,22 @@ class Presence:
         return entry
 
     def _is_of_another_boot(self, entry: Entry) -> bool:
+        """Return whether the value names another boot than ours; False if it names none."""
         holder = _parse_holder(entry)
         return holder is not None and holder.get('boot', self._value.get('boot')) != self._value.get('boot')
 
     def _make_conflict(self, entry: Entry, remedy: str) -> Conflict:
+        """Make the error that names the owner of the key, and how to end the conflict."""
         holder = _parse_holder(entry) or {}
         owner = f'on {_format_field(holder, "hostname")} since {_format_field(holder, "since")}'
         return Conflict(f'{self._key} is held by another ecompute, {owner}: {remedy}')
 
     def _publish(self) -> None:
+        """Put the key, free or ours, on the lease, and let the store's commits compare it.
+
+        Raises the store's errors, and Conflict if it has another owner or two tries lost a race. After NoSpace commits
+        that only delete compare the key as it was read.
+        """
         self._store.check_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):
@@ -373,7 +397,7 @@ class Presence:
 
 
 def hash_token(token: str) -> str:
-    """Return the hash of a token, which is what etcd gets."""
+    """Return the SHA-256 of a token in hex, which is what etcd gets."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -75,6 +75,7 @@ class Accounts:
     """
 
     def __init__(self, config: EtcdConfig) -> None:
+        """Begin to connect; raise UsageError if a certificate cannot be read or is empty."""
         self._connection = Connection(config, _Channel)
         self.endpoints = self._connection.endpoints
 
@@ -101,7 +102,8 @@ class Accounts:
     def enable(self) -> None:
         """Enable authentication; a user named `root` with the role `root` must exist.
 
-        If etcd takes no user from certificates, disable it again and raise UsageError: it would refuse everything.
+        That user gets a random password. If etcd takes no user from certificates, disable it again and raise
+        UsageError: it would refuse everything. After Unreachable or UnknownOutcome it may be enabled.
         """
         password = secrets.token_urlsafe(32)
         self._change('UserChangePassword', etcdrpc.AuthUserChangePasswordRequest(name=ROOT, password=password))
@@ -121,7 +123,7 @@ class Accounts:
         self._change('AuthDisable', etcdrpc.AuthDisableRequest())
 
     def check(self) -> None:
-        """Raise Denied if we may do none of this."""
+        """Raise Denied if we may not read or change users and roles: list the users as a test."""
         self._query('UserList', etcdrpc.AuthUserListRequest())
 
     def read_roles(self) -> Roles:
@@ -139,7 +141,10 @@ class Accounts:
         )
 
     def apply(self, change: Change) -> None:
-        """Make one change; raise UnknownOutcome if no answer came: read the roles again then."""
+        """Make one change; raise UnknownOutcome if no answer came: read the roles again then.
+
+        Raises EcompError if etcd refuses it, such as to add what exists.
+        """
         match change:
             case AddRole(role):
                 self._change('RoleAdd', etcdrpc.AuthRoleAddRequest(name=role))
@@ -159,13 +164,16 @@ class Accounts:
                 self._change('UserRevokeRole', etcdrpc.AuthUserRevokeRoleRequest(name=user, role=role))
 
     def _query(self, name: str, request: Any) -> Any:
+        """Return the answer to a request that may be repeated; raise Connection.ask()'s errors."""
         return self._connection.ask(partial(self._call, name, request), Unreachable)
 
     def _change(self, name: str, request: Any, *metadata: tuple[str, str]) -> None:
+        """Send a request that is not repeated once it may have arrived; raise UnknownOutcome."""
         self._connection.ask(partial(self._call, name, request, metadata=metadata), UnknownOutcome)
 
     @staticmethod
     def _call(name: str, request: Any, client: Any, limit: float, metadata: Sequence[tuple[str, str]] = ()) -> Any:
+        """Call this method of etcd's service Auth within `limit` seconds; raise CallFailure."""
         with _translate_failures():
             return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *metadata))
 
@@ -191,6 +199,7 @@ class _Channel:
 
 
 def _read_certificate(path: Path | None) -> bytes | None:
+    """Return the content of a file, None without a path; OSError if empty or unreadable."""
     check_certificate(path)  # gRPC aborts the process for an empty one
     return None if path is None else path.read_bytes()
 
@@ -205,6 +214,7 @@ def _translate_failures() -> Iterator[None]:
 
 
 def _make_failure(code: str, details: str) -> CallFailure:
+    """Make a CallFailure; if no connection was made, unsent and with our own text."""
     if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_ADDRESS_ERRORS)):
         return CallFailure(code, details)
     tls_failure = next((tls_failure for sign, tls_failure in _TLS_FAILURES if sign in details), None)
@@ -213,5 +223,6 @@ def _make_failure(code: str, details: str) -> CallFailure:
 
 
 def _parse_permission(message: Any) -> Permission:
+    """Convert etcd's Permission; invalid UTF-8 in its keys is replaced."""
     key, end = message.key.decode(errors='replace'), message.range_end.decode(errors='replace')
     return Permission(_KINDS[message.permType], key, end)

@@ -57,7 +57,7 @@ class EntryCache:
         self._reported_keys: set[str] = set()
 
     def end_list(self, listed_keys: Iterable[str]) -> None:
-        """End a list: drop the entries that are not among these keys, all that it had."""
+        """End a list, which had these keys: drop the entries of all others."""
         for key in self.entries.keys() - set(listed_keys):
             self.forget(key)
         self._reported_keys &= self.entries.keys()
@@ -163,6 +163,7 @@ class Follower:
         max_value_bytes: int = MAX_VALUE_BYTES,
         max_total_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
+        """Begin to connect; UsageError if a certificate cannot be read. start() starts the thread."""
         # A connection of its own: a long list must not block the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
         self._guard = guard
