@@ -223,7 +223,7 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
 
 
 def withdraw_attempt(store: Store, key: str, revision: int) -> bool:
-    """Delete an attempt's key; return False if it is gone or no longer has this revision.
+    """Delete the key of an attempt or a taker; return False if gone or of another revision.
 
     It is gone, too, if one of MAX_WITHDRAW_TRIES was carried out without an answer. No delivery, which requires the
     key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no try had an answer.
