@@ -70,7 +70,11 @@ class CanaryPlan(NamedTuple):
 
 
 def parse_plan(ctx: Context) -> CanaryPlan:
-    """Read the plan without asking a server; UsageError if an argument or key file is invalid."""
+    """Read the plan without asking a server; UsageError if an argument or key file is invalid.
+
+    Guests are logged in to if the stage is READY and there is an ssh key or --identity. Without --for the stage is
+    READY, or BOOTED if there is neither.
+    """
     query, *image = ctx.words
     plan = CanaryPlan(
         query or ('' if ctx.options.flavor else DEFAULT_QUERY),
@@ -96,8 +100,8 @@ class Interrupted(EcompError):
 def run_canary(ctx: Context, plan: CanaryPlan, canary: Canary, check_interrupted: Callable[[], None]) -> Canary:
     """Place, boot, enter and destroy a canary that has a uuid and a name; return the result.
 
-    Every Exception becomes part of the result. `check_interrupted` is called about once a second, and may raise
-    Interrupted.
+    Every Exception becomes part of the result. Without capacity this has no instance, name and `reached`.
+    `check_interrupted` is called about once a second until the destroy, and may raise Interrupted.
     """
     instance, query, is_outcome_unknown = canary.instance or '', restrict_to_compute(plan.query, canary.compute), False
     try:
@@ -114,6 +118,7 @@ def run_canary(ctx: Context, plan: CanaryPlan, canary: Canary, check_interrupted
 
 
 def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) -> None:
+    """Place the canary; errors of create() and of the query to placement pass."""
     order = SetOrder(
         canary.instance or '',
         image=plan.image,
@@ -133,7 +138,11 @@ def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) ->
 def _boot_and_enter(
     ctx: Context, plan: CanaryPlan, canary: Canary, instance: str, check_interrupted: Callable[[], None]
 ) -> Canary:
-    """Wait for the stage and log in if planned; raise the wait's EcompError if it fails."""
+    """Wait for the plan's stage, log in if planned, and return what the canary reached.
+
+    A failed login sets `failed_stage`; a guest that has reported no host keys is not logged in to. `seconds` is the
+    time since this call. Raises the errors of the wait, and what `check_interrupted` raises.
+    """
     started = time.monotonic()
     wait = Wait(
         ctx.config.etcd,
@@ -156,7 +165,11 @@ def _boot_and_enter(
 
 
 def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exception) -> Canary:
-    """Return the canary with its last stage and why it failed; at a timeout print its console."""
+    """Return the canary with its last stage and why it failed; at a timeout print its console.
+
+    After an Interrupted `failed_stage` stays '', because nothing is wrong with the host. Unreadable entries are
+    ignored.
+    """
     entries = None
     with suppress(EcompError):
         entries = find(ctx.store, instance)
@@ -175,7 +188,7 @@ def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exceptio
 
 
 def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapacity) -> str:
-    """Return what the compute lacks for the query, or the error's text if that is unknown."""
+    """Return what the compute lacks for the query; the error's text if unknown or an OverQuota."""
     if not isinstance(error, OverQuota):
         with suppress(EcompError, ValueError):
             return find_shortfalls(ctx.placement, query, ctx.computes, [compute]).get(compute) or str(error)
@@ -185,8 +198,8 @@ def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapaci
 def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
     """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
-    Never raises an Exception. It returns `reason_if_absent` if etcd has no such instance: '' unless the outcome of the
-    placement is unknown.
+    Waits --timeout seconds at most, then removes its record. Never raises an Exception. It returns `reason_if_absent`
+    if etcd has no such instance: '' unless the outcome of the placement is unknown.
     """
     try:
         destroy(ctx.store, instance)
@@ -201,7 +214,10 @@ def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
 
 
 class Canaries:
-    """The canaries of one `eschedule doctor --canary`, which threads run concurrently."""
+    """The canaries of one `eschedule doctor --canary`, which threads run concurrently.
+
+    At most MAX_CONCURRENT_CANARIES are in flight.
+    """
 
     def __init__(self, ctx: Context, plan: CanaryPlan) -> None:
         self._ctx = ctx
@@ -217,7 +233,11 @@ class Canaries:
         return bool(self._interrupt_times)
 
     def run(self, hosts: Sequence[Host]) -> list[Canary]:
-        """Run a canary on each host that is up, or only on that of --on, and return all results.
+        """Run a canary on each host that is up, or only on that of --on; return all results.
+
+        They are in the order of `hosts`, and printed as messages as they arrive; that of a host that is not up has only
+        a reason. After an interrupt no canary starts, and those in flight are destroyed; a second one leaves them, with
+        `leftover_reason`.
 
         Before the first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or
         invalid query, and the errors of etcd and placement.
@@ -248,6 +268,7 @@ class Canaries:
         return [results[host.compute] for host in selected_hosts if host.compute in results]
 
     def _run_threads(self, computes: Sequence[str]) -> None:
+        """Run pending canaries in daemon threads until all have results, or a second interrupt."""
         threads = [
             threading.Thread(target=self._run_pending, name='canary', daemon=True)
             for _ in self._pending[:MAX_CONCURRENT_CANARIES]
@@ -258,7 +279,10 @@ class Canaries:
             self._report_results(computes, show_status)
 
     def _report_results(self, computes: Sequence[str], show_status: Callable[[str], None]) -> None:
-        """Print each result when it arrives, until all are there or a second interrupt comes."""
+        """Print each result when it arrives, until all are there or a second interrupt comes.
+
+        An interrupt within INTERRUPT_GRACE_SECONDS of the first is ignored.
+        """
         reported = set[str]()
         started = time.monotonic()
         is_interrupt_reported = False
@@ -281,6 +305,7 @@ class Canaries:
             self._result_event.wait(STATUS_UPDATE_SECONDS)
 
     def _run_pending(self) -> None:
+        """Run pending canaries until none is left; after an interrupt, only mark them INTERRUPTED."""
         with suppress(IndexError):  # another thread popped the last canary
             while self._pending:
                 canary = self._pending.pop()
@@ -302,7 +327,10 @@ class Canaries:
 
 @contextmanager
 def _catch_signals(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored ones (nohup) stay ignored."""
+    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored ones (nohup) stay ignored.
+
+    The former handlers are restored at the end of the block.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in replaced:

@@ -25,6 +25,7 @@ ADDRESSED = 'addressed'
 
 
 def _destroy(ctx: Context) -> int:
+    """Destroy the instances, with --wait wait until they are gone; return the exit code."""
     from ecomp.scheduler.changing.change import destroy
     from ecomp.scheduler.changing.wait import Wait, wait_until_gone
     from ecomp.scheduler.looking.find import is_known
@@ -53,6 +54,10 @@ def _destroy(ctx: Context) -> int:
 
 
 def _change_power(ctx: Context) -> int:
+    """Stop, start or reboot the instances, by ctx.name, with --wait wait; return the exit code.
+
+    An instance that is given twice, by name and by uuid, is changed once.
+    """
     from ecomp.scheduler.changing.change import change_power
     from ecomp.scheduler.changing.wait import Wait, wait_for_power
 
@@ -87,6 +92,7 @@ def _change_power(ctx: Context) -> int:
 
 
 def _clear(ctx: Context) -> int:
+    """Remove the records of all gone and failed instances; return 1 if some cannot be, else 0."""
     from ecomp.scheduler.changing.change import clear
 
     removed, errors = clear(ctx.store)
@@ -108,9 +114,10 @@ def wait_and_report(
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    Prints the address once a stage implies one; an EcompError is printed and recorded for its word. `instance_index`
-    says where instances were a moment ago. `power_by_instance` has pending power changes; `resolve_instance` may add
-    one.
+    All share one deadline, --timeout seconds. Prints the address, in the table form, once a stage implies one; at the
+    deadline the last console lines. An EcompError is printed and recorded for its word; Ctrl-C: see Outcomes.wait().
+    `instance_index` says where instances were a moment ago. `power_by_instance` has pending power changes;
+    `resolve_instance` may add one.
     """
     from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 

@@ -73,7 +73,7 @@ class Context:
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
-        """Print a listing, as JSON an array or if `is_single` the row; then print `errors`.
+        """Print a listing, as JSON an array or if `is_single` the first row's value; then `errors`.
 
         Returns the exit code, 1 if there are errors. Raises UsageError for an unknown column.
         """
@@ -87,7 +87,7 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print `text` or, with -f json/yaml, the first value, or all as an array; no-op for none."""
+        """Print `text` or, with -f json/yaml, the first value, all if `is_array`; no-op for none."""
         from ecomp.cli.tables import format_document
 
         if values and self.form == TABLE:
@@ -97,6 +97,7 @@ class Context:
             self.draw(format_document(list(values) if is_array else values[0], self.form))
 
     def put_lines(self, lines: Sequence[str]) -> None:
+        """Print lines, folded to the width of the terminal if stdout is one."""
         self.out.put(wrap_lines('\n'.join(lines), find_width()))
 
     def draw(self, text: str) -> None:
@@ -115,7 +116,7 @@ class Context:
 
     @property
     def etcd_config(self) -> EtcdConfig:
-        """The configuration of etcd; `wait --timeout` also limits each request to etcd."""
+        """The configuration of etcd; `wait --timeout` shortens its timeout, but not below 0.5 s."""
         etcd = self.config.etcd
         if self.name != 'wait' or self.options.timeout is None:
             return etcd
@@ -174,7 +175,8 @@ class Context:
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
         """Return the uuid of the instance that a word means; messages use this word from now on.
 
-        Raises NotFound, UsageError if several uuids begin with the word, Conflict if the instance has another name.
+        A whole uuid is not checked. Raises NotFound, UsageError if several uuids begin with the word, Conflict if the
+        instance has another name, Unreadable if the name's key is malformed.
         """
         from ecomp.scheduler.looking.find import resolve
 
@@ -185,8 +187,8 @@ class Context:
     def resolve_compute(self, word: str) -> str:
         """Return the uuid of the compute that a word means; a whole uuid is not checked.
 
-        Raises NotFound, Conflict if several computes have the host name, UsageError if several uuids begin with the
-        word.
+        Raises NotFound, Conflict if several computes have the host name, UsageError for '' or if several uuids begin
+        with the word, Unreachable (the beginning of a uuid is also looked up in placement).
         """
         from ecomp.scheduler.looking.hosts import resolve_compute
 
@@ -223,7 +225,10 @@ class Context:
             return NO_COMPUTES
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for each word, print EcompErrors, return the results and the first exit code."""
+        """Call `find` for each word (None: the command's), print EcompErrors, and go on.
+
+        Returns the results of the others, and the exit code of the first error, or 0.
+        """
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))
@@ -239,9 +244,10 @@ class Command(NamedTuple):
     """The row of one command: its usage, its help, and the functions behind it.
 
     `parse_words` gets name and words and returns the words in canonical form; it and `check`, which gets the options
-    too, raise UsageError. `options` are fields of Options, each with its help here or '' for the general one.
-    `exit_codes` are those beside 0, 1, 2 and 7, which every command may have. Without `needs_config` no configuration
-    is read, so an invalid one does not matter. `example` is a whole command line.
+    too, raise UsageError. `run` returns the exit code; an EcompError that it raises ends the command with its message
+    and code. `options` are fields of Options, each with its help here or '' for the general one. `exit_codes` are those
+    beside 0, 1, 2 and 7, which every command may have. Without `needs_config` no configuration is read, so an invalid
+    one does not matter. `example` is a whole command line.
     """
 
     name: str
@@ -293,8 +299,8 @@ def make_wait_options(condition: str) -> dict[str, str]:
 class Outcomes:
     """The outcome for each word of a command; a failure for one word does not stop the others.
 
-    `results` has by word {"word", facts, "said": [sentences], "error": {"code", "said"} or None}; `exit_code` is that
-    of the first failure, or 0.
+    `results` has by word {"word", facts, "said": [sentences], "error": {"code", "said"} or None}, a repeated word once;
+    `exit_code` is that of the first failure, or 0.
     """
 
     def __init__(self, ctx: Context, words: Sequence[str], **facts: object) -> None:
@@ -334,7 +340,10 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each word and remove it from `pending`; print and record an EcompError."""
+        """Call `work` for each word and remove it from `pending`; print and record an EcompError.
+
+        Any other exception passes, and leaves its word in `pending`.
+        """
         while pending:
             try:
                 work(pending[0])
@@ -379,6 +388,7 @@ class Outcomes:
         return self.exit_code
 
     def _record_failure(self, word: str, error: EcompError) -> None:
+        """Store the error of a word; the exit code stays that of the first error."""
         self.results[word]['error'] = {'code': error.exit_code, 'said': self._ctx.replace_uuids(str(error))}
         self.exit_code = self.exit_code or error.exit_code
 

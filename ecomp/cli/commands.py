@@ -44,7 +44,10 @@ PLANNED_WORDS = frozenset({
 
 
 def load_rows(module: str) -> Sequence[Command]:
-    """Return the rows of a module of FAMILIES; loading only that one keeps commands fast."""
+    """Import one module of FAMILIES by its short name ('create') and return its rows.
+
+    Loading only that one keeps commands fast. ValueError for another name.
+    """
     match module:
         case 'create':
             from ecomp.cli.create import COMMANDS as ROWS
@@ -70,6 +73,8 @@ def load_rows(module: str) -> Sequence[Command]:
 
 
 class _Commands(Mapping[str, Command]):
+    """The row of each command by its name; a look-up imports the module of that row only."""
+
     _modules: Mapping[str, str] = {name: module for module, names in BY_MODULE.items() for name in names}
 
     def __getitem__(self, name: str) -> Command:
@@ -102,7 +107,11 @@ MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Parse a command line; the name may also be VERSION, which has no row; raise UsageError."""
+    """Parse a command line; raise UsageError, whose text is printable.
+
+    --help or --version before any `--` wins, even in an invalid line: the name is HELP, with the command to explain as
+    words, or VERSION, which has no row.
+    """
     try:
         return _parse(argv)
     except UsageError as error:
@@ -110,6 +119,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
+    """Parse as parse() does; where --count is accepted, `--wait STAGE` means --wait=STAGE."""
     if info := find_info_option(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = parse_command_line(argv)
@@ -136,7 +146,10 @@ def _join_wait_stage(argv: Sequence[str]) -> list[str]:
 
 
 def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[str, ...]]:
-    """Find the command and parse its words; without a name the words tell create from query."""
+    """Return the command's name and its parsed words; raise UsageError.
+
+    Without a name it is CREATE for a word with a =, and for --flavor without words or with an image; else QUERY.
+    """
     if has_flavor and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
@@ -174,7 +187,7 @@ def _match_command(words: Sequence[str]) -> str:
 
 
 def _find_command_to_explain(argv: Sequence[str]) -> str:
-    """Return the command beside --help, or the first word of several commands, or ''."""
+    """Return the command beside --help, CREATE for a query, the first word of several, or ''."""
     words = [word for word in argv if not word.startswith('-')]
     matches = (_match_command(words[first:]) for first in range(len(words)))
     create_name = CREATE if any('=' in word for word in words) else ''
@@ -215,6 +228,7 @@ def _format_command_help(command: Command) -> str:
 
 
 def _format_options(options: Sequence[Option]) -> Iterator[str]:
+    """Yield the help of each option, folded to HELP_WIDTH; a long flag is yielded before it."""
     heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
     column = min(max(map(len, heads)) + 4, MAX_FLAG_COLUMN_WIDTH)
     for head, option in zip(heads, options, strict=True):
@@ -232,6 +246,7 @@ def _format_exit_codes(codes: Mapping[int, str]) -> list[str]:
 
 
 def _wrap(text: str) -> list[str]:
+    """Wrap a text to HELP_WIDTH; of exit codes the lines after the first are indented."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
@@ -251,13 +266,14 @@ def _print_completion(ctx: Context) -> int:
 
 
 def _parse_shell(name: str, words: Sequence[str]) -> Words:
+    """Accept exactly one of SHELLS; else raise UsageError."""
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f'{name}: for which shell? Give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
 def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
-    """Check that the words are a command, the first word of several commands, or nothing."""
+    """Return the words if they are a command, the first word of several, or none; else UsageError."""
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')

@@ -50,14 +50,17 @@ def make_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def find_word_kind(command: Command) -> str:
-    """Return the kind of the words of a command, or '' if it has none to offer."""
+    """Return the kind of a command's words, of LISTING_COMMANDS, or '' if it has none to offer."""
     if command.name.startswith('flavor ') and 'NAME…' in command.usage:
         return 'flavors'
     return next((kind for written, kind in KIND_BY_PLACEHOLDER.items() if written in command.usage), '')
 
 
 def find_value_kind(field: str, row: Option) -> str:
-    """Return the kind of an option's value: '=' and the choices, a kind, or '' for no value."""
+    """Return what completes the value of an option, '' if it has no value.
+
+    '=' and the choices with spaces between, FILES, FREE_TEXT, or a kind of LISTING_COMMANDS. `field` is of Options.
+    """
     choices_by_metavar = {
         'STATE': sorted({QUEUED, *STATES}),
         'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
@@ -197,6 +200,7 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 
 
 def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
+    """Return the script for 'bash' or 'zsh'."""
     flags = {
         name: ' '.join(flag for option in row.list_options() for flag in option.flags) for name, row in commands.items()
     }
@@ -223,10 +227,12 @@ def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def _find_completion_kind(command: Command) -> str:
+    """Return find_word_kind(), but for `help` 'commands' and for `completion` '=' and the shells."""
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, find_word_kind(command))
 
 
 def _format_cases(command_by_pattern: Mapping[str, str], indent: int = 8) -> str:
+    """Format the branches of a shell's `case`, a line each; nothing is quoted."""
     return '\n'.join(f'{" " * indent}{pattern}) {command} ;;' for pattern, command in command_by_pattern.items())
 
 
@@ -318,6 +324,7 @@ def _make_fish_script(commands: Mapping[str, Command]) -> str:
 
 
 def _format_option(field: str, row: Option) -> list[str]:
+    """Return the arguments of fish's `complete` for an option: its flags, and its values."""
     names = [f'-l {flag[2:]}' if flag.startswith('--') else f'-s {flag[1:]}' for flag in row.flags]
     kind = find_value_kind(field, row)
     if kind.startswith('='):
@@ -329,10 +336,15 @@ def _format_option(field: str, row: Option) -> list[str]:
 
 
 def _format_query(kind: str) -> str:
+    """Return fish's -a with the words of a kind of LISTING_COMMANDS, queried at each TAB."""
     return f"-a '(__eschedule_asked {LISTING_COMMANDS[kind]})'"
 
 
 def _format_complete(condition: str, *parts: str) -> str:
+    """Return a `complete` line; the last of several parts is its summary unless it begins with `-`.
+
+    Of the summary it keeps the first sentence, cut to 60 characters.
+    """
     *rest, last = parts
     if rest and not last.startswith('-'):
         summary = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")

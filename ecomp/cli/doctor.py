@@ -14,11 +14,17 @@ from ecomp.version import read_version
 
 
 def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
+    """Without --canary, raise UsageError for any words, and for options other than -f."""
     if not options.canary and (any(words) or find_given_fields(options) - {'format'}):
         raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
 
 
 def _diagnose(ctx: Context) -> int:
+    """Print what is wrong with the backends and then the computes; return the exit code.
+
+    With --canary each host that is up is tried, too. While a backend is unavailable it checks no more, and the code is
+    7; else 8 for findings, 1 if an interrupted canary run found nothing, else 0.
+    """
     from ecomp import backends
     from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
 
