@@ -124,6 +124,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
+        """The client of etcd, made at first use; of several requests it asks placement for claims."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
@@ -196,7 +197,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The places of all instances, read once; None for a single word, or if etcd is unreachable."""
+        """The places of all instances, read once; None for a single word, or if etcd is silent."""
         if len(self.words) < 2:
             return None
         from ecomp.store.sharing import read_index

@@ -273,7 +273,7 @@ def _parse_shell(name: str, words: Sequence[str]) -> Words:
 
 
 def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
-    """Return the words if they are a command, the first word of several, or none; else UsageError."""
+    """Return the words if they are a command, the first of several, or none; else UsageError."""
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')

@@ -227,7 +227,7 @@ def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def _find_completion_kind(command: Command) -> str:
-    """Return find_word_kind(), but for `help` 'commands' and for `completion` '=' and the shells."""
+    """Return find_word_kind(), but for `help` `commands`, for `completion` '=' and the shells."""
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, find_word_kind(command))
 
 
@@ -341,7 +341,7 @@ def _format_query(kind: str) -> str:
 
 
 def _format_complete(condition: str, *parts: str) -> str:
-    """Return a `complete` line; the last of several parts is its summary unless it begins with `-`.
+    """Return a `complete` line; the last of several parts is a summary unless it begins with -.
 
     Of the summary it keeps the first sentence, cut to 60 characters.
     """

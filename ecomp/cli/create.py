@@ -68,6 +68,7 @@ NewInstance = dict[str, str | None]
 
 
 def _create(ctx: Context) -> int:
+    """Place a new instance or set or, with --queue, queue it; return the exit code."""
     image = ctx.words[1] if len(ctx.words) > 1 else ctx.config.image
     with convert_to_usage_error():
         check_image(image)
@@ -87,6 +88,10 @@ def _create(ctx: Context) -> int:
 
 
 def _place(ctx: Context, order: Order) -> int:
+    """Place the order and report it, with --wait wait; return the exit code.
+
+    It is 3 without capacity, 1 at Ctrl-C, 7 if the outcome is unknown; other errors of create() pass.
+    """
     # Imported late, here and below: loading http.client and h2 takes most of a claim's time, so one is loaded and
     # placement queried while the other loads.
     from ecomp.scheduler.looking.find import ask_placement
@@ -144,8 +149,8 @@ def _report_and_wait(
 ) -> int:
     """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    Returns the exit code: 6 at Ctrl-C, after the instances are printed. If stdout cannot be written, the EcompError
-    begins with `output_error_prefix`; without that text the OSError passes.
+    Returns the exit code: 0 without a wait, 6 at Ctrl-C, after the instances are printed. If stdout cannot be written,
+    the EcompError begins with `output_error_prefix`; without that text the OSError passes.
     """
     is_put = False
 
@@ -205,7 +210,10 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
-    """Queue the order for its flavor; placement is neither asked nor loaded."""
+    """Queue the order for its flavor, with --wait wait; return the exit code.
+
+    It is 3 over quota, 1 at Ctrl-C; other errors of enqueue() pass. Placement is not asked for a new order.
+    """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
     from ecomp.scheduler.looking.find import find
@@ -247,6 +255,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
 
 
 def _plan(ctx: Context) -> int:
+    """Print the computes that would be tried, claiming nothing; return 0, 3 without capacity."""
     from ecomp.cli.operators import make_plan_listing
     from ecomp.scheduler.looking.find import ask_placement
     from ecomp.scheduler.placing.place import plan
@@ -269,13 +278,17 @@ def _plan(ctx: Context) -> int:
 
 
 def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
+    """Make a set of --count (1) instances, at least --min (all), weighed by --weigh (SPREAD)."""
     count = ctx.options.size or 1
     options = {'weigh': ctx.options.weigh or SPREAD, 'minimum': ctx.options.min or count}
     return SetOrder(**order.copy_fields(query=query, count=count, **options))
 
 
 def _build_query(ctx: Context) -> str:
-    """Combine the query, --flavor and --on; raise UsageError, NotFound or Conflict if invalid."""
+    """Combine the query, --flavor and --on; raise UsageError, NotFound or Conflict if invalid.
+
+    A uuid in --on is not checked: see _report_no_capacity().
+    """
     from ecomp.model.query import check_query
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
@@ -294,7 +307,10 @@ def _build_query(ctx: Context) -> str:
 
 
 def _check_flavor_suffices(flavor: str, query: str) -> None:
-    """Raise UsageError, not "no capacity", if flavor and query lack what every guest needs."""
+    """Raise UsageError, not "no capacity", if flavor and query lack what every guest needs.
+
+    A query that we cannot parse passes.
+    """
     from ecomp.model.query import Amount, UnsupportedQueryError, parse_query
 
     try:
@@ -319,6 +335,7 @@ def _format_document(ctx: Context, value: object) -> str:
 
 
 def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
+    """Yield remarks: repeated, fewer placed, too little memory; on a terminal also the hosts."""
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: nothing is changed' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
@@ -331,6 +348,7 @@ def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, Deli
 
 
 def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome], naming: ComputeNames) -> list[str]:
+    """Return a line for each host whose name is known: which of the instances are on it."""
     names_by_host: dict[str, list[str]] = {}
     for instance, outcome in outcomes.items():
         if naming.find_hostname(outcome.compute) is not None:
@@ -369,7 +387,10 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
 def _report_refusal(
     ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
-    """Print the refusal, then the reasons, which may take a while; return the exit code."""
+    """Print the refusal, then the reasons, which may take a while; return the exit code, 3.
+
+    stdout gets NO ALLOCATIONS LEFT or, with -f json/yaml, the document; stderr gets the text.
+    """
     with suppress(OSError):  # run() flushes again and reports the error
         if ctx.form == TABLE:
             ctx.out.put('NO ALLOCATIONS LEFT')
@@ -404,7 +425,8 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
 def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
     """Read user-data from a file, or from standard input for `-`; UsageError names the file.
 
-    `warn` gets a line if cloud-init would ignore the data, which other programs in guests may use.
+    It is returned unchanged, and has at most MAX_USER_DATA_BYTES. `warn` gets a line if cloud-init would ignore it;
+    other programs in guests may use it.
     """
     label = f'user-data {make_printable(str(path), 200)}'
     data = _read_file(label, path, MAX_USER_DATA_BYTES, 'have the guest fetch the rest, or compress it with gzip')
@@ -424,7 +446,10 @@ def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
 
 
 def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """Read the public keys of all files without duplicates; UsageError names file and line."""
+    """Read the public keys of all files without duplicates; UsageError names file and line.
+
+    Also UsageError for a file without keys, or for more than MAX_SSH_KEYS_BYTES in all.
+    """
     unique_keys: dict[str, None] = {}
     for path in paths:
         label = f'ssh keys {make_printable(str(path), 200)}'
@@ -438,6 +463,10 @@ def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
+    """Read a file, or standard input for `-`; UsageError if it is unreadable or too large.
+
+    The message begins with `label`; `advice` ends that for a file of more than `limit_bytes`.
+    """
     try:
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
             data = file.read(limit_bytes + 1)
@@ -460,7 +489,10 @@ def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> b
 
 
 def is_large_cluster(etcd: EtcdConfig) -> bool:
-    """Return True if the cluster had more than LARGE_CLUSTER_SIZE computes when last seen."""
+    """Return True if the cluster had more than LARGE_CLUSTER_SIZE computes when last seen.
+
+    False if that is unknown.
+    """
     with suppress(OSError, RuntimeError):
         return _find_marker_path(etcd).exists()
     return False
@@ -480,11 +512,16 @@ def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
 
 
 def _find_marker_path(etcd: EtcdConfig) -> Path:
+    """Return the path below $XDG_CACHE_HOME or ~/.cache; RuntimeError without a home directory."""
     name = 'large-' + ','.join(etcd.endpoints).replace('/', '_')
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 
 
 def _check_options(name: str, words: Sequence[str], options: Options) -> None:
+    """Raise UsageError for an invalid --count, --min, --queue or --name, or without a query.
+
+    --flavor stands for a query.
+    """
     if not words[0] and options.flavor is None:
         raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
     count = 1 if options.size is None else options.size
@@ -505,6 +542,7 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
 
 
 def _check_queue(words: Sequence[str], options: Options) -> None:
+    """Raise UsageError for --queue without --flavor, or with a query, --on, --weigh or a set."""
     if options.flavor is None:
         raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
     if words[0]:

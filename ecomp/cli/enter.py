@@ -35,6 +35,10 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
+    """Replace this process by ssh to the guest, with the command's words behind the first.
+
+    Raises the errors of find_guest_access(), and StillGoing or EcompError without host keys.
+    """
     from ecomp.scheduler.looking.hosts import find_guest_access
 
     user, word = split_user(ctx.words[0])
@@ -60,8 +64,9 @@ def _make_ssh_command(
 def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str:
     """Log in to a guest with known host keys and out again; return '' or why that failed.
 
-    `on_tick` is called about once a second; what it raises ends the login. Its known_hosts file is removed. Raises
-    EcompError if ssh is not installed, the guest has no reachable address, or its host keys are unknown.
+    It takes LOGIN_TIMEOUT_SECONDS at most. `on_tick` is called about once a second; what it raises ends the login. The
+    guest's known_hosts file is removed. Raises EcompError if ssh is not installed, the guest has no reachable address,
+    or its host keys are unknown.
     """
     from ecomp.scheduler.looking.hosts import find_guest_access
 
@@ -85,6 +90,11 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
 
 
 def _print_ssh_config(ctx: Context) -> int:
+    """Print ssh_config entries of the named guests, or of all active ones with host keys.
+
+    A guest whose name could mislead ssh gets its uuid as Host. Without names, guests without reported keys are left out
+    and named on stderr. Returns the exit code.
+    """
     import socket
 
     from ecomp.scheduler.looking.find import list_records
@@ -123,6 +133,7 @@ def _print_ssh_config(ctx: Context) -> int:
 
 
 def _open_console(ctx: Context) -> int:
+    """Replace this process by `virsh console` on the host; NotFound without a console."""
     from ecomp.scheduler.looking.hosts import find_host_name, find_running
 
     record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
@@ -133,6 +144,11 @@ def _open_console(ctx: Context) -> int:
 
 
 def _print_log(ctx: Context) -> int:
+    """Print the console, the last --lines or all; with --follow until Ctrl-C, which returns 0.
+
+    Raises NotFound without a console or its file, Unreachable if the command on the host fails, EcompError if it is not
+    installed.
+    """
     import subprocess  # imported late, here and below: it is slow to load
 
     from ecomp.scheduler.looking.hosts import find_console
@@ -166,7 +182,10 @@ def _print_log(ctx: Context) -> int:
 
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
-    """Read the last console lines, or [] if the host does not answer promptly; never an error."""
+    """Read the last MAX_LAST_LINES lines of the console; [] if that fails, never an error.
+
+    It takes LAST_LINES_TIMEOUT_SECONDS at most.
+    """
     from ecomp.scheduler.looking.hosts import find_host_name
 
     if record.console is None:
@@ -219,7 +238,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
     """Return the ssh options for a guest; if it reported host keys, write them to a file first.
 
     Otherwise a key that was accepted before is used, or with `accept_new` the first key that the guest shows. Raises
-    StillGoing if a report may still come, else EcompError if no key was accepted.
+    StillGoing if a report may still come, else EcompError if no key was accepted; also without a home directory.
     """
     from ecomp.scheduler.looking.hosts import make_not_ready
 
@@ -242,7 +261,10 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
 
 
 def _is_without_keys(record: Record) -> bool:
-    """Return True if no report of host keys will come: it came without, failed, or is overdue."""
+    """Return True if no report of host keys will come: it came without, failed, or is overdue.
+
+    It is overdue REPORT_SECONDS after the start, or if the start is unknown.
+    """
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
     return 'ready' in record.reached_stages or record.cloud_init is not None or started < latest_start
@@ -262,7 +284,7 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def _find_known_hosts_directory() -> Path:
-    """Return the directory of guests' host keys; EcompError without a home directory."""
+    """Return the directory of guests' host keys, existing or not; EcompError without a home."""
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
@@ -286,6 +308,7 @@ def _make_missing_program_error(program: str) -> EcompError:
 
 
 def _decode_line(line: bytes) -> str:
+    """Return a console line as text, without line end and escape sequences, with tabs expanded."""
     return reach.strip_escapes(line.decode(errors='replace').rstrip('\n')).expandtabs()
 
 

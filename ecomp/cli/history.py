@@ -55,7 +55,11 @@ MAX_REMEMBERED_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an instance is on its compute; `group` is its current group, None without one."""
+    """Why an instance is on its compute, or what it waits for.
+
+    `choice` is None if unknown, `group` None without one, `waiting` None unless it is in a queue. `instance_names` are
+    by uuid, empty without a group.
+    """
 
     record: Record
     computes: Computes
@@ -101,7 +105,7 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
 
 
 def _list_other_members(explanation: Explanation) -> dict[str, str]:
-    """Return the other members of the group, each with its compute."""
+    """Return {instance: compute, '' in a queue} of the group's other members; {} without one."""
     members = {} if explanation.group is None else explanation.group.members
     return {instance: compute for instance, compute in members.items() if instance != explanation.record.instance}
 
@@ -158,6 +162,7 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
 
 
 def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
+    """Return the part `waits` of the JSON; `explanation.waiting` must not be None."""
     waits, naming = explanation.waiting, explanation.computes
     assert waits is not None
     lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in waits.lacks.items()]
@@ -167,6 +172,7 @@ def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
 
 
 def _explain_choice(choice: PlacementReason | None) -> str:
+    """Say how the compute was chosen; for None that this is not known."""
     if choice is None:
         return 'how its compute was chosen is not known: an older or another client asked for it'
     if choice.weigh == FROM_QUEUE:
@@ -199,7 +205,11 @@ class Timeline(NamedTuple):
 
 
 def make_timeline(record: Record, number: int | None = None) -> Timeline:
-    """Return the timeline of an instance for the boot with this number, by default the last."""
+    """Return the timeline of an instance for the boot with this number, by default the last.
+
+    Boot 1 includes the stages before the boot. Without such a boot, `boot` is None and the stages are the record's.
+    Malformed times are left out.
+    """
     boot = find_boot(record.all_boots, number)
     stages = record.stages if boot is None else boot.stages
     if boot is not None and boot.number == 1:
@@ -217,7 +227,8 @@ def make_timeline(record: Record, number: int | None = None) -> Timeline:
 def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """Return by stage {"instances": how many reached it, "p50": seconds, …}, by nearest rank.
 
-    `total` is the time from the first stage to the last one that any instance has reached.
+    The first stage and those that no instance reached are left out. `total` is the time from the first stage to the
+    last one that any instance has reached.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, ERROR)}
     for boot_timeline in timelines:
@@ -239,7 +250,10 @@ def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, fl
 
 
 def draw_timelines(records: Sequence[Record], style: OutputStyle, number: int | None = None) -> str:
-    """Draw the stages of each record's boot (default: the last) as bars, and percentiles."""
+    """Draw the stages of each record's boot (default: the last) as bars, all on one scale.
+
+    Of several records it adds percentiles. `records` must not be empty.
+    """
     timelines = [make_timeline(item, number) for item in records]
     longest = max((stage.offset_seconds for boot_timeline in timelines for stage in boot_timeline.stages), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)
@@ -259,6 +273,10 @@ def draw_timelines(records: Sequence[Record], style: OutputStyle, number: int | 
 
 
 def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, width: int) -> str:
+    """Draw one instance: a heading with its first stage, and a line for each other stage.
+
+    A stage that was not reached has a `-`.
+    """
     record, boot, stages = boot_timeline
     first = make_printable(f'  {stages[0].stage} {stages[0].time}') if stages else ''
     is_later = boot is not None and boot.number > 1
@@ -276,7 +294,10 @@ def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, wi
 
 
 def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str:
-    """Return at least one '=' at its place on the scale, or '' if it ends before it begins."""
+    """Return at least one '=' at its place on the scale, or '' if it ends before it begins.
+
+    Also '' for a scale of 0. Times are seconds since the first stage; `width` is that of the scale in characters.
+    """
     if end < begin or scale_seconds <= 0:
         return ''
     left = min(max(int(begin / scale_seconds * width), 0), width - 1)
@@ -310,10 +331,12 @@ def timelines_to_dict(records: Sequence[Record], number: int | None = None) -> d
 
 
 def _compute_percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the value at a fraction from 0 to 1, by nearest rank; `values` must not be empty."""
     return sorted(values)[math.ceil(fraction * len(values)) - 1]
 
 
 def _parse_seconds(time: str) -> float | None:
+    """Return an ISO 8601 time, by default UTC, in seconds since 1970; None if it is malformed."""
     try:
         when = datetime.fromisoformat(time)
     except ValueError:
@@ -329,6 +352,10 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _print_events(ctx: Context) -> int:
+    """Print past events, all or the last --lines, and with --watch new ones until Ctrl-C.
+
+    Returns 0. Raises UsageError for -f other than table and json, NotFound if an instance of the command has no event.
+    """
     from ecomp.model.events import event_to_dict
     from ecomp.scheduler.looking.find import resolve
     from ecomp.store.history import History
@@ -368,6 +395,7 @@ def _print_events(ctx: Context) -> int:
 
 
 def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
+    """Print each line as it comes; all but JSON is folded to the terminal's width."""
     for line in lines:
         if ctx.form == JSON:
             ctx.out.put(line)
@@ -376,6 +404,10 @@ def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
+    """Yield the events of a history; before the first of all, report how far back it goes.
+
+    New events without a time get the current one. The names of computes are read again when one changes.
+    """
     from ecomp.model import keys
     from ecomp.model.events import make_events
     from ecomp.scheduler.looking.hosts import read_computes
@@ -398,6 +430,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 
 
 def _report_since(ctx: Context, since: int) -> None:
+    """Report how far back the events go; `since` is etcd's oldest revision, 1 for all."""
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
     extent = 'all that ever happened' if since == 1 else f'what happened since revision {since}; etcd keeps no more'
     ctx.out.say(part + extent)

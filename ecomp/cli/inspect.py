@@ -68,6 +68,10 @@ FILTERS = {
 
 
 def _print_address(ctx: Context) -> int:
+    """Print the address and return 0; without one say why and return 6, or 1 if it failed.
+
+    NotFound, with a similar command, if there is no such instance.
+    """
     ctx.connect()
 
     from ecomp.scheduler.looking.find import find_living
@@ -101,13 +105,20 @@ def _print_address(ctx: Context) -> int:
 
 
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
-    """Return one line if no compute takes the queued ones of these instances, else []."""
+    """Return one line if no compute takes the queued ones of these instances, else [].
+
+    Without a queued one `read_computes` is not called.
+    """
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
     sentence = read_computes().describe_unserved(waiting) if waiting else None
     return [] if sentence is None else [sentence]
 
 
 def _list(ctx: Context) -> int:
+    """Print the chosen instances; return 1 if a record is malformed, else 0.
+
+    With --watch it redraws them until Ctrl-C. If there are none, it raises NotFound for an unknown --host or --group.
+    """
     ctx.connect()
 
     from ecomp.scheduler.looking.find import list_records
@@ -157,12 +168,14 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
 
 
 def _make_pick(ctx: Context) -> RecordFilter:
+    """Make the filter from the options; errors of ctx.resolve_compute() for --host."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     return RecordFilter(options.states, compute, options.project, options.group, options.name)
 
 
 def _show(ctx: Context) -> int:
+    """Print all details of the instances; return the exit code."""
     ctx.connect()
 
     def read_details(word: str) -> Details:
@@ -176,6 +189,7 @@ def _show(ctx: Context) -> int:
 
 
 def _print_why(ctx: Context) -> int:
+    """Explain the placement of the instances; return the exit code."""
     from ecomp.cli.history import explain_placement, explanation_to_dict, format_explanation
 
     explanations, code = ctx.find_each(
@@ -187,6 +201,7 @@ def _print_why(ctx: Context) -> int:
 
 
 def _print_timeline(ctx: Context) -> int:
+    """Draw the timelines of the instances; return the exit code, 4 if one has no boot --boot."""
     from ecomp.cli.history import draw_timelines, timelines_to_dict
 
     number = ctx.options.boot
@@ -208,10 +223,12 @@ def _print_timeline(ctx: Context) -> int:
 
 
 def _describe_boot_numbers(numbers: Sequence[int]) -> str:
+    """Return a clause such as '2 to 5 are' or '1 alone is'; `numbers` must not be empty."""
     return f'{numbers[0]} to {numbers[-1]} are' if len(numbers) > 1 else f'{numbers[0]} alone is'
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
+    """Find the instance that a word means, even a gone one; NotFound if etcd has no trace."""
     from ecomp.scheduler.looking.find import find
 
     entries = find(ctx.store, ctx.resolve_instance(word))
@@ -221,6 +238,10 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 
 def _wait(ctx: Context) -> int:
+    """Wait for the stage of each instance, as wait_and_report() does; return the exit code.
+
+    It is 4 for an instance that is being destroyed.
+    """
     from ecomp.cli.change import wait_and_report
     from ecomp.scheduler.looking.find import find_living
 
@@ -296,7 +317,7 @@ def make_record_listing(records: Sequence[Record], known_computes: Computes = NO
 
 
 def _describe_problem(record: Record) -> str | None:
-    """Return the error or fault with the cause first, as a narrow column cuts the subject."""
+    """Return the error or fault or None: the cause first, as a narrow column cuts the subject."""
     if record.error is None:
         return record.fault
     subject, _, cause = record.error.reason.partition(': ')

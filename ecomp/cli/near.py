@@ -22,6 +22,7 @@ NO_LIMIT = 'quota set PROJECT CLASS=none'
 
 
 def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
+    """Turn {meaning: 'word word'} into {word: meaning}."""
     return {word: meaning for meaning, words in meanings.items() for word in words.split()}
 
 
@@ -71,13 +72,13 @@ MIN_SIMILARITY = 0.82
 
 
 def make_hint(words: Sequence[str]) -> str:
-    """Return the end of a message that says that the words are no command."""
+    """Return the end of a message for words that are no command: a guess, or a hint to --help."""
     suggestion = suggest(words)
     return f': {suggestion}' if suggestion else '; --help shows all'
 
 
 def suggest(words: Sequence[str]) -> str:
-    """Return what was probably meant by words that are no command, or '' if there is no guess."""
+    """Return a sentence on what was probably meant by words that are no command, or ''."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
     if first in MISSING_COMMANDS:
         return MISSING_COMMANDS[first]
@@ -86,6 +87,7 @@ def suggest(words: Sequence[str]) -> str:
 
 
 def _find_command(first: str, second: str) -> str:
+    """Return our command for two words in lower case, '' for no guess; the second may be ''."""
     if _get_family(first) is None and _get_family(second) is not None:  # kubectl puts the verb before the noun
         first, second = second, first
     family = _get_family(first)
@@ -103,6 +105,7 @@ def _find_command(first: str, second: str) -> str:
 
 
 def _find_in_family(family: str, verb: str) -> str:
+    """Return the command of a family ('host') for a verb, also foreign or mistyped, else ''."""
     commands = {name.removeprefix(f'{family} '): name for name in COMMAND_NAMES if name.startswith(f'{family} ')}
     commands |= {**{name: name for name in commands.values()}, **FAMILY_SYNONYMS.get(family, {})}
     typo = find_similar(verb, [word for word, name in commands.items() if name not in LOSS_WARNINGS], MIN_SIMILARITY)
@@ -110,4 +113,5 @@ def _find_in_family(family: str, verb: str) -> str:
 
 
 def _get_family(noun: str) -> str | None:
+    """Return the first word of our commands for a noun, '' for an instance; None if unknown."""
     return FOREIGN_NOUNS.get(noun, FOREIGN_NOUNS.get(noun.removesuffix('s')))

@@ -24,6 +24,7 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _list_hosts(ctx: Context) -> int:
+    """Print all computes; return 1 if a record is malformed, else 0."""
     from ecomp.scheduler.looking.hosts import read_hosts
 
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
@@ -31,6 +32,10 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _show_hosts(ctx: Context) -> int:
+    """Print the named computes and, in a plain table, their instances; return the exit code.
+
+    It is 4 for one that does not exist, which does not stop the others.
+    """
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.looking.find import list_records
     from ecomp.scheduler.looking.hosts import read_hosts
@@ -54,6 +59,10 @@ def _show_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
+    """Enable, disable or drain computes, by ctx.name; return the exit code.
+
+    A drain disables and lists the instances; with --wait it waits until none is left.
+    """
     from ecomp.scheduler.operating.decommission import disable, enable, list_inhabitants, wait_until_drained
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -79,6 +88,7 @@ def _change_host_status(ctx: Context) -> int:
 
 
 def _forget_hosts(ctx: Context) -> int:
+    """Remove computes that will never come back; return the exit code."""
     from ecomp.scheduler.operating.decommission import forget
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -97,6 +107,7 @@ def _forget_hosts(ctx: Context) -> int:
 
 
 def _audit(ctx: Context) -> int:
+    """Print the findings, with --fix those after the repair; return 8 if there are any, else 0."""
     from ecomp.model.audit import EXIT_FINDINGS
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
@@ -134,7 +145,7 @@ def make_host_listing(hosts: Sequence[Host]) -> Listing:
 
 
 def make_plan_listing(ranked: Sequence[RankedCompute]) -> Listing:
-    """List the computes that would be tried, in that order."""
+    """List the computes that would be tried, in that order, each with its weight and instances."""
     classes = [*REQUIRED_CLASSES, *sorted({name for item in ranked for name in item.amounts} - set(REQUIRED_CLASSES))]
     columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('WEIGHT', 1)]
     rows = []
@@ -185,6 +196,7 @@ def _summarize(report: Report) -> list[str]:
 
 
 def _format_share(share: Room | None) -> str | None:
+    """Return 'used/capacity', with the excess if any; None without a room."""
     if share is None:
         return None
     return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')

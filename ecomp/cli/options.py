@@ -79,7 +79,7 @@ def parse_any_instances(name: str, words: Sequence[str]) -> Words:
 
 
 def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
-    """Parse the instance of a line without a command; the caller may suggest a command."""
+    """Parse the only word of a line without a command, an instance; `words` must not be empty."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
     return (_parse_instance(words[0], 'neither a command nor an instance'),)
@@ -109,6 +109,10 @@ def split_user(word: str) -> tuple[str, str]:
 
 
 def _parse_instance(word: str, problem: str) -> str:
+    """Return a name or the beginning of a uuid as it is, a uuid in canonical form.
+
+    The message of the UsageError says that the word is `problem`.
+    """
     identifier = word if is_name(word) or parse_uuid_prefix(word) else _normalize_uuid(word)
     if identifier is None:
         raise UsageError(f'{word!r} is {problem}')
@@ -116,6 +120,7 @@ def _parse_instance(word: str, problem: str) -> str:
 
 
 def _normalize_uuid(word: str) -> str | None:
+    """Return a uuid of any form in canonical form; None if no instance can have it, as nil."""
     if keys.is_uuid(word):
         return word
     import uuid  # parses other forms, but is slow to load
@@ -128,7 +133,10 @@ def _normalize_uuid(word: str) -> str | None:
 
 
 def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Parse a query, '' if absent, and an optional image URL."""
+    """Return the query, '' if absent, and the image URL, if any; UsageError for a third word.
+
+    A query needs a =. The second word is not checked.
+    """
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
@@ -149,7 +157,7 @@ def parse_planned_query(name: str, words: Sequence[str]) -> Words:
 
 
 def parse_optional_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Parse an optional query and image behind the name of a command."""
+    """Parse as parse_query_and_image(), but UsageError if the second word is no image URL."""
     query, *image = parse_query_and_image(name, words)
     if not all(is_image(word) for word in image):
         raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
@@ -163,7 +171,10 @@ def _normalize_if_uuid(word: str) -> str:
 def _make_word_parser(
     min_count: int, max_count: int, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
-    """Make a parser for a number of words; `complaint` is the message for another number."""
+    """Make a parser of min to max words; otherwise it raises UsageError with `complaint`.
+
+    `complaint` is a format string: {name} is the command, {what} its first word; "{name}: " is put before it.
+    """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
         if not min_count <= len(words) <= max_count:
@@ -182,7 +193,7 @@ parse_computes = _make_word_parser(1, 10**9, 'which compute? Give one host name 
 
 
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
-    """Check the project; return all words, with the limits unparsed. Raise UsageError."""
+    """Check the project; return all words, the limits unparsed. UsageError also without limits."""
     if len(words) < 2 or '=' in words[0]:
         raise UsageError(f'{name}: give a project and its limits: {name} web VCPU=10 instances=5')
     check_project(words[0])
@@ -216,6 +227,7 @@ class Option(NamedTuple):
 
 
 def _make_option(flags: str, metavar: str, help: str, **more: Any) -> Option:
+    """Make an option; `flags` are separated by spaces."""
     return Option(tuple(flags.split()), metavar, help, **more)
 
 
@@ -504,6 +516,7 @@ class Options(NamedTuple):
 
     @property
     def membership(self) -> Membership | None:
+        """The group by --group, None without it; `strict` is None without --strict and --soft."""
         strict = None if self.strictness is None else self.strictness == 'strict'
         return None if self.group is None else Membership(self.group, self.policy, strict)
 
@@ -514,6 +527,7 @@ class Options(NamedTuple):
 
     @property
     def wait_seconds(self) -> float:
+        """The seconds that --wait and `wait` take at most: --timeout, or the default."""
         return DEFAULT_WAIT_SECONDS if self.timeout is None else self.timeout
 
 
@@ -550,6 +564,7 @@ def check_options(name: str, options: Options, accepted_fields: Container[str]) 
 
 
 def _check_form(options: Options, has_columns: bool) -> None:
+    """Raise UsageError for an unknown --state, an empty column, or what does not go with -f."""
     for state in options.states or ():
         if state not in (QUEUED, *STATES):
             like, states = format_suggestion(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
@@ -568,6 +583,7 @@ def _check_form(options: Options, has_columns: bool) -> None:
 
 
 def _check_group(options: Options) -> None:
+    """Raise UsageError for an invalid --group, or its other options without it."""
     if options.group is not None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
@@ -576,6 +592,10 @@ def _check_group(options: Options) -> None:
 
 
 def _check_waiting(name: str, options: Options, accepted_fields: Container[str]) -> None:
+    """Raise UsageError for an invalid --timeout or stage, or a --timeout without --wait.
+
+    A --wait with a stage needs a command that accepts --count, because others wait for one thing.
+    """
     if options.wait and 'size' not in accepted_fields:
         raise UsageError(f'{name} waits for one thing: --wait alone')
     if options.timeout is not None:
@@ -617,7 +637,7 @@ _NEGATIVE = re.compile(r'-\d*\.?\d+')
 
 
 def find_info_option(argv: Sequence[str]) -> str:
-    """Return HELP or VERSION if any word asks for it, even in an invalid line, else ''."""
+    """Return HELP or VERSION if a word before `--` asks for it, even in an invalid line; or ''."""
     for word in _cut_before_end_marker(argv):
         flags = _find_flags(word)
         if len(flags) == 1 and (field := FLAGS[flags[0]][0]) in (HELP, VERSION):
@@ -628,8 +648,8 @@ def find_info_option(argv: Sequence[str]) -> str:
 def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Parse a command line into words and options; UsageError if it is invalid.
 
-    Options may stand anywhere before `--`, and everything after it is a word. A long option may be cut if it stays
-    unique.
+    Options may stand anywhere before `--`, and everything after it is a word, as are - and negative numbers. A long
+    option may be cut if it stays unique. After the word `log`, -f is --follow.
     """
     words: list[str] = []
     values: dict[str, Any] = {}
@@ -665,11 +685,12 @@ def _cut_before_end_marker(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _is_option(word: str) -> bool:
+    """Return True for a word that begins with -, except - alone and negative numbers."""
     return word.startswith('-') and word != '-' and not _NEGATIVE.fullmatch(word)
 
 
 def _find_flags(word: str) -> list[str]:
-    """Return the flag of a word, or all long flags that begin with it."""
+    """Return the flag of a word, or all long flags that begin with it; [] for none."""
     typed = word.partition('=')[0]
     if typed in FLAGS:
         return [typed]
@@ -677,7 +698,10 @@ def _find_flags(word: str) -> list[str]:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """Return the full flag of a word, and the value in the same word, None if absent."""
+    """Return the full flag of a word, and the value in the same word, None if absent.
+
+    -n20 has one, too. UsageError if the flag is unknown or ambiguous.
+    """
     flags = _find_flags(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:
@@ -692,6 +716,7 @@ def _split_option(word: str) -> tuple[str, str | None]:
 
 
 def _set_const(values: dict[str, Any], flag: str, value: str | None) -> None:
+    """Set the field of an option without a value; UsageError if it has one or excludes another."""
     field, option = FLAGS[flag]
     if value is not None:
         raise UsageError(f'{flag} takes no value. Fix: leave out ={value[:MAX_QUOTED_CHARACTERS]}')

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def _list_flavors(ctx: Context) -> int:
+    """Print all flavors; return 1 if one is malformed, else 0."""
     from ecomp.scheduler.operating.sharing import list_flavors
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
@@ -28,6 +29,7 @@ def _list_flavors(ctx: Context) -> int:
 
 
 def _show_flavors(ctx: Context) -> int:
+    """Print the named flavors; return 4 if one does not exist, 1 if any is malformed, else 0."""
     from ecomp.scheduler.operating.sharing import list_flavors, make_no_such_flavor
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
@@ -40,18 +42,21 @@ def _show_flavors(ctx: Context) -> int:
 
 
 def _set_flavor(ctx: Context) -> int:
+    """Store a flavor, whose name and query are the words, in etcd; return the exit code."""
     from ecomp.scheduler.operating.sharing import put_flavor
 
     return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
 
 
 def _delete_flavors(ctx: Context) -> int:
+    """Delete the named flavors from etcd; return the exit code of the first error, or 0."""
     from ecomp.scheduler.operating.sharing import delete_flavor
 
     return _apply_to_each(ctx, ctx.words, lambda name: delete_flavor(ctx.store, name))
 
 
 def _list_groups(ctx: Context) -> int:
+    """Print all groups; return 1 if one is malformed, else 0."""
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.store.sharing import load_all, load_group
 
@@ -60,6 +65,7 @@ def _list_groups(ctx: Context) -> int:
 
 
 def _show_groups(ctx: Context) -> int:
+    """Print the members of the named groups; return the exit code of the first error, or 0."""
     from ecomp.scheduler.looking.hosts import read_names_by_instance
 
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
@@ -86,6 +92,7 @@ def read_group(store: Store, name: str) -> Group:
 
 
 def _list_quotas(ctx: Context) -> int:
+    """Print all quotas; return 1 if one is malformed, else 0."""
     from ecomp.store.sharing import load_all, load_quota
 
     quotas, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
@@ -93,6 +100,7 @@ def _list_quotas(ctx: Context) -> int:
 
 
 def _show_quotas(ctx: Context) -> int:
+    """Print the quotas of the named projects; return the exit code of the first error, or 0."""
     from ecomp.scheduler.operating.sharing import require_quota
 
     quotas, code = ctx.find_each(lambda name: require_quota(ctx.store, name))
@@ -102,6 +110,10 @@ def _show_quotas(ctx: Context) -> int:
 
 
 def _set_quota(ctx: Context) -> int:
+    """Set limits of the project that is the first word; return the exit code.
+
+    Invalid limits raise UsageError before anything is written.
+    """
     from ecomp.scheduler.operating.sharing import check_limits, set_limits
 
     remark = check_limits(ctx.placement, ctx.words[1:])
@@ -116,7 +128,7 @@ def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], s
 
 
 def make_flavor_listing(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
-    """List each flavor and where it is stored."""
+    """List each flavor and where it is stored; `flavors` has both by name."""
     rows = []
     for name, (flavor, source) in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
@@ -141,7 +153,10 @@ def make_group_listing(groups: Sequence[Group], known_computes: Computes, names:
 def make_member_listing(
     groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str], is_array: bool
 ) -> Listing:
-    """List the members of groups with their computes; `names` are of instances, by uuid."""
+    """List the members of groups with their computes; `names` are of instances, by uuid.
+
+    A member in a queue `waits`. The JSON is an array if `is_array`, else the first group, which must exist.
+    """
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
@@ -184,7 +199,11 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List the limits and use of projects, a row for each resource class."""
+    """List the limits and use of projects, a row for each resource class.
+
+    Without a limit LIMIT and LEFT are None; LEFT is negative for one that is exceeded. The JSON is an array if
+    `is_array`, else the first project, which must exist.
+    """
     rows = []
     for item in quotas:
         for name in list_classes(item):

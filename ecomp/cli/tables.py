@@ -41,7 +41,8 @@ class ColumnWidths(NamedTuple):
 def fit_columns(column_widths: Sequence[ColumnWidths], width: int) -> dict[int, int]:
     """Return by index the columns that fit into `width`, each with its width.
 
-    Among columns of equal rank the last is omitted first. If those of rank 0 are still too wide, the widest are cut.
+    Among columns of equal rank the last is omitted first. If those of rank 0 are still too wide, the widest are cut,
+    but not below MIN_COLUMN_WIDTH, so that the result may be too wide.
     """
     indexes = list(range(len(column_widths)))
     while True:
@@ -98,7 +99,10 @@ def cut(text: str, width: int) -> str:
 
 
 def fold(text: str, width: int) -> list[str]:
-    """Fold a text into lines of this width, at spaces where possible."""
+    """Fold a text into lines of this width, at spaces where possible; [''] for ''.
+
+    The spaces around a fold are dropped. A line has one character at least.
+    """
     lines = []
     while (end := max(_count_fitting(text, width), 1)) < len(text):
         space = text.rfind(' ', 0, end + 1)
@@ -109,7 +113,10 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
-    """Return a sort key: numbers in a text count as numbers (set-2 < set-10), None is last."""
+    """Return a sort key: numbers in a text count as numbers (set-2 < set-10), None is last.
+
+    Case is ignored.
+    """
     if cell is None:
         return (1,)
     parts = re.split(r'(\d{1,300})', str(cell))
@@ -117,7 +124,10 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each uuid to its shortest unique beginning, of MIN_UUID_LENGTH characters or more."""
+    """Map each uuid to its shortest unique beginning, of MIN_UUID_LENGTH characters or more.
+
+    Other texts are omitted.
+    """
     uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
     for index, uuid in enumerate(uuids):
@@ -138,7 +148,10 @@ def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def colour_state(cell: str) -> str:
-    """Colour a state: green is fine, yellow is in transition or off, red needs attention."""
+    """Colour a state: green is fine, yellow is in transition or off, red needs attention.
+
+    An unknown state stays as it is; so do spaces at the end.
+    """
     text = cell.rstrip()
     colour = next((colour for colour, states in _COLOURS.items() if text.partition(',')[0] in states), '')
     return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text) :]}' if colour else cell
@@ -210,7 +223,7 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> Column:
-        """Return the field with this name or a unique beginning; UsageError if there is none."""
+        """Return the field with this name or a unique beginning; UsageError for none or several."""
         word, _, number = name.casefold().strip().rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
             return Column(f'{word} {number}')
@@ -241,7 +254,10 @@ class OutputStyle(NamedTuple):
 
 
 def render_listing(listing: Listing, style: OutputStyle) -> str:
-    """Render a listing without a final line break; UsageError for an unknown column."""
+    """Render a listing without a final line break; UsageError for an unknown column.
+
+    In JSON and YAML all columns are rendered, and a `document` is not sorted.
+    """
     rows = listing.rows
     if style.sort:
         at = listing.columns.index(_find_column(style.sort, listing.columns, '--sort'))
@@ -264,7 +280,7 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
     """Render all fields of things: a line each; in CSV and bare values a row for each thing.
 
-    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column.
+    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column. `things` must not be empty.
     """
     if style.form in (JSON, YAML):
         values = [details.value for details in things]
@@ -296,6 +312,7 @@ def format_document(value: object, form: str) -> str:
 
 
 def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    """Format the rows as CSV, bare values or a table; bare values omit rows without any."""
     if style.form == CSV:
         headings = [[_format_value(column.name) for column in columns]] * style.header
         return _format_csv([*headings, *(list(map(_format_value, row)) for row in rows)])
@@ -320,6 +337,7 @@ def _format_value(cell: Cell) -> str:
 
 
 def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    """Format a table, fitted to `style.width`; for None nothing is shortened. No value is `-`."""
     texts = [
         ['-' if cell is None else make_printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)
     ]
@@ -360,6 +378,7 @@ def _prepend_heading(heading: str, cells: Sequence[str], style: OutputStyle) -> 
 
 
 def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) -> ColumnWidths:
+    """Return the widths that a column can have with these cells."""
     full, short = (
         max(map(measure_width, _prepend_heading(heading, cells, style)), default=0)
         for heading in (column.name, column.short or column.name)
@@ -369,6 +388,7 @@ def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) ->
 
 
 def _format_details(details: Details, names: Sequence[str], style: OutputStyle) -> str:
+    """Format the fields `names`, all for (), folded to `style.width`; `-` stands for no value."""
     fields = [
         (make_printable(name), '-' if cell is None else make_printable(str(cell)))
         for name, cell in _select_fields(details, names)
@@ -385,7 +405,10 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
 
 
 def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    """Return the chosen fields in that order, or all for (); the first if a name occurs twice."""
+    """Return the chosen fields in that order, or all for (); the first if a name occurs twice.
+
+    A name that does not occur has None.
+    """
     if not names:
         return details.fields
     cells = dict(reversed(details.fields))
@@ -393,7 +416,10 @@ def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str
 
 
 def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
-    """Return the column with this name or a unique beginning, in any case; else UsageError."""
+    """Return the column with this name or a unique beginning, in any case; else UsageError.
+
+    `option` is the flag that the message begins with.
+    """
     folded_name = name.casefold().strip()
     exact = [column for column in columns if column.name.casefold() == folded_name]
     matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]

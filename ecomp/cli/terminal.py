@@ -27,11 +27,11 @@ CLEAR_SCREEN = '\x1b[H\x1b[2J'
 
 
 class Terminal(NamedTuple):
-    """The outputs of a command: `put` writes data to stdout, `say` writes messages.
+    """The outputs of a command: `put` writes data to stdout, `say` writes messages to stderr.
 
-    Both escape unprintable characters except line breaks; to print one line, a caller escapes those itself. `draw` is
-    for output of ecomp.cli.tables, which is escaped but has colours and tabs. `config_source` says which file has the
-    backends' addresses.
+    Each ends its text with a line break. Both escape unprintable characters except line breaks; to print one line, a
+    caller escapes those itself. `draw` is for output of ecomp.cli.tables, which is escaped but has colours and tabs.
+    `config_source` says which file has the backends' addresses.
     """
 
     put: Callable[[str], None]
@@ -83,7 +83,10 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 
 class LiveLine:
-    """A status line on the terminal that is overwritten; no-op if stderr is no terminal."""
+    """A status line on the terminal that is overwritten; no-op if stderr is no terminal.
+
+    The block gets the function that shows a text, cut to the width; the line is erased at the end.
+    """
 
     def __init__(self) -> None:
         self._shown = False
@@ -108,7 +111,7 @@ class LiveLine:
 
 
 def make_timestamp() -> str:
-    """Return the current time in the format of records."""
+    """Return the current time in the format of records: ISO 8601, UTC, milliseconds."""
     return format_time(datetime.now(UTC))
 
 
@@ -124,8 +127,8 @@ def watch(
 ) -> None:
     """Draw a table now and after each change below one of the prefixes, until Ctrl-C.
 
-    While etcd is unreachable the last drawing stays, with a line below it. Errors of the first drawing pass; after that
-    an Unreachable is shown, and other errors pass.
+    Then it returns. While etcd is unreachable the last drawing stays, with a line below it. Errors of the first drawing
+    pass; after that an Unreachable is shown, and other errors pass.
     """
     from ecomp.store.watch import Follower  # needed only with --watch
 
@@ -158,7 +161,10 @@ def watch(
 
 
 def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
-    """Fit a drawing to the terminal: a long table loses its end, not the messages below it."""
+    """Fit a drawing to the terminal: a long table loses its end, not the messages below it.
+
+    If stdout is no terminal nothing is cut.
+    """
     messages = [
         *map(make_printable, drawing.messages),
         *(f'{make_printable(error)}; it is tried again' for error in errors),
