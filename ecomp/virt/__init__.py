@@ -38,7 +38,7 @@ class Hypervisor(Protocol):
         """Return the directory of the base volumes; None if the hypervisor is the fake."""
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of the domains and overlays with our owner mark."""
+        """Return {instance: Guest} of the domains with our mark, any compute's, and all overlays."""
 
     def is_running(self, instance: str) -> bool:
         """Return whether a domain of this instance with our owner mark runs."""
@@ -47,7 +47,7 @@ class Hypervisor(Protocol):
         """Return {instance: path of the base volume} of the overlays whose base volume is missing."""
 
     def list_open_dhcp(self) -> Set[str]:
-        """Return the names of the guests' networks whose DHCP serves unknown MACs, too."""
+        """Return the names of this compute's networks whose DHCP serves unknown MACs, too."""
 
     def list_disk_users(self, instance: str) -> Set[str]:
         """Return the names of all domains, ours or not, that use the instance's overlay as a disk."""
@@ -68,7 +68,10 @@ class Hypervisor(Protocol):
         """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; no-op if it runs. Raises BuildFailed('started', …)."""
+        """Start our domain as it is defined; no-op if it runs.
+
+        Raises BuildFailed('started', …), also if the domain is gone.
+        """
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our guest if it runs; do not wait until it is off."""

@@ -98,8 +98,8 @@ class Connection:
     def use(self, activity: str) -> Iterator[libvirt.virConnect]:
         """Yield the open connection, opening it if necessary; `activity` names the block in errors.
 
-        Raises Unreachable if the connection cannot be opened or breaks, and EcompError for any other error of libvirt
-        in the block or after close(). An `activity` is, for example, 'listing domains'.
+        Raises Unreachable if the connection cannot be opened within OPEN_TIMEOUT seconds or breaks, and EcompError for
+        any other error of libvirt in the block or after close(). An `activity` is, for example, 'listing domains'.
         """
         connection = self._get_connection()
         try:
@@ -116,8 +116,9 @@ class Connection:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
         Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
-        interfaces. From the first call on, a lost connection is reopened as soon as libvirtd answers, even if nothing
-        uses it. Raises the errors of use().
+        interfaces. Both are called in threads of this module and must not call libvirt; a later call replaces them.
+        From the first call on, a lost connection is reopened as soon as libvirtd answers, even if nothing uses it.
+        Raises the errors of use().
         """
         is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
         with self.use('registering for events') as connection:
@@ -126,6 +127,7 @@ class Connection:
             threading.Thread(target=self._keep_open, name='libvirt-reopen', daemon=True).start()
 
     def close(self) -> None:
+        """Close the connection for good, without waiting; use() then raises EcompError."""
         self._closed.set()
         self._lost.set()
         with self._lock:
@@ -136,6 +138,10 @@ class Connection:
                 connection.close()
 
     def _get_connection(self) -> libvirt.virConnect:
+        """Return the open connection, or open one: Unreachable after OPEN_TIMEOUT seconds.
+
+        Concurrent callers wait for the same opening. Raises EcompError after close().
+        """
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'libvirt {self.uri}: the connection was closed by us')
@@ -155,7 +161,10 @@ class Connection:
             raise Unreachable(f'{self._name}: {describe_error(error)} (is libvirtd running?)', self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
-        """Open the connection in a thread, with the lock held; Unreachable if no thread can start."""
+        """Start a thread that opens the connection, with the lock held; return its future result.
+
+        Raises Unreachable if no thread can start.
+        """
         opening: Future[libvirt.virConnect] = Future()
         try:
             _run_event_loop()
@@ -166,6 +175,7 @@ class Connection:
         return opening
 
     def _connect(self, result: Future[libvirt.virConnect]) -> None:
+        """Open and set up a connection; deliver it, or any exception, as `result`."""
         connection = None
         try:
             connection = libvirt.open(self.uri)
@@ -189,6 +199,7 @@ class Connection:
             result.set_result(connection)
 
     def _discard(self, connection: libvirt.virConnect) -> None:
+        """Stop using a broken connection, without closing it, and let _keep_open() reopen it."""
         with self._lock:
             if self._current is connection:
                 self._current = None
@@ -196,6 +207,7 @@ class Connection:
         self._lost.set()
 
     def _register_callbacks(self, connection: libvirt.virConnect) -> None:
+        """Register for domain and network events, once for a connection; libvirtError passes."""
         # Called by watch(), and by the opening that watch() may have caused.
         if self._registration is None or self._registration[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
@@ -204,6 +216,7 @@ class Connection:
             self._registration = (connection, number, self._register_network_callback(connection))
 
     def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
+        """Return the callback's number; None if libvirt offers no network events."""
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))
@@ -233,6 +246,7 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
+        """Report that a network was started or stopped; its other events are ignored."""
         if self._on_network_change is not None and event in (
             libvirt.VIR_NETWORK_EVENT_STARTED,
             libvirt.VIR_NETWORK_EVENT_STOPPED,
@@ -240,11 +254,13 @@ class Connection:
             self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
+        """Let _keep_open() reopen the connection; notify, unless we closed it."""
         self._lost.set()
         if self._notify is not None and not self._closed.is_set():
             self._notify(f'libvirt: connection lost (reason {reason_code})')
 
     def _keep_open(self) -> None:
+        """Reopen the connection after each loss, until close(); notify when it is back."""
         while not self._closed.is_set():
             self._lost.wait()
             self._lost.clear()

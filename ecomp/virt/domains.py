@@ -33,7 +33,11 @@ class GuestAgents:
         self._answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return {MAC: IPv4 address} from the last answer ({} if none yet), and query again."""
+        """Return {MAC: IPv4 address} of the last answer and query again, without waiting.
+
+        Returns {} while the first query or a repeated one is not answered, and if no thread can start. `macs` are
+        lower-case.
+        """
         answer = self._answers.get(instance)
         if answer is not None and not answer.done():
             return {}
@@ -55,6 +59,7 @@ class GuestAgents:
         self._answers.pop(instance, None)
 
     def close(self) -> None:
+        """End the thread after the queued queries, and close the connection; do not wait for them."""
         self._queries.put(None)
         self._connection.close()
 
@@ -64,6 +69,7 @@ class GuestAgents:
             answer.set_result(self._query(instance))
 
     def _query(self, instance: str) -> Mapping[str, Any]:
+        """Return libvirt's answer; {} if no agent is connected or on an error (logged at DEBUG)."""
         try:
             with self._connection.use(f'asking the agent of {instance}') as connection:
                 domain = connection.lookupByUUIDString(instance)
@@ -78,7 +84,10 @@ class GuestAgents:
 
 
 def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
-    """Return {MAC: its first reachable IPv4 address} from virDomainInterfaceAddresses' answer."""
+    """Return {MAC: its first usable IPv4 address} from virDomainInterfaceAddresses' answer.
+
+    `macs` are lower-case; one without such an address is left out.
+    """
     wanted_macs = set(macs)
     addresses: dict[str, str] = {}
     for interface in answer.values():
@@ -90,6 +99,7 @@ def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, 
 
 
 def _is_reachable(text: str) -> bool:
+    """Return whether it is an IPv4 address that others can use, so not loopback, for example."""
     try:
         address = IPv4Address(text)
     except ValueError:
@@ -132,7 +142,10 @@ class Domains:
         self._connection = connection
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
+        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False.
+
+        A paused domain is running, too. `size` has VCPU, MEMORY_MB and 'MEMORY_MB now', what the balloon leaves.
+        """
         guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
@@ -151,7 +164,7 @@ class Domains:
         return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
 
     def is_guest_running(self, instance: str) -> bool:
-        """Return whether our domain of this instance runs, without waiting for starting domains."""
+        """Return whether our domain of this instance runs or is paused; never wait for its start."""
         use = self._connection.use(f'looking for domain {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
@@ -189,7 +202,7 @@ class Domains:
         """Define the domain from the XML in `description` and start it; no-op if it runs.
 
         A domain that is defined and off is left from an interrupted build and is redefined. Raises
-        BuildFailed('started', …), or Conflict if a domain of this name or uuid is not ours.
+        BuildFailed('started', …), also for libvirt's errors, or Conflict if a domain of this name or uuid is not ours.
         """
         with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
             for domain in _find_domains(connection, spec.instance):
@@ -202,7 +215,10 @@ class Domains:
             domain.create()
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; no-op if it runs. Raises what start() raises."""
+        """Start our domain as it is defined; no-op if it runs. Raises what start() raises.
+
+        A missing domain is BuildFailed('started', …), too.
+        """
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
             domains = _find_domains(connection, instance)
             for domain in domains:
@@ -213,7 +229,11 @@ class Domains:
                 raise BuildFailed('started', 'its domain is gone')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our running domain and return; Conflict as in start()."""
+        """Press the power button of our domain, if it runs; Conflict as in start().
+
+        Waits at most SHUTDOWN_TIMEOUT_SECONDS for QEMU to accept it, not for the guest; a QEMU that is silent or just
+        ending is no error. Raises Unreachable if libvirtd does not answer, either.
+        """
         result: Future[None] = Future()
 
         def press() -> None:
@@ -237,9 +257,9 @@ class Domains:
     def force_off(self, instance: str, compute: str, undefine: bool) -> None:
         """Force our domain off and wait until it is off; with `undefine`, until it is gone.
 
-        Raises Conflict if the domain belongs to another compute or was not created by ecompute. With `undefine` the
-        latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
-        DESTROY_TIMEOUT_SECONDS.
+        No-op without a domain. Raises Conflict if the domain belongs to another compute or was not created by ecompute.
+        With `undefine` the latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
+        DESTROY_TIMEOUT_SECONDS; until then failures that may pass are retried.
         """
         failure, foreign = 'no error', set[str]()
         for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
@@ -294,6 +314,7 @@ def _is_active(domain: libvirt.virDomain) -> bool:
 
 
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:
+    """Press the power button of our domain, if it runs; Conflict if it is not ours."""
     with connection.use(f'shutting domain {instance} down') as opened:
         for domain in _find_domains(opened, instance):
             _check_ours(domain, instance, compute)
@@ -305,13 +326,14 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 
 def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
+    """Return the domain's owner mark; None if it has none or an incomplete one."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
         return xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
     return None
 
 
 def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
-    """Return the domain's disk files, now or at its next start."""
+    """Return the files of the domain's disks and their backing files, now or at its next start."""
     return {
         disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
     }
@@ -323,7 +345,10 @@ def _is_ours(mark: xml.OwnerMark | None, domain: libvirt.virDomain, instance: st
 
 
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_foreign: bool = False) -> bool:
-    """Raise Conflict unless ours; with `allow_foreign`, return False if not made by ecompute."""
+    """Return True if the domain is ours, else raise Conflict.
+
+    With `allow_foreign`, return False if it was not made by ecompute; another compute's remains a Conflict.
+    """
     mark = _read_owner_mark(domain)
     if mark is None or not _is_ours(mark, domain, instance):
         if allow_foreign:
@@ -336,6 +361,7 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_fo
 
 
 def _describe_trouble(state: int, reason_code: int) -> str:
+    """Return CRASHED, NO_SPACE, PAUSED or '' for a domain's state and its reason."""
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
@@ -349,6 +375,7 @@ def _describe_trouble(state: int, reason_code: int) -> str:
 
 
 def _undefine(domain: libvirt.virDomain) -> None:
+    """Undefine a domain with the first UNDEFINE_FLAGS its driver knows; libvirtError passes."""
     for flags in UNDEFINE_FLAGS:
         with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):
             domain.undefineFlags(flags)

@@ -18,7 +18,11 @@ T = TypeVar('T')
 
 
 class FakeHypervisor:
-    """Fake guests, kept in the directory `state`, or in memory if `state` is None."""
+    """Fake guests, kept in the directory `state`, or in memory if `state` is None.
+
+    The methods are those of Hypervisor. They change only this record, and raise EcompError (BuildFailed while building)
+    if a file in `state` cannot be written.
+    """
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state
@@ -29,6 +33,7 @@ class FakeHypervisor:
         self._seeds: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
+        """Make the directory and load what an earlier process wrote; EcompError if malformed."""
         if (state := self._state) is None:
             return
         state.mkdir(parents=True, exist_ok=True)
@@ -42,14 +47,17 @@ class FakeHypervisor:
             self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
 
     def choose_virt_type(self, setting: str) -> str:
+        """Return 'qemu' for any setting; UsageError for 'kvm'."""
         if setting == 'kvm':
             raise UsageError('virt_type kvm cannot be had: the guests are only pretended (--fake)')
         return 'qemu'
 
     def read_cpu_features(self, _virt_type: str) -> Set[str]:
+        """Return the empty set."""
         return frozenset()
 
     def get_image_directory(self) -> Path | None:
+        """Return None: the fake has no base volumes."""
         return None
 
     def list_guests(self) -> Mapping[str, Guest]:
@@ -62,17 +70,21 @@ class FakeHypervisor:
             return guest is not None and guest.running
 
     def list_missing_bases(self) -> Mapping[str, str]:
+        """Return {}: the fake has no base volumes."""
         return {}
 
     def list_open_dhcp(self) -> Set[str]:
+        """Return the empty set."""
         return set()
 
     def list_disk_users(self, instance: str) -> Set[str]:
+        """Return {instance} if it has a disk and a domain, else the empty set."""
         with self._lock:
             guest = self._guests.get(instance)
         return {instance} if guest is not None and guest.disk and guest.defined else set()
 
     def create_disk(self, spec: GuestSpec) -> None:
+        """Record a disk; BuildFailed('disk', …) if the guest runs or the image exceeds its DISK_GB."""
         image.determine_capacity(spec)
         with self._lock:
             guest = self._get_guest(spec.instance)
@@ -81,6 +93,7 @@ class FakeHypervisor:
             self._save_guest(replace(guest, disk=True), 'disk')
 
     def create_seed(self, instance: str, _files: Mapping[str, bytes]) -> None:
+        """Record that the instance has a seed; BuildFailed('disk', …) if its guest runs."""
         with self._lock:
             if self._get_guest(instance).running:
                 raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
@@ -90,12 +103,18 @@ class FakeHypervisor:
         return self._seeds
 
     def delete_seed(self, instance: str) -> None:
+        """Remove the seed if there is one; Conflict while the guest runs."""
         with self._lock:
             if self._get_guest(instance).running:
                 raise Conflict(f'domain {instance} is running: its seed is not removed')
             self._save_seeds(self._seeds - {instance})
 
     def start(self, spec: GuestSpec) -> None:
+        """Define the guest and start it, and notify even if it runs already.
+
+        Raises BuildFailed('started', …) without its disk, or without its seed if the spec has one, and Conflict if it
+        is another compute's.
+        """
         with self._lock:
             guest = self._get_guest(spec.instance)
             if guest.compute not in (None, spec.compute):
@@ -111,6 +130,10 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def resume(self, instance: str, compute: str) -> None:
+        """Start our guest as it is defined, clear its `trouble`, and notify.
+
+        Raises BuildFailed('started', …) without domain or disk, and Conflict if it is another compute's.
+        """
         with self._lock:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
@@ -123,11 +146,13 @@ class FakeHypervisor:
         self.switch_off(instance, compute)
 
     def switch_off(self, instance: str, compute: str) -> None:
+        """Switch our guest off, and notify even if it is off; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(replace(self._get_own_guest(instance, compute), running=False))
         self._notify_change(f'fake: domain {instance} is off')
 
     def destroy(self, instance: str, compute: str) -> None:
+        """Remove our guest's domain, not its disk, and notify; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(
                 replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False)
@@ -135,6 +160,7 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {instance} destroyed')
 
     def delete_disk(self, instance: str) -> None:
+        """Remove seed and disk where they exist; Conflict while the guest runs."""
         with self._lock:
             guest = self._get_guest(instance)
             if guest.running:
@@ -143,10 +169,14 @@ class FakeHypervisor:
             self._save_guest(replace(guest, disk=False))
 
     def get_console_path(self, _instance: str) -> Path | None:
+        """Return None: the fake has no consoles."""
         return None
 
     def reserve_address(self, instance: str, mac: str, _network: str, _preferred: str | None = None) -> str | None:
-        """Return an address in 10.0.0.0/8 that depends on the MAC alone."""
+        """Reserve and return an address in 10.0.0.0/8 that depends on the MAC alone.
+
+        Raises BuildFailed('scheduled', …) if another instance has the MAC; two MACs may get one address.
+        """
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
@@ -166,7 +196,7 @@ class FakeHypervisor:
                 self._save_reservations(remaining)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return the reserved addresses of a running guest."""
+        """Return {MAC: Address} of the reservations of a running guest; {} if it is off or unknown."""
         with self._lock:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
@@ -179,22 +209,26 @@ class FakeHypervisor:
     def watch_changes(
         self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
     ) -> None:
+        """Call notify(reason) when a domain was started, switched off or destroyed."""
         self._notify = notify
 
     def close(self) -> None:
+        """Stop notifying; the guests stay."""
         self._notify = None
 
     def _get_guest(self, instance: str) -> Guest:
+        """Return the guest; without one, a new one that has neither domain nor disk."""
         return self._guests.get(instance, _make_empty_guest(instance))
 
     def _get_own_guest(self, instance: str, compute: str) -> Guest:
+        """Return the guest, as _get_guest() does; Conflict if it is another compute's."""
         guest = self._get_guest(instance)
         if guest.compute not in (None, compute):
             raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
         return guest
 
     def _save_guest(self, guest: Guest, stage: str | None = None) -> None:
-        """Store the guest; drop it if it has neither domain nor disk."""
+        """Store the guest; drop it if it has neither domain nor disk. Raises what _write() raises."""
         guests = {**self._guests, guest.instance: guest}
         if guest == _make_empty_guest(guest.instance):
             del guests[guest.instance]

@@ -28,7 +28,10 @@ MAX_CLUSTER_BYTES = 2**21  # bytes of a cluster, by the format
 
 
 def determine_capacity(spec: GuestSpec) -> int:
-    """Return the instance's disk size in bytes; BuildFailed('disk', …) if the image is larger."""
+    """Return the instance's disk size in bytes: its DISK_GB, or if None the image's size.
+
+    Raises BuildFailed('disk', …) if the image is larger.
+    """
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
@@ -72,7 +75,10 @@ def inspect(path: Path) -> BaseImage:
 
 
 def read_base_volume(path: Path) -> BaseImage:
-    """Read a base volume's format and size from its header. Raises OSError, struct.error."""
+    """Read a base volume's virtual size in bytes, and its format: raw for .raw, else qcow2.
+
+    Nothing else is checked. Raises OSError, or struct.error if a qcow2's header is cut off.
+    """
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
     with path.open('rb') as file:
@@ -80,7 +86,10 @@ def read_base_volume(path: Path) -> BaseImage:
 
 
 def find_backing_file(path: Path) -> str | None:
-    """Return the backing file in a qcow2's header; None if absent or it is unreadable."""
+    """Return the path of the backing file in a qcow2's header, which may be missing.
+
+    None if it names none, or if the file is no qcow2 or unreadable.
+    """
     try:
         return _read_backing_file(path)
     except OSError:
@@ -88,7 +97,10 @@ def find_backing_file(path: Path) -> str | None:
 
 
 def read_backing_chain(path: Path) -> list[str]:
-    """Return a qcow2's chain of backing files, up to a missing one. Raises OSError."""
+    """Return the real paths of a qcow2's backing files, top down, to the first missing one.
+
+    The missing one is included. Raises OSError if another one, or `path` itself, is unreadable.
+    """
     files: list[str] = []
     below = _read_backing_file(path)
     while below is not None and (below := os.path.realpath(below)) not in files:
@@ -101,6 +113,7 @@ def read_backing_chain(path: Path) -> list[str]:
 
 
 def _read_backing_file(path: Path) -> str | None:
+    """Return the path that a qcow2's header names; None if none, or no qcow2. Raises OSError."""
     try:
         with path.open('rb') as file:
             magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))
@@ -115,6 +128,7 @@ def _read_backing_file(path: Path) -> str | None:
 
 
 def _make_refusal(problem: str) -> BuildFailed:
+    """Make BuildFailed('image', …); `problem` continues 'the image '."""
     return BuildFailed('image', f'the image {problem}; qcow2 and raw are taken')
 
 
@@ -155,8 +169,8 @@ def _check_raw(file: BinaryIO) -> int:
 def _check_qcow2(file: BinaryIO) -> int:
     """Return the virtual size in bytes if the file contains all its tables and clusters.
 
-    Raises BuildFailed otherwise. Reads at most the length of the file: tables begin at clusters, so they do not
-    overlap.
+    Raises BuildFailed('image', …) otherwise. Reads at most the length of the file: tables begin at clusters, so they do
+    not overlap.
     """
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
@@ -203,6 +217,7 @@ def _check_qcow2(file: BinaryIO) -> int:
 
 
 def _read_table(file: BinaryIO, offset: int, entries: int) -> array[int]:
+    """Read `entries` big-endian 64-bit numbers at byte `offset`, a range that was checked."""
     file.seek(offset)
     table = array('Q', file.read(entries * 8))
     if sys.byteorder == 'little':

@@ -35,7 +35,10 @@ from ecomp.virt.xml import Service
 
 
 def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.LibvirtFacts:
-    """Return what libvirt offers on this host; Unreachable if it does not answer, EcompError."""
+    """Return what libvirt offers on this host; changes nothing.
+
+    Raises Unreachable if libvirt does not answer, EcompError if it reports an error, and OSError.
+    """
     with closing(Connection(uri)) as connection:
         with connection.use('asking for its version') as opened:
             version, capabilities = opened.getLibVersion(), xml.parse_capabilities(opened.getCapabilities())
@@ -65,12 +68,14 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
+    """Return whether it is a network on a bridge that libvirt made; False on errors."""
     with suppress(EcompError):  # a network without a bridge
         return attachment.kind == 'network' and Networks(connection).find_own_bridge(attachment.name) is not None
     return False
 
 
 def _find_foreign_pool(connection: Connection, directory: Path) -> str:
+    """Return the directory of the pool `ecompute` if that is not `directory`, else ''."""
     with connection.use(f'looking for the storage pool {POOL}') as opened:
         targets = [
             xml.parse_pool_target(pool.XMLDesc()) for pool in opened.listAllStoragePools() if pool.name() == POOL
@@ -91,12 +96,13 @@ FILTERS_LOST = (
 
 
 class Libvirt:
-    """Guests on libvirt at `uri`, with all files below the directory `state`.
+    """Guests on libvirt at `uri`, with all files below the directory `state`. A Hypervisor.
 
     Overlays are in images/ (the pool `ecompute`), seeds in seeds/, consoles in console/. prepare() starts
     `attachments`; a guest's own networks are in its spec. Guests cannot reach `control_endpoints`, host and port of
     etcd and of placement. With `has_filters` (prepare() found filters to work, in any process) no guest is started
-    without them. With `hold_addresses` guests on bridges are restricted to the address that DHCP gives them.
+    without them. With `hold_addresses` guests on bridges are restricted to the address that DHCP gives them. Methods
+    may raise Unreachable or EcompError, for libvirt's errors.
     """
 
     def __init__(
@@ -130,7 +136,10 @@ class Libvirt:
         self.list_seeds = self._seeds.list_instances
 
     def check(self) -> None:
-        """Raise the error that prepare() would raise on this host; change nothing."""
+        """Raise the error that prepare() would raise for this host's setup; change nothing.
+
+        The first call may wait up to a minute for libvirt, and logs that.
+        """
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('libvirt is asked what QEMU can do here: seconds at first, up to a minute of a busy machine')
@@ -148,6 +157,11 @@ class Libvirt:
         self._volumes.check()
 
     def prepare(self) -> None:
+        """Call check(); make directories, start networks and pool, define filters, if necessary.
+
+        Missing filters, and a /dev/kvm that QEMU cannot open, are only logged. Raises UsageError, or Conflict if the
+        pool is over another directory.
+        """
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
         for directory, mode in {**directory_modes, self._console_directory: 0o700}.items():
@@ -172,11 +186,16 @@ class Libvirt:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.choose_virt_type('auto'))
 
     def choose_virt_type(self, setting: str) -> str:
+        """Return 'kvm' or 'qemu' for a setting auto, kvm or qemu; UsageError if kvm is unavailable."""
         capabilities = self._read_capabilities()
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
         return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
+        """Return a guest's CPU features by libvirt's names.
+
+        Empty if libvirt reports none, or any error but Unreachable, which is logged.
+        """
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('asking what guests can do') as connection:
@@ -196,6 +215,10 @@ class Libvirt:
         return self._volumes.directory
 
     def list_guests(self) -> Mapping[str, Guest]:
+        """Return {instance: Guest} of the domains with our mark, any compute's, and all overlays.
+
+        `size` of a domain has DISK_GB, too (0: unreadable); `trouble` has what replug_interfaces() could not repair.
+        """
         # List disks first: a guest removed in between then seems to have a disk, not to lack one.
         disks = self._volumes.list_instances()
         guests = {uuid: Guest(uuid, None, defined=False, running=False, disk=True) for uuid in disks}
@@ -206,6 +229,7 @@ class Libvirt:
         return guests
 
     def list_open_dhcp(self) -> Set[str]:
+        """Return those of our `attachments` whose DHCP serves unknown MACs, too."""
         names = {name for kind, name in self._attachments if kind == 'network'}
         return {name for name in names if self._networks.has_open_dhcp(name)}
 
@@ -213,22 +237,30 @@ class Libvirt:
         return self._domains.list_disk_users(str(self._volumes.get_path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
+        """Create or replace the overlay; BuildFailed('disk', …), also while a domain runs on it."""
         # Without a disk no domain runs on it, so the query to libvirt is skipped.
         if self._volumes.get_path(spec.instance).exists() and self._domains.is_domain_running(spec.instance):
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
         self._volumes.create(spec)
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
+        """Write or replace the seed; BuildFailed('disk', …), also while the domain runs."""
         if self._domains.is_domain_running(instance):
             raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
         self._seeds.create(instance, files)
 
     def delete_seed(self, instance: str) -> None:
+        """Remove the seed if there is one; Conflict while the domain runs. Raises OSError."""
         if self._domains.is_domain_running(instance):
             raise Conflict(f'domain {instance} is running: its seed is not removed')
         self._seeds.delete(instance)
 
     def start(self, spec: GuestSpec) -> None:
+        """Define filters and the domain, and start it; no-op if ours runs.
+
+        Raises BuildFailed('started', …), Conflict if the domain is not ours, and Unreachable if filters worked in
+        prepare() and no longer do, or a control endpoint's name does not resolve.
+        """
         seed = str(self._seeds.get_path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.get_path(spec.instance), self.get_console_path(spec.instance)
         # Prepared each time: filters may have been removed, or missing packages installed.
@@ -248,10 +280,15 @@ class Libvirt:
         self._domains.start(spec, description)
 
     def resume(self, instance: str, compute: str) -> None:
+        """Define missing filters and start our domain as it is defined; no-op if it runs.
+
+        Without filters it is started, too. Raises BuildFailed('started', …), also if it is gone, and Conflict.
+        """
         self._filters.prepare()
         self._domains.resume(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
+        """Remove seed, overlay and console logs where they exist; Conflict while in use."""
         self._domains.check_files_unused(
             instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
         )
@@ -262,10 +299,16 @@ class Libvirt:
             path.unlink(missing_ok=True)
 
     def release_addresses(self, instance: str) -> None:
+        """Remove all reservations of the instance, and its guest agent's last answer."""
         self._networks.release_addresses(instance)
         self._agents.forget(instance)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
+        """Return {MAC: Address} of the interfaces with an address now: by lease, ARP, then agent.
+
+        Never waits for the agent: its answer is returned by a later call. On libvirt's networks an address that its
+        DHCP may give counts only if leased.
+        """
         interfaces = self._domains.read_interfaces(instance)
         known_addresses: dict[str, Address] = {}
         for network in {link.attachment.name for link in interfaces.values() if link.attachment.kind == 'network'}:
@@ -284,6 +327,10 @@ class Libvirt:
         return known_addresses
 
     def replug_interfaces(self) -> None:
+        """Put our guests' interfaces that are on no bridge back, each with a logged warning.
+
+        What fails is `trouble` in list_guests() until the next call.
+        """
         loose_taps, unplugged = networks.find_loose_taps(), dict[str, str]()
         for instance in self._domains.list_guests() if loose_taps else ():
             for link in self._domains.read_interfaces(instance).values():
@@ -302,6 +349,11 @@ class Libvirt:
     def watch_changes(
         self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
     ) -> None:
+        """Call notify(reason), from any thread, when guests or leases may have changed.
+
+        Calls on_network_change(reason), unless it is None, when a network was started or stopped. That leases cannot be
+        watched is only logged.
+        """
         self._connection.watch(notify, on_network_change)
         self._lease_watch.close()
         try:
@@ -312,7 +364,7 @@ class Libvirt:
             )
 
     def has_metadata_address(self) -> bool:
-        """Return whether our bridge has 169.254.169.254. Raises EcompError."""
+        """Return whether our bridge has 169.254.169.254; False without a bridge. Raises EcompError."""
         bridge = self.find_bridge()
         return bridge is not None and networks.has_metadata_address(bridge)
 
@@ -322,11 +374,15 @@ class Libvirt:
             networks.set_metadata_address(bridge, present)
 
     def find_bridge(self) -> str | None:
-        """Return the first bridge libvirt created for our networks, or None: LANs get no metadata."""
+        """Return the first bridge libvirt created for our networks, or None: LANs get no metadata.
+
+        Raises EcompError if a network before it is missing.
+        """
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
     def close(self) -> None:
+        """Stop watching and close the connections; guests keep running."""
         self._lease_watch.close()
         self._agents.close()
         self._connection.close()
@@ -369,6 +425,7 @@ class Filters:
         return self._explain_failure('looking for network filters', lambda connection: connection.listAllNWFilters())
 
     def _explain_failure(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
+        """Run `operation`; return '' or why this host cannot have filters. Other errors pass."""
         if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
         with self._connection.use(activity) as connection:
@@ -398,6 +455,10 @@ class Filters:
         return list(services)
 
     def _resolve(self, host: str) -> list[IpAddress]:
+        """Return the host's addresses, or its last ones (logged) if it does not resolve now.
+
+        Raises Unreachable if it never resolved here.
+        """
         try:
             self._last_addresses[host] = resolve_addresses(host)
         except (OSError, ValueError) as error:
@@ -409,6 +470,7 @@ class Filters:
 
 
 def _define_filters(connection: libvirt.virConnect) -> None:
+    """Define those of xml.FILTERS whose names libvirt lacks; libvirtError passes."""
     for name, definition in xml.FILTERS.items():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER):
             connection.nwfilterLookupByName(name)
@@ -444,7 +506,7 @@ class QemuUser:
 
 
 def find_user(uid: int, gid: int) -> QemuUser:
-    """Return the user of this host with this uid, as a member of the group `gid`."""
+    """Return the user with this uid, in the group `gid`, too; named by its number if unknown."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:
@@ -484,7 +546,7 @@ def has_access(required_bits: int, path: Path, qemu: QemuUser) -> bool:
 
 
 def evaluate_permissions(mode: int, owner: int, group: int, acl: bytes, qemu: QemuUser) -> int:
-    """Return a user's rwx bits on a file by the algorithm of acl(5); b'' means no ACL."""
+    """Return the rwx bits (0 to 7) of QEMU's user on a file, by acl(5); b'' means no ACL."""
     if qemu.uid == 0:
         return 0o7
     if owner == qemu.uid:
@@ -514,7 +576,7 @@ def is_kvm_closed(qemu: QemuUser) -> bool:
 
 
 def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
-    """Return why guests cannot use KVM here, or ''; libvirt offers `domain_types`."""
+    """Return why guests cannot use KVM here, or '' if they can; libvirt offers `domain_types`."""
     # /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
@@ -526,7 +588,10 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
 
 
 def choose_virt_type(setting: str, no_kvm: str) -> str:
-    """Return kvm or qemu for a setting auto, kvm or qemu; UsageError if unknown or unavailable."""
+    """Return kvm or qemu for a setting auto, kvm or qemu; UsageError if unknown or unavailable.
+
+    `no_kvm` is why kvm is unavailable, '' if it is available.
+    """
     if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
     if setting not in ('auto', 'kvm'):

@@ -58,6 +58,7 @@ def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
 def _warn_once(mac: str, bridge: str, addresses: str) -> None:
+    """Log a warning, once in this process for the same arguments."""
     fix = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
     log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, fix)
 
@@ -109,12 +110,13 @@ def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
 
 
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
+    """Return the entries that `ip -json` prints, [] if none. Raises EcompError."""
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
     return [entry for entry in json.loads(_run_ip('-json', *arguments) or '[]') if entry]
 
 
 def _run_ip(*arguments: str) -> str:
-    """Return what `ip` prints. Raises EcompError with its message."""
+    """Return what `ip` prints. Raises EcompError, also if it takes over IP_TIMEOUT_SECONDS."""
     program = shutil.which('ip', path=get_search_path())
     if program is None:
         raise EcompError('the program `ip` is not there: install iproute2')
@@ -160,8 +162,8 @@ class Networks:
         """Reserve an address for this MAC: its current one, else `preferred`, else a free one.
 
         Returns None if libvirt serves no DHCP there. Raises BuildFailed('scheduled', …) if the network is missing, no
-        address is free, or another instance has the MAC. Safe to call concurrently: libvirt rejects a duplicate, and
-        the loser tries again.
+        address is free, another instance has the MAC, this one has another MAC there, or after MAX_TRIES. Safe to call
+        concurrently: libvirt rejects a duplicate, and the loser tries again.
         """
         use = self._connection.use(f'reserving an address on network {network}')
         with use as connection, raise_build_failed(RESERVE_STAGE, f'network {network}: '):
@@ -205,7 +207,10 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """Remove all the instance's reservations; EcompError if they keep changing concurrently."""
+        """Remove all the instance's reservations, on any network; no-op without any.
+
+        Raises EcompError after MAX_TRIES if they keep changing concurrently.
+        """
         macs = frozenset(list_macs(instance))
         for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
@@ -223,7 +228,7 @@ class Networks:
         raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
 
     def read_state(self, attachment: Attachment) -> str:
-        """Return THERE if guests can be plugged in, OFF if libvirt's network is off, or MISSING."""
+        """Return USABLE if guests can be plugged in, OFF if libvirt's network is off, or MISSING."""
         kind, name = attachment
         if kind == 'bridge':
             return USABLE if (INTERFACES_DIRECTORY / name / 'bridge').is_dir() else MISSING
@@ -250,7 +255,10 @@ class Networks:
                 connection.networkLookupByName(attachment.name).create()
 
     def find_own_bridge(self, name: str) -> str | None:
-        """Return the bridge that libvirt created for the network, or None if it uses another one."""
+        """Return the bridge that libvirt created for the network, or None if it uses another one.
+
+        Raises EcompError if the network is missing.
+        """
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
@@ -265,12 +273,15 @@ class Networks:
         return bool(definition.ranges) and definition.is_served and not definition.reserved_only
 
     def list_without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
-        """Return the attachments that are networks of libvirt's own without IPv6."""
+        """Return the attachments that are networks on libvirt's own bridges without IPv6."""
         networks = dict.fromkeys(attachment for attachment in attachments if attachment.kind == 'network')
         return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''."""
+        """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''.
+
+        The first is always '' unless `has_filters`; both are '' for a bridge.
+        """
         build_problem, address_problem = (
             self._read_dhcp(attachment.name).problems if attachment.kind == 'network' else ('', '')
         )
@@ -284,7 +295,10 @@ class Networks:
         return Dhcp((), frozenset(), (), is_served=False)
 
     def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """Return {MAC: its latest leased IPv4 address}; {} if the network is missing or off."""
+        """Return {MAC: its latest leased IPv4 address}; {} if the network is missing or off.
+
+        `macs` are lower-case; one without a lease is left out.
+        """
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
@@ -293,17 +307,22 @@ class Networks:
 
 
 def _is_ours(reservation: Reservation) -> bool:
+    """Return whether it is named by an instance and has one of that instance's MACs."""
     return keys.is_uuid(reservation.name) and reservation.mac in list_macs(reservation.name)
 
 
 def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
+    """Yield each network with its _read_definitions(); skip one that is removed meanwhile."""
     for network in connection.listAllNetworks():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
             yield network, _read_definitions(network)
 
 
 def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent."""
+    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent.
+
+    {} if it is neither: it was removed.
+    """
     definitions = {}
     if network.isActive():
         definitions[LIVE] = xml.read_dhcp(network.XMLDesc())
@@ -333,7 +352,10 @@ def _choose_address(
 
 
 def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
-    """Write the reservation where it is missing; False if another process changed a definition."""
+    """Write the reservation where it is missing or different.
+
+    Returns True if it is everywhere now, False if another process changed a definition.
+    """
     missing = 0
     for flag, definition in definitions.items():
         existing = definition.find_reservation(reservation.mac)
@@ -345,6 +367,7 @@ def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dh
 
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
+    """Change a reservation at `flags`; return False if the definition was changed before."""
     with IgnoredErrors(RETRYABLE_ERROR):
         network.update(command, DHCP_HOST_SECTION, -1, xml.make_host_xml(reservation), flags)
         return True
@@ -352,6 +375,7 @@ def _update(network: libvirt.virNetwork, command: int, reservation: Reservation,
 
 
 def _parse_address(address: str | None) -> Iterator[IPv4Address]:
+    """Yield the IPv4 address, or nothing if the text is invalid or None."""
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
@@ -367,7 +391,10 @@ LEASES_DIRECTORY = Path('/var/lib/libvirt/dnsmasq')
 
 
 def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
-    """Return {MAC: its IPv4 address that expires last} from virNetworkGetDHCPLeases' answer."""
+    """Return {MAC: its IPv4 address that expires last} from virNetworkGetDHCPLeases' answer.
+
+    `macs` are lower-case; one without a lease is left out.
+    """
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
@@ -378,7 +405,7 @@ def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str],
 
 
 def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
-    """Return when a lease was given or renewed, computed from its expiry; '' if unknown."""
+    """Return when a lease was given or renewed (ISO 8601, UTC), from its expiry; '' if unknown."""
     lease_seconds = network.get_lease_seconds(IPv4Address(lease['ipaddr']))
     with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
         return (
@@ -388,7 +415,7 @@ def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
 
 
 def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
-    """Return the (MAC, address, expiry) of each lease in a status file; None if unreadable."""
+    """Return the (MAC, address, expiry) texts of each lease in a status file; None if unusable."""
     names = 'mac-address', 'ip-address', 'expiry-time'
     with suppress(OSError, ValueError, TypeError, KeyError):
         return frozenset(tuple(str(lease[name]) for name in names) for lease in json.loads(path.read_bytes()))
@@ -396,9 +423,10 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason) within milliseconds of a new or renewed lease.
+    """Call notify(reason), in a thread, within milliseconds of a new or renewed lease.
 
-    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
+    Also for an unreadable status file, and for each file's first change. Returns a function that stops watching. Raises
+    OSError if the directory cannot be watched.
     """
     last_leases: dict[Path, object] = {}
 

@@ -97,7 +97,7 @@ class Volumes(_InstanceFiles):
         self._connection = connection
 
     def check(self) -> None:
-        """Raise Conflict if the pool is over another directory."""
+        """Raise Conflict if the pool is over another directory; a missing pool is accepted."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             self._find_pool(connection)
 
@@ -107,6 +107,7 @@ class Volumes(_InstanceFiles):
             self._set_up_pool(connection)
 
     def _set_up_pool(self, connection: libvirt.virConnect) -> None:
+        """Do what prepare() says. Raises Conflict as check() does; libvirtError passes."""
         pool = self._find_pool(connection)
         if pool is None:
             pool = connection.storagePoolDefineXML(xml.make_pool_xml(POOL, str(self.directory)))
@@ -146,7 +147,10 @@ class Volumes(_InstanceFiles):
         return 0
 
     def create(self, spec: GuestSpec) -> None:
-        """Create or replace the overlay, on which no domain may run. Raises BuildFailed('disk', …)."""
+        """Create or replace the overlay, on which no domain may run. Raises BuildFailed('disk', …).
+
+        After a failure the overlay is removed, unless the connection broke.
+        """
         path, base = self.get_path(spec.instance), spec.base
         description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
@@ -164,7 +168,7 @@ class Volumes(_InstanceFiles):
                 raise BuildFailed('disk', self._explain_failure(describe_error(error))) from error
 
     def delete(self, instance: str) -> None:
-        """Remove the instance's overlay, if it has one."""
+        """Remove the instance's overlay, if it has one, even if libvirt does not know it."""
         path = self.get_path(instance)
         with self._connection.use(f'deleting the disk of {instance}') as connection:
             self._run_in_pool(connection, lambda pool: _delete(pool, path))
@@ -178,7 +182,10 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; set the pool up and retry if it is missing or off."""
+        """Run `action` on the pool; while the pool is missing or inactive, set it up and retry.
+
+        For about POOL_SETUP_TIMEOUT_SECONDS, because another worker may be setting it up; other libvirt errors pass.
+        """
         deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
         while True:
             try:
@@ -217,6 +224,7 @@ class Volumes(_InstanceFiles):
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:
+    """Create the volume; refresh the pool and retry once if libvirt says that it exists."""
     with IgnoredErrors(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
         pool.createXML(description)
         return
@@ -226,6 +234,10 @@ def _create(pool: libvirt.virStoragePool, description: str) -> None:
 
 
 def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
+    """Delete the volume; refresh the pool and retry once if only the file exists.
+
+    No-op without either; a file that libvirt does not consider a volume stays.
+    """
     for refreshed in (False, True):
         with IgnoredErrors(libvirt.VIR_ERR_NO_STORAGE_VOL):
             pool.storageVolLookupByName(path.name).delete()
@@ -237,7 +249,10 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Let libvirt reread the directory; retry while it refuses, because a volume is being made."""
+    """Let libvirt reread the directory; retry while it refuses, because a volume is being made.
+
+    After REFRESH_TIMEOUT_SECONDS, or for another error, libvirtError passes.
+    """
     deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:

@@ -99,6 +99,7 @@ def make_domain_xml(  # noqa: PLR0913
 
 
 def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
+    """Add SMBIOS data, boot device, ACPI and APIC; `url` is the network seed's, None for none."""
     system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
     # A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
     # label, but would still ask the network if the serial number named it.
@@ -115,6 +116,7 @@ def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
 
 
 def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
+    """Add the overlay as vda, with its backing chain, and the seed, unless None, as vdb."""
     drive = ET.SubElement(devices, 'disk', type='file', device='disk')
     ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
     ET.SubElement(drive, 'source', file=disk)
@@ -137,6 +139,7 @@ def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None
 
 
 def _add_devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
+    """Add the interfaces in order, the logged serial console, agent channel, rng and balloon."""
     ET.SubElement(devices, 'controller', type='usb', model='none')
     for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
         interface = ET.SubElement(devices, 'interface', type=kind)
@@ -218,12 +221,12 @@ def has_agent(xml: str) -> bool:
 
 
 def parse_disk_paths(xml: str) -> tuple[str, ...]:
-    """Return the paths of a domain's disks and of their backing files."""
+    """Return the paths of a domain's disks and their backing files; '' for one that is no file."""
     return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
 
 
 def parse_capabilities(xml: str) -> Capabilities:
-    """Parse libvirt's answer to getCapabilities."""
+    """Parse libvirt's answer to getCapabilities; QEMU's ids are 0 if it names none."""
     root = ET.fromstring(xml)
     domains = root.iterfind(f"guest[os_type='hvm']/arch[@name='{ARCHITECTURE}']/domain")
     # "+64055:+64055"; missing if libvirt does not change users: QEMU is then root.
@@ -256,6 +259,7 @@ def parse_cpu_features(xml: str) -> frozenset[str]:
 
 
 def _list_features(cpu: ET.Element, policy: str | None = None) -> set[str]:
+    """Return the names of the features with this policy; None means all."""
     return {feature.get('name', '') for feature in cpu.iterfind('feature') if policy in (None, feature.get('policy'))}
 
 
@@ -264,6 +268,7 @@ def _add_text(parent: ET.Element, tag: str, text: str, **attributes: str) -> Non
 
 
 def _serialize(element: ET.Element) -> str:
+    """Return the element as indented text with a final line break."""
     ET.indent(element)
     return ET.tostring(element, encoding='unicode') + '\n'
 
@@ -438,6 +443,7 @@ def read_dhcp(xml: str) -> Dhcp:
 def _explain_unfit(
     root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
 ) -> tuple[str, str]:
+    """Return Dhcp.problems: why no guest can be made there, why none gets IPv4; '' if neither."""
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
@@ -455,7 +461,7 @@ def _explain_unfit(
 
 
 def _parse_lease_seconds(lease: ET.Element | None) -> int:
-    """Return the seconds in a range's `<lease>`; without one dnsmasq's default, an hour."""
+    """Return the seconds in a range's `<lease>`, 0: unlimited; without one dnsmasq's hour."""
     if lease is None:
         return 3600
     return int(lease.get('expiry', '0')) * SECONDS_PER_UNIT[lease.get('unit', 'minutes')]
