@@ -67,7 +67,7 @@ def probe_backends(
 
 
 def _check_lease(store: Store) -> None:
-    """Renew a lease, as presences do; EcompError if that fails. Skipped if etcd is full."""
+    """Grant, renew and revoke a lease; EcompError if that fails. Skipped if etcd is full."""
     with suppress(NoSpace):
         lease = store.grant(TEST_LEASE_SECONDS)
         try:
@@ -81,6 +81,7 @@ def _check_lease(store: Store) -> None:
 
 
 def _read_expiry(path: Path) -> datetime | None:
+    """Return when the certificate expires (UTC); None if the file is unreadable or malformed."""
     try:
         return read_certificate_end(path.read_bytes())
     except (OSError, ValueError):

@@ -110,7 +110,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Render the unit for ecompute started as `program`; raise UsageError for other options."""
+    """Render the unit for ecompute started as `program`, with --config or its default.
+
+    Raises UsageError for any other option.
+    """
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
         raise UsageError('--unit goes with --config alone')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
@@ -118,6 +121,10 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
+    """Print a line a finding, and a summary to stderr; return the exit code.
+
+    Raises UsageError with other options.
+    """
     if has_other_options:
         raise UsageError('--check goes with --config alone')
     from ecomp.agent.checking import check_machine
@@ -131,12 +138,14 @@ def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
 
 
 def _parse_count(text: str) -> int:
+    """Parse a number from 1 to MAX_FAKE_COMPUTES; else argparse.ArgumentTypeError."""
     if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MAX_FAKE_COMPUTES:
         return int(text)
     raise argparse.ArgumentTypeError(f'{text[:20]!r} is no number from 1 to {MAX_FAKE_COMPUTES}')
 
 
 def _print_message(text: str) -> None:
+    """Print `ecompute: text` to stderr, without passwords; ignore OSError."""
     with suppress(OSError):  # a full disk or a closed terminal does not change the exit code
         print(f'ecompute: {make_lines_printable(logs.redact(text))}', file=sys.stderr, flush=True)
 
@@ -144,7 +153,10 @@ def _print_message(text: str) -> None:
 def _make_fake_config(
     config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
 ) -> ComputeConfig:
-    """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1."""
+    """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1.
+
+    With the default `state` it gets a temporary one, which `at_exit` removes, and no uuid.
+    """
     if config.uuid is not None and (count or 1) > 1:
         raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute: leave it out')
     if config.state == ComputeConfig().state:

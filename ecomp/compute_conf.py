@@ -51,12 +51,14 @@ MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
 def _parse_uuid(node: Node) -> str:
+    """Parse a uuid; return it in lower case."""
     if not keys.is_uuid(text := parse_text(node).lower()):
         raise InvalidValue(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
     return text
 
 
 def _parse_trait(node: Node) -> str:
+    """Parse the name of a trait that check_trait() accepts."""
     from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
     try:
@@ -66,6 +68,7 @@ def _parse_trait(node: Node) -> str:
 
 
 def _parse_attachment(item: Node) -> Attachment:
+    """Parse a mapping of the one key `network` or `bridge`."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
         raise InvalidValue('must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host')
@@ -74,22 +77,26 @@ def _parse_attachment(item: Node) -> Attachment:
 
 
 def _parse_network(node: Node) -> str:
+    """Parse a name of at most 100 characters without a slash."""
     if '/' in (text := parse_text(node)) or len(text) > 100:
         raise InvalidValue(f'must be the name of a network of libvirt, not {shorten(text)}')
     return text
 
 
 def _parse_interface(node: Node) -> str:
+    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`."""
     if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := parse_text(node)):
         raise InvalidValue(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
     return text
 
 
 def _parse_stated_total(_: str, node: Node) -> int:
+    """Parse a total from 1 to MAX_INT, as an integer of YAML."""
     return _parse_total(node.text if node.kind == 'int' else describe_typed_node(node))
 
 
 def _parse_ratio(_: str, node: Node) -> float:
+    """Parse a decimal number above 0 and at most MAX_ALLOCATION_RATIO, without an exponent."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
         raise InvalidValue(
@@ -104,19 +111,24 @@ def _parse_class_node(key: Node) -> str:
 
 
 def _parse_resource_class(name: str) -> str:
+    """Return the name if it is a resource class; else InvalidValue."""
     if not is_class(name):
         raise InvalidValue('must be a resource class: capitals, digits and _')
     return name
 
 
 def _parse_total(text: str) -> int:
+    """Parse a total from 1 to MAX_INT, without a leading zero; else InvalidValue."""
     if not re.fullmatch('[1-9][0-9]{0,9}', text) or int(text) > MAX_INT:
         raise InvalidValue(f'the total must be a whole number from 1 to {MAX_INT}, not {shorten(text)}')
     return int(text)
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`, or the defaults and the bridge of the old key `bridge`."""
+    """Read `networks`; without it the defaults and the bridge of the old key `bridge`.
+
+    Both keys together are a recorded problem.
+    """
     if name in file.top and 'bridge' in file.top:
         file.top.add_problem('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
     no_attachments: tuple[Attachment, ...] = ()
@@ -125,6 +137,7 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
 
 
 def _parse_networks(node: Node) -> tuple[Attachment, ...]:
+    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice."""
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
         return f'{kind.text} {shorten(name.text)}'
@@ -180,7 +193,8 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
 def parse_inventory(text: str) -> dict[str, int]:
     """Parse {class: total} from `VCPU:4, DISK_GB:10, MEMORY_MB:512`, as --fake takes it.
 
-    Raises UsageError if a part is not CLASS:TOTAL with a total from 1 to MAX_INT, or a class is repeated.
+    Raises UsageError if the text is empty or a part is not CLASS:TOTAL with a total from 1 to MAX_INT, or a class is
+    repeated.
     """
     totals: dict[str, int] = {}
     for part in text.split(','):

@@ -79,6 +79,7 @@ class PlacementConfig(NamedTuple):
 
 
 def _parse_seconds(node: Node) -> float:
+    """Parse seconds above 0 and at most 3600, without an exponent."""
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
         raise InvalidValue(f'must be a number of seconds, not {describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
@@ -87,7 +88,7 @@ def _parse_seconds(node: Node) -> float:
 
 
 def _parse_host(text: str) -> str:
-    """Parse a host name or address; an IPv6 address gets brackets."""
+    """Parse a host name or address; an IPv6 address gets brackets. Names are not resolved."""
     import ipaddress  # imported here: only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
@@ -99,6 +100,7 @@ def _parse_host(text: str) -> str:
 
 
 def _parse_endpoint(node: Node) -> str:
+    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets."""
     host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
         raise InvalidValue(f'{shorten(text)} must be host:port, the port 1 to 65535')
@@ -129,7 +131,11 @@ def parse_url(node: Node) -> str:
 
 
 def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the EtcdConfig in the section `name`; add the problems found to `file`."""
+    """Read the section `name` as EtcdConfig; add mistakes to `file` and use defaults.
+
+    `default` supplies only the timeout; without a host the endpoint is localhost:2379. The ignored key `grpc_options`
+    is logged.
+    """
     etcd = file.top.read_section(name)
     for key in ('user', 'password'):
         etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
@@ -158,7 +164,10 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
 
 
 def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
-    """Read the PlacementConfig in the section `name`; add the problems found to `file`."""
+    """Read the section `name` as PlacementConfig; add mistakes to `file` and use defaults.
+
+    `default` supplies only the endpoint.
+    """
     placement = file.top.read_section(name)
     endpoint = placement.read('endpoint', parse_url, default.endpoint)
     for key in CERTIFICATE_KEYS:
@@ -176,6 +185,10 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
 
 
 def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
+    """Return the paths in ca_cert, cert_key and cert_cert, None where missing or invalid.
+
+    A key without its certificate, or the reverse, is recorded.
+    """
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other} beside it')
@@ -188,7 +201,7 @@ def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, P
 
 
 def _has_certificate_keys(section: Section) -> bool:
-    """True if the section names a certificate, even an invalid one."""
+    """Return True if the section names a certificate, even an invalid one."""
     return any(key in section for key in CERTIFICATE_KEYS)
 
 
@@ -245,6 +258,7 @@ DEFAULT_IMAGE = (
 
 
 def _parse_flavors(node: Node) -> dict[str, Flavor]:
+    """Parse a mapping of flavors' names to their queries."""
     from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
     def parse_name(node: Node) -> str:
@@ -259,6 +273,7 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
 
 
 def _parse_identifier(node: Node) -> str:
+    """Parse a text of at most 255 characters."""
     if len(text := parse_text(node)) > 255:
         raise InvalidValue(f'must be at most 255 characters, has {len(text)}')
     return text
@@ -293,7 +308,7 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
 
 
 def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
-    """List the remote hosts contacted in plain text (with ports for etcd)."""
+    """List the remote hosts contacted in plain text (with ports); local ones are left out."""
     hosts: list[str] = []
     for config in configs:
         if isinstance(config, PlacementConfig):
@@ -314,6 +329,7 @@ def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
 
 
 def _is_local(host: str) -> bool:
+    """Return whether it is `localhost` or a loopback address; other names are not resolved."""
     import ipaddress  # as above
 
     try:
@@ -349,6 +365,7 @@ def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: fl
 
 
 def _connect(address_info: Any, connect_timeout: float, timeout: float) -> socket.socket:
+    """Connect within `connect_timeout` seconds; `timeout` is the socket's then. Raises OSError."""
     import socket  # as above
 
     family, kind, protocol, _, address = address_info

@@ -28,7 +28,8 @@ def read_boot_id(path: Path = BOOT_ID) -> str:
 def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]) -> Callable[[], None]:
     """Call `on_written(path)` within milliseconds of a file with this suffix being written.
 
-    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
+    It is called in another thread, perhaps several times a write. Returns a function that stops watching. Raises
+    OSError if the directory cannot be watched.
     """
     # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -53,7 +54,10 @@ def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]
 
 
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
-    """Write a file atomically and durably. An OSError leaves no partial file."""
+    """Write a file atomically and durably. An OSError leaves no partial file, and names `path`.
+
+    `mode` is reduced by the umask; a replaced file's mode and owner are lost.
+    """
     temporary = get_part_path(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -106,7 +110,10 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the instance's lock. Raises EcompError after a timeout, and `checkpoint`'s errors."""
+        """Hold the instance's lock. Raises EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS.
+
+        `checkpoint` is called between attempts; its errors pass.
+        """
         offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
@@ -121,7 +128,11 @@ class InstanceLocks:
 def wait_for_lock(
     timeout_seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None
 ) -> bool:
-    """Retry a non-blocking `acquire`; False after the timeout. Raises `checkpoint`'s errors."""
+    """Retry `acquire` until it raises no BlockingIOError; return False after the timeout.
+
+    Returns True if it was acquired. `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and
+    others of `acquire`, pass.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -135,6 +146,7 @@ def wait_for_lock(
 
 
 def _hash_to_offset(name: str) -> int:
+    """Return the byte that stands for the name in a lock file, by a 56-bit hash."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
 

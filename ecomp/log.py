@@ -21,7 +21,10 @@ USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Replace the log setup: ours from INFO, libraries' from WARNING, to `stream` or stderr."""
+    """Replace the log setup: ours from INFO, libraries' from WARNING, to `stream` or stderr.
+
+    urllib3 logs from ERROR on.
+    """
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)

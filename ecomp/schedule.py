@@ -22,7 +22,10 @@ GC_THRESHOLD_OBJECTS = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eschedule; errors of users and backends cause an exit code and no traceback."""
+    """Run eschedule and return its exit code; errors of users and backends print no traceback.
+
+    `argv` None means sys.argv without the program. An interrupt returns 1.
+    """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -51,6 +54,7 @@ def run() -> NoReturn:
 
 
 def _run(argv: list[str]) -> int:
+    """Run the command; print an EcompError or OSError, and return the exit code."""
     from ecomp import log
     from ecomp.errors import EcompError
 
@@ -71,6 +75,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(argv: list[str]) -> int:
+    """Run the command and return its exit code; without words, print the help and return 2.
+
+    Raises EcompError for invalid words or configuration; prints the command's own.
+    """
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, format_help, parse
     from ecomp.cli.options import VERSION
@@ -113,6 +121,7 @@ def _print_text(text: str) -> None:
 
 
 def _print_message(text: str) -> None:
+    """Print `eschedule: text` to stderr, without passwords; ignore OSError."""
     from ecomp import log
     from ecomp.cli.terminal import find_width, wrap_lines
     from ecomp.model.text import make_lines_printable
@@ -123,6 +132,7 @@ def _print_message(text: str) -> None:
 
 
 def _report_interrupt() -> int:
+    """Print that eschedule was interrupted, and return the exit code 1."""
     with suppress(OSError):
         print('eschedule: interrupted', file=sys.stderr, flush=True)
     return 1

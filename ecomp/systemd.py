@@ -48,7 +48,10 @@ class Service:
         self._notify('STOPPING=1', f'STATUS={status}')
 
     def notify_alive(self) -> float:
-        """Send the watchdog's keep-alive if due; return the seconds until the next, or math.inf."""
+        """Send the watchdog's keep-alive if due; return the seconds until the next.
+
+        It is due at half the watchdog's interval. Without a watchdog, returns math.inf.
+        """
         now = time.monotonic()
         if self._interval_seconds < math.inf and now >= self._next_notification:
             self._notify('WATCHDOG=1')
@@ -56,6 +59,7 @@ class Service:
         return max(0.0, self._next_notification - now) if self._interval_seconds < math.inf else math.inf
 
     def _notify(self, *lines: str) -> None:
+        """Send the lines to systemd; no-op without it, and failures are ignored."""
         if not self._address:
             return
         # A lost notification does not affect our work: systemd acts on it itself.
@@ -66,7 +70,7 @@ class Service:
 
 
 def render_unit(name: str, command: Sequence[str]) -> str:
-    """Render the unit file `name` from UNITS; it runs `command`."""
+    """Render the unit `name` ('ecompute.service') from the files in UNITS; it runs `command`."""
     executable, *arguments = command
     # systemd expands variables only in the arguments, not in the program.
     words = [quote_word(executable), *(quote_word(argument).replace('$', '$$') for argument in arguments)]
@@ -88,7 +92,7 @@ def find_unsafe_directory(path: Path) -> Path | None:
     """Find the first directory on `path` that root without capabilities cannot rely on.
 
     It belongs to another user, who may lock root out or replace programs in it, or root has no right to search it. None
-    means no such directory; missing parts of the path are ignored.
+    means no such directory; missing parts of the path are ignored. The path behind links is checked, too.
     """
     for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for place in (*reversed(variant.parents), variant):

@@ -12,7 +12,10 @@ from ecomp import __version__
 
 @cache
 def read_version() -> str:
-    """Return the version, in a git checkout with its commit: `1.1.0+g0123abcd` (PEP 440, local version identifiers)."""
+    """Return the version, in a git checkout with its commit: `1.1.0+g0123abcd` (PEP 440).
+
+    Without git, or a commit, it is the version alone.
+    """
     top = Path(__file__).resolve().parent.parent
     if not (top / '.git').exists():  # installed from a wheel
         return __version__

@@ -76,10 +76,14 @@ class Section:
                 self._nodes[key.text] = value
 
     def __contains__(self, key: str) -> bool:
+        """Return True if the key has a value other than null, even an invalid one."""
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` reads; `default` if missing, empty or invalid, which is recorded."""
+        """Return what `parse` reads; `default` if the key is missing, null or invalid.
+
+        Invalid is an InvalidValue of `parse`, recorded with its line; any other exception passes.
+        """
         self._read_keys[key] = None
         if key not in self:
             return default
@@ -91,14 +95,14 @@ class Section:
             return default
 
     def read_section(self, key: str) -> Section:
-        """Return the mapping under a key, empty if the key is missing."""
+        """Return the mapping under a key; empty if missing or null, or, recorded, if no mapping."""
         self._read_keys[key] = None
         section = Section(self._add_problem, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
         return section
 
     def refuse(self, key: str, reason: str) -> None:
-        """Record the reason if the key exists: no value of it is valid."""
+        """Record the reason if the key exists, even with null: no value of it is valid."""
         if key in self._keys:
             self._read_keys[key] = None
             self.add_problem(key, reason)
@@ -152,7 +156,7 @@ class YamlFile:
         return cls(name, directory, node, directory / path.name)
 
     def parse_path(self, node: Node) -> Path:
-        """Parse a path, absolute or relative to the file's directory."""
+        """Parse a path, absolute or relative to the file's directory; `~` is refused."""
         text = parse_text(node)
         if text.startswith('~'):
             raise InvalidValue('write the directory out: whose home ~ is depends on who starts the program')
@@ -162,7 +166,10 @@ class YamlFile:
         return make_list_parser(self.parse_path, 'a list like [id_ed25519.pub]')(node)
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file; raise UsageError if a directory denies access."""
+        """Parse the path of a readable file, else InvalidValue.
+
+        Raises UsageError if a directory denies access.
+        """
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -180,7 +187,7 @@ class YamlFile:
         logging.getLogger(__name__).warning('%s: %s', self._name, text)
 
     def finish(self) -> None:
-        """Raise UsageError with a line for each problem, in the order of the file."""
+        """Raise UsageError with a line for each problem, in the order of the file, if there is one."""
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
@@ -203,7 +210,7 @@ def parse_config_option(argument: str | None) -> Path | None:
 def find_default_file(name: str) -> Path | None:
     """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
 
-    If $ECOMP_CONFIG is set, only that directory is searched. Raises UsageError if the file is missing there.
+    If $ECOMP_CONFIG is set (not ''), only that directory is searched. Raises UsageError if the file is missing there.
     """
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
@@ -287,7 +294,10 @@ def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
 
 
 def explain_invalid_mapping(text: str) -> str | None:
-    """Explain, without quoting it, why a text is not a YAML mapping; None if it is one."""
+    """Explain, without quoting it, why a text is not a YAML mapping; None if it is or is empty.
+
+    Only the syntax is checked: the limits of this module's reader do not apply.
+    """
     import yaml  # as above
 
     try:
@@ -328,7 +338,7 @@ def parse_flag(node: Node) -> bool:
 
 
 def parse_integer(node: Node) -> int:
-    """Parse a decimal integer: YAML 1.1 also reads 010 as 8 and 1:30 as 90."""
+    """Parse a decimal integer of up to 18 digits: YAML 1.1 also reads 010 as 8 and 1:30 as 90."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
         raise InvalidValue(f'must be a whole number, not {describe_typed_node(node)}')
     return int(node.text)
@@ -422,7 +432,7 @@ def make_mapping_parser(
 
 
 def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
-    """Call `read` for each part; raise one InvalidValue with all that it refused."""
+    """Call `read` for each part; then raise one InvalidValue with all that it refused, if any."""
     wrong: list[tuple[int, str]] = []
     for part in parts:
         item, name = (part, '') if isinstance(part, Node) else (part[0], part[0].text)
@@ -435,7 +445,7 @@ def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
 
 
 def describe_node(node: Node) -> str:
-    """Describe the content of a node for a message."""
+    """Describe a node for a message: as a mapping, a list or nothing, or by its shortened text."""
     words_by_kind = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
     return words_by_kind.get(node.kind) or shorten(node.text)
 
@@ -446,7 +456,7 @@ def describe_typed_node(node: Node) -> str:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return an untrusted text as one printable line, cut off after `limit` characters."""
+    """Return an untrusted text as one printable line; after `limit` characters `…` is put."""
     safe = escape_characters(text[: limit + 1])
     return safe if len(text) <= limit else f'{safe[:limit]}…'
 

@@ -97,6 +97,7 @@ def _parse_block(lines: list[_Line]) -> Node:
 
 
 def _parse_value(line: _Line) -> Node:
+    """Parse what follows a key (nothing is null) or a dash; raise _NotPlain."""
     if not line.rest:
         if line.is_item:
             raise _NotPlain
@@ -115,6 +116,7 @@ def _parse_value(line: _Line) -> Node:
 
 
 def _parse_scalar(text: str, line: int) -> Node:
+    """Parse a word, number or quoted text; raise _NotPlain for words like `yes` or `null`."""
     if text[0] in '\'"':
         return Node('str', line, text[1:-1])
     if text in _BOOLEANS:
