@@ -39,6 +39,7 @@ def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) 
 
 
 def _parse_address(value: str, _: Path = Path()) -> str:
+    """Return the IPv4 address unchanged; ValueError if it is none."""
     try:
         return str(ipaddress.IPv4Address(value))
     except ValueError as error:
@@ -46,6 +47,7 @@ def _parse_address(value: str, _: Path = Path()) -> str:
 
 
 def _parse_port(value: str, _: Path = Path()) -> int:
+    """Parse a port, 0 (any free one) to 65535; else ValueError."""
     # 0 is any free port, for tests.
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port, 0 to 65535')
@@ -53,7 +55,10 @@ def _parse_port(value: str, _: Path = Path()) -> int:
 
 
 def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    """Return a reader of a path to `description`, whose value `convert` makes."""
+    """Return a reader of a path to `description`, whose value `convert` makes.
+
+    The reader raises ValueError for an empty text.
+    """
 
     def read(value: str, base: Path) -> T:
         if not value:
@@ -64,6 +69,7 @@ def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[
 
 
 def _check_readable(path: Path) -> Path:
+    """Return the path if read_user_data() accepts the file; else its ValueError."""
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
@@ -99,7 +105,10 @@ FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Con
 
 
 def load(path: Path | None) -> Config:
-    """Return the configuration in the file at `path`, the defaults if None. Raises ConfError."""
+    """Return the configuration in the file at `path`, the defaults if None. Raises ConfError.
+
+    For /proc/self/fd/N, descriptor N is closed afterwards.
+    """
     if path is None:
         return Config()
     named_path, descriptor = path, None
@@ -118,7 +127,10 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
-    """Return the configuration in `text` of the file `path`. Raises ConfError."""
+    """Return the configuration in `text` of the file `path`.
+
+    Raises ConfError, which names all invalid values and unknown keys, or the first error of syntax.
+    """
     # Raw: a key's comment may contain '%'. No section has defaults for others, so [DEFAULT] is an unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:
@@ -178,6 +190,7 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
 
 
 def _find_field(key: str) -> Field[Any]:
+    """Return the field that the key sets; ValueError for an unknown or retired key."""
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
         raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
     if key not in FIELDS_BY_KEY:
@@ -186,6 +199,7 @@ def _find_field(key: str) -> Field[Any]:
 
 
 def _check_key_name(name: str) -> str:
+    """Return the name of a public key unchanged; ValueError if it is invalid."""
     if not re.fullmatch('[a-z0-9._@+-]+', name):
         raise ValueError('is no name for a key: use letters, digits and . _ @ + -')
     return name

@@ -68,7 +68,9 @@ class Files:
         """Return the MAC of the guest with this IPv4 address, by DHCP at `now`, in epoch seconds.
 
         A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another guest
-        sends the same client identifier. Raises Unknown, Broken, or Forged if the kernel sees another MAC there.
+        sends the same client identifier. Raises UnknownGuestError without either, its subclass ForgedAddressError if
+        the kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. Unreadable files of
+        leases are only details of the error.
         """
         leases, problems = self._read_leases()
         table = self._read_table()
@@ -91,18 +93,27 @@ class Files:
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
-        """Return the MACs that the kernel sees at an address, on any bridge. Raises Broken."""
+        """Return the MACs that the kernel lists at an address, on any bridge.
+
+        Incomplete entries (00:00:00:00:00:00) are included. Raises BrokenFileError.
+        """
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Write why the guests with these MACs were refused; '': answered. Raises OSError."""
+        """Store why the guests with these MACs were refused; '' means that they were answered.
+
+        Repeated answers are not stored again. A failure to write is ignored; OSError only if the monitor is gone.
+        """
         for mac in macs:
             if refusal or mac not in self._answered_macs:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
     def read_guest(self, mac: str) -> Guest:
-        """Parse ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
+        """Parse ecompute's file of the guest with this MAC address.
+
+        Raises UnknownGuestError if it is missing, and BrokenFileError if it is unusable.
+        """
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
             return guests.parse_guest(_read_all(opened), mac)
@@ -114,7 +125,10 @@ class Files:
             raise BrokenFileError(f'{name}: {error}') from error
 
     def fill_in_defaults(self, guest: Guest, address: str = '') -> Guest:
-        """Return the guest with its own keys and user-data, or mdserver.conf's. Raises ValueError."""
+        """Return the guest with its own keys and user-data, or mdserver.conf's, and `address`.
+
+        Raises ValueError if mdserver.conf's user-data is unusable.
+        """
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._open_user_data())
@@ -122,20 +136,23 @@ class Files:
         return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, report: bytes) -> None:
-        """Write a guest's first ready report; FileNotFoundError without the guest, or OSError."""
+        """Store a guest's first ready report; later ones are ignored. `report` is ASCII.
+
+        Raises FileNotFoundError without the guest's file, or another OSError.
+        """
         for _, opened in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
 
     def is_on_bridge(self, bridge: str, address: str) -> bool:
-        """Return whether a client that just connected is on this bridge. Raises Broken."""
+        """Return whether a client that just connected is on this bridge. Raises BrokenFileError."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
         """Return whether any machine has a lease or reservation of this address at `now`.
 
         `now` is in epoch seconds. The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it
-        before any limit applies. Not thread-safe.
+        before any limit applies. Not thread-safe. Raises OSError if the monitor is gone.
         """
         if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
             self._leased_addresses = {
@@ -166,6 +183,7 @@ class Files:
         return leases, problems
 
     def _read_table(self) -> str:
+        """Return the text of the kernel's ARP table; BrokenFileError if it is unreadable."""
         neighbours = self._config.neighbours
         try:
             return neighbours.read_text(encoding='ascii', errors='replace')
@@ -173,10 +191,12 @@ class Files:
             raise BrokenFileError(f'{neighbours}: {error.strerror}') from error
 
     def _read_neighbours(self, address: str) -> list[list[str]]:
+        """Return the fields of each entry of this address, also of incomplete ones."""
         # IP address, HW type, Flags, HW address, Mask, Device.
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
     def _open_user_data(self) -> int:
+        """Return a descriptor of mdserver.conf's user-data. Raises OSError."""
         [(_, opened)] = self._ask('user-data')
         if isinstance(opened, OSError):
             raise opened
@@ -184,7 +204,10 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
-    """Open, or write, the files of `request`, one of the five above; EINVAL for any other."""
+    """Open, or write, the files of `request`, one of the five above.
+
+    Never raises OSError: errors are in the answer, EINVAL for any other request. The answer is [] after writing.
+    """
     # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):
         case ['leases']:
@@ -216,6 +239,7 @@ def _get_guest_path(config: conf.Config, mac: str) -> Path:
 
 
 def _open(path: Path, follow_links: bool = False) -> OpenedFile:
+    """Return the path and a descriptor to read it, or the OSError."""
     # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -225,6 +249,10 @@ def _open(path: Path, follow_links: bool = False) -> OpenedFile:
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
+    """Store the first report of an existing guest, durably; later ones are ignored.
+
+    Raises FileNotFoundError without the guest, or another OSError.
+    """
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
@@ -249,6 +277,7 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 
 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
+    """Store the reason, no-op beyond MAX_REFUSALS; '' removes it. Raises OSError."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
     with suppress(OSError, ValueError):
         if _read_all(_open(path)[1]) == reason.encode():
@@ -259,13 +288,17 @@ def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 
 def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
+    """Return whether ecompute's file of this MAC is valid and names this instance."""
     with suppress(OSError, ValueError):
         return guests.parse_guest(_read_all(_open(_get_guest_path(config, mac))[1]), mac).instance == instance
     return False
 
 
 def _read_all(opened: int | OSError) -> bytes:
-    """Read an opened regular file and close it. OSError; ValueError if irregular or too large."""
+    """Read an opened regular file and close it.
+
+    Raises OSError (the given one, too), ValueError if it is not regular or too large.
+    """
     if isinstance(opened, OSError):
         raise opened
     try:

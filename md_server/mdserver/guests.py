@@ -71,7 +71,8 @@ class Guest:
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
     """Return the valid IPv4 leases in the status file of one bridge, in its order.
 
-    An empty file has no leases: dnsmasq creates it empty. Raises ValueError if it is not a JSON list.
+    Expired ones are included. An empty file has no leases: dnsmasq creates it empty. Raises ValueError if it is not a
+    JSON list.
     """
     if not data.strip():
         return []
@@ -107,7 +108,10 @@ def parse_bridge(conf: bytes) -> str:
 
 
 def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
-    """Return the IPv4 reservations in dnsmasq's hosts file, with lines `MAC,ADDRESS[,NAME]`."""
+    """Return the IPv4 reservations in dnsmasq's hosts file, with lines `MAC,ADDRESS[,NAME]`.
+
+    Other lines are skipped. `expiry` is 0, which means nothing in a reservation.
+    """
     rows = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
     return [Lease(row[1], row[0], 0, bridge, True) for row in rows if is_mac(row[0]) and _is_ipv4(row[1])]
 
@@ -126,7 +130,10 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
 
 
 def parse_guest(data: bytes, mac: str) -> Guest:
-    """Parse ecompute's file of the guest with this MAC; ignore unknown keys. Raises ValueError."""
+    """Parse ecompute's file of the guest with this MAC; ignore unknown keys. Raises ValueError.
+
+    Without a hostname the instance's uuid is used.
+    """
     record = _load_json(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
@@ -171,6 +178,7 @@ def is_uuid(text: str) -> bool:
 
 
 def _load_json(data: bytes) -> Any:
+    """Parse JSON; ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(data)
     # RecursionError: for example ten thousand opening brackets.
@@ -179,6 +187,7 @@ def _load_json(data: bytes) -> Any:
 
 
 def _is_ipv4(text: str) -> bool:
+    """Return whether this is an IPv4 address in canonical form."""
     with suppress(ValueError):
         return str(ipaddress.IPv4Address(text)) == text
     return False

@@ -44,14 +44,17 @@ class RateLimiter:
         self._used_until: dict[str, float] = {}  # when an address's share will be unused again
 
     def schedule(self, address: str, now: float) -> float:
-        """Count one event; return its delay in seconds, at most MAX_CONNECTIONS_PER_ADDRESS / rate."""
+        """Count one event; return its delay in seconds, at most MAX_CONNECTIONS_PER_ADDRESS / rate.
+
+        0.0 means that it may happen immediately.
+        """
         used_until = max(self._used_until.get(address, now), now)
         seconds = min(max(0.0, used_until - now - self._tolerance), MAX_CONNECTIONS_PER_ADDRESS * self._step)
         self._record(address, now, now + self._tolerance + seconds if seconds else used_until)
         return seconds
 
     def try_acquire(self, address: str, now: float) -> bool:
-        """Count one event if it need not wait, and return whether it was counted."""
+        """Count one event if it need not wait, and return True; else return False, uncounted."""
         used_until = max(self._used_until.get(address, now), now)
         if used_until - now > self._tolerance:
             return False
@@ -59,6 +62,7 @@ class RateLimiter:
         return True
 
     def _record(self, address: str, now: float, used_until: float) -> None:
+        """Store when the share is unused again, plus this event; at the limit drop idle addresses."""
         if len(self._used_until) >= MAX_TRACKED_ADDRESSES:
             self._used_until = {other: until for other, until in self._used_until.items() if until > now}
         self._used_until[address] = used_until + self._step
@@ -89,7 +93,10 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
         return self.connected and bool(super().writable())
 
     def is_late(self, now: float) -> bool:
-        """Return whether, at monotonic time `now`, its request or its lifetime takes too long."""
+        """Return whether, at monotonic time `now`, its request or its lifetime takes too long.
+
+        From `starts_at` on: REQUEST_TIMEOUT_SECONDS until the request is received, then CONNECTION_TIMEOUT_SECONDS.
+        """
         is_receiving = not self.requests and not self.total_outbufs_len
         return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
 
@@ -139,7 +146,10 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         return now + self._request_limiter.schedule(address, now)
 
     def readable(self) -> bool:
-        """Close the marked connections: waitress calls this while it handles no connection."""
+        """Close the marked connections; return whether to accept others, as waitress's method.
+
+        waitress calls this while it handles no connection.
+        """
         to_close, self._to_close = self._to_close, []
         for channel in to_close:
             channel.handle_close()

@@ -116,7 +116,10 @@ def make_version_list() -> bytes:
 
 
 def find_body(path: str, guest: Guest) -> bytes | None:
-    """Return the body for this guest at this path, or None for 404."""
+    """Return the body for this guest at this path, or None for 404.
+
+    A directory's body is its list of entries; `/` alone is None.
+    """
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in EC2_VERSIONS:
@@ -128,6 +131,7 @@ def find_body(path: str, guest: Guest) -> bytes | None:
 
 
 def _make_ec2_tree(guest: Guest) -> Tree:
+    """Return EC2's tree; public keys and user-data are left out if the guest has none."""
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,
@@ -150,7 +154,8 @@ def _make_ec2_tree(guest: Guest) -> Tree:
 def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
     """Return {name: content} of this guest's NoCloud disk, without empty optional files.
 
-    With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
+    meta-data and user-data are always there. With `with_phone_home` the vendor-data reports the end of cloud-init; a
+    metadata server must receive it.
     """
     files = _make_seed_files(guest, {})
     if not with_phone_home:
@@ -160,6 +165,7 @@ def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
 
 
 def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
+    """Return {name: content} of the four NoCloud files, b'' for none; `extra` joins meta-data."""
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.
     meta_data = {
@@ -199,6 +205,7 @@ def parse_report(body: bytes) -> bytes:
 
 
 def _make_vendor_data(instance: str) -> bytes:
+    """Return REPORT_SCRIPT for this instance."""
     host = 'http://169.254.169.254'
     replacements = {
         'INSTANCE': instance,
@@ -212,7 +219,7 @@ def _make_vendor_data(instance: str) -> bytes:
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
-    """Return the body at these steps of the tree, or None."""
+    """Return the body at these steps of the tree, a directory's list of entries, or None."""
     node: bytes | Tree = tree
     for step in steps:
         if isinstance(node, bytes):

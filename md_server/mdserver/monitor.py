@@ -51,7 +51,10 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[OpenedFile]:
-        """Let the monitor run carry_out(request); OSError if the monitor is gone. Thread-safe."""
+        """Let the monitor run carry_out(request), and wait; return its answer. Thread-safe.
+
+        Raises OSError if the monitor is gone; an error here disconnects it.
+        """
         files: list[OpenedFile] = []
         with self._lock:
             try:
@@ -74,17 +77,20 @@ class Monitor:
         self._process.join()
 
     def _receive(self) -> tuple[bytes, int]:
+        """Return the next packet and its descriptor, or -1; OSError if the monitor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             raise OSError(errno.EPIPE, 'its monitor is gone')
         return packet, descriptors[0] if descriptors else -1
 
     def _disconnect(self) -> None:
+        """Shut the connection down, which ends the monitor."""
         with suppress(OSError):  # already shut down by either end
             self._channel.shutdown(socket.SHUT_RDWR)
 
 
 def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket) -> None:
+    """Answer requests until mdserver ends, ignoring signals; runs in the monitor."""
     # Ends only after mdserver: a Ctrl-C goes to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -99,6 +105,7 @@ def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket
 
 
 def _send_file(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
+    """Send the descriptor and close it, or send the number of the error. Raises OSError."""
     if isinstance(opened, OSError):
         channel.send(b'%d %s' % (opened.errno or errno.EIO, name))
         return
@@ -116,7 +123,10 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user name or, as chown(1), any number; ValueError if unknown or root."""
+    """Return the ids of a user name or, as chown(1), any number; ValueError if unknown or root.
+
+    A number that no user has is its own gid.
+    """
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:

@@ -77,10 +77,12 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return self._log_limiter.try_acquire(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
+        """Return the error as one line of plain text."""
         bottle.response.content_type = 'text/plain; charset=utf-8'
         return f'{res.status_line}: {res.body}\n'
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Serve as bottle does, and log the request at DEBUG if can_log()."""
         def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
             if self.can_log(client):
@@ -94,11 +96,17 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
 
 def make_app(files: Files) -> bottle.Bottle:
-    """Return the WSGI application. It identifies a client by REMOTE_ADDR only."""
+    """Return the WSGI application. It identifies a client by REMOTE_ADDR only.
+
+    It answers 403 and 421 as in _check_headers(), 404 to unknown clients and paths, and 500 if a file is unusable.
+    """
     app = App()
 
     def identify_guest() -> tuple[str, guests.Guest]:
-        """Return the MAC of the requesting guest, and what is served to it. Raises HTTPError."""
+        """Return the MAC of the requesting guest, and what is served to it.
+
+        Raises HTTPError: 404 for an unknown client, 500 if a file is unusable. Either result is noted for ecompute.
+        """
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -122,6 +130,7 @@ def make_app(files: Files) -> bottle.Bottle:
         raise refusal
 
     def serve_data(path: str = '') -> bottle.HTTPResponse:
+        """Answer a GET: to `/` without identifying the client, else with its own data or 404."""
         _check_headers()
         if not path.strip('/'):
             return _make_response(metadata.make_version_list())
@@ -129,6 +138,7 @@ def make_app(files: Files) -> bottle.Bottle:
         return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
     def receive_report(instance: str) -> bottle.HTTPResponse:
+        """Store a guest's ready report: 404 for another instance's, 400 for too many fields."""
         _check_headers()
         mac, guest = identify_guest()
         if guest.instance != instance:
@@ -152,6 +162,7 @@ def make_app(files: Files) -> bottle.Bottle:
 
 
 def _check_headers() -> None:
+    """Raise HTTPError: 403 for a request by a proxy, 421 for one whose Host is a name."""
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
@@ -186,10 +197,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client is local, on `bridge` or has a lease; True without `bridge`.
+    """Return whether the client is local, on `bridge` or has a lease; True if `bridge` is None.
 
-    The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
-    not work: a restarted network has a new bridge of the same name.
+    False if that cannot be read. The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this
+    far. SO_BINDTODEVICE would not work: a restarted network has a new bridge of the same name.
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
@@ -209,12 +220,14 @@ def end_with_parent() -> None:
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
+    """Handle a signal: exit with 0."""
     # From here on the monitor is expected to end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
 
 
 def _switch_user(name: str, ids: UserIds) -> None:
+    """Become the user permanently. Raises OSError, whose str() names what it needs."""
     for encoding in LATE_ENCODINGS:
         codecs.lookup(encoding)
     try:
@@ -225,7 +238,7 @@ def _switch_user(name: str, ids: UserIds) -> None:
 
 
 def _resolve_user(name: str) -> UserIds:
-    """Return the ids of the user that --user names. Raises ConfError."""
+    """Return the ids of the user that --user names. Raises ConfError, also unless root."""
     try:
         ids = find_user(name)
     except ValueError as error:
@@ -236,6 +249,7 @@ def _resolve_user(name: str) -> UserIds:
 
 
 def _load_config(arguments: argparse.Namespace) -> conf.Config:
+    """Load mdserver.conf and apply --guests and --listen. Raises ConfError."""
     config = conf.load(arguments.conf)
     if arguments.guests is not None:
         config = replace(config, guests=arguments.guests)
@@ -273,7 +287,7 @@ class _OneLine(logging.Formatter):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of mdserver's command line."""
+    """Return the parser of mdserver's command line; its errors end the process with 2."""
     cli = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
     cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
@@ -358,6 +372,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
+    """Tell systemd READY=1; serve until a signal, or the end of stdin with --with-parent."""
     server = limits.Server(
         make_app(files),
         sock,
@@ -379,7 +394,7 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
 
 
 def notify_systemd(state: str) -> None:
-    """Send `state` to systemd if it started this process as a service: sd_notify(3)."""
+    """Send `state` to systemd if it started this process (sd_notify(3)); ignore OSError."""
     if path := os.environ.get('NOTIFY_SOCKET'):
         # Errors are ignored: systemd has its own timeout.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
