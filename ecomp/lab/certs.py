@@ -89,8 +89,9 @@ def make_certificates(
 ) -> None:
     """Make each certificate that is missing or expires soon; report one line a directory.
 
-    `include_others` adds all other clients in `directory`. Raises UsageError for an invalid name or uuid, or without a
-    server name, and EcompError if the authority or a file is unusable.
+    Soon is within MIN_REMAINING_DAYS of `now`, a UTC time. `include_others` adds all other clients in `directory`.
+    Waits for another process's lock. Raises UsageError for an invalid name or uuid, or without a server name, and
+    EcompError if the authority or a file is unusable.
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):
@@ -114,6 +115,7 @@ def make_certificates(
 def _make_all(
     directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
 ) -> None:
+    """Make what is missing, under the lock. Raises EcompError, or OSError."""
     signer = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -141,12 +143,16 @@ def _make_all(
 
 
 def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
+    """Make the client's certificate unless it is usable, and copy the token."""
     _make_certificate(place, 'client', place.name, (), signer, now, say)
     _write_if_changed(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """Raise UsageError if `compute` is not a uuid or differs from the compute.yaml at `path`."""
+    """Raise UsageError if `compute` is not a uuid or differs from the compute.yaml at `path`.
+
+    A missing compute.yaml is accepted.
+    """
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: a uuid is like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
@@ -154,6 +160,7 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
+    """Return the authority, made if ca.crt is missing; EcompError if unusable or not valid now."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     if certificate.exists():
         try:
@@ -191,7 +198,10 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
 def _make_certificate(  # noqa: PLR0913
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable."""
+    """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable.
+
+    Without `names` it is a client's. Reports a line if made, and one for removed names.
+    """
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
     _write_if_changed(place / 'ca.crt', authority)
@@ -235,6 +245,10 @@ def _read_names(path: Path) -> tuple[str, ...]:
 
 
 def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
+    """Return whether it is the authority's, fits its key and is valid for another month.
+
+    Until the authority's end, if that is earlier. Raises OSError.
+    """
     try:
         certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
@@ -251,6 +265,7 @@ def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
 def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
 ) -> x509.CertificateBuilder:
+    """Begin a certificate that is valid from an hour before `now` until `end`."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -264,6 +279,7 @@ def _make_builder(
 
 
 def _is_address(name: str) -> bool:
+    """Return whether it is an IP address without a zone (%)."""
     try:
         ip_address(name)
     except ValueError:
@@ -272,6 +288,7 @@ def _is_address(name: str) -> bool:
 
 
 def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') -> None:
+    """Write etcd, placement and `extra_lines` to the file; no-op if it exists."""
     if not path.exists():
         host = cluster.servers[0]
         placement = f'https://{bracket_address(host)}:{cluster.placement_port}'
@@ -286,12 +303,14 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return the private key as PEM, unencrypted."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def _format_expiry(certificate: x509.Certificate) -> str:
+    """Return the date (UTC) on which it expires, as 2026-01-31."""
     return certificate.not_valid_after_utc.date().isoformat()
 
 
@@ -299,7 +318,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     """Have etcd restrict each certificate in `directory` to its role; report each step.
 
     Raises UsageError if a compute's uuid is missing or not unique, or there is no operator certificate, Conflict if
-    computes of an earlier version run, and EcompError if etcd fails.
+    computes of an earlier version run, Denied if no operator may do this, and another EcompError if etcd fails.
     """
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
@@ -333,7 +352,10 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
-    """Have etcd let every certificate write all again; keep users and roles. Raises EcompError."""
+    """Have etcd let every certificate write all again; keep users and roles.
+
+    No-op if it does. Raises UsageError without operators, or another EcompError.
+    """
     with _connect_as_operator(directory) as (accounts, _):
         was_on = accounts.is_enabled()
         if was_on:
@@ -343,7 +365,10 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List the directories of a kind, such as `compute-`; they are also the common names."""
+    """List the directories of a kind, such as `compute-`, that have a certificate.
+
+    They are also the common names, sorted.
+    """
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
@@ -397,13 +422,14 @@ def _find_old_records(records: Snapshot) -> list[str]:
 
 
 def _format_names(names: list[str]) -> str:
+    """Join up to MAX_LISTED_NAMES names, printable; `…` stands for the others."""
     return ', '.join(make_printable(name, 200) for name in names[:MAX_LISTED_NAMES]) + (
         ' …' if len(names) > MAX_LISTED_NAMES else ''
     )
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
-    """Write /cluster if it is missing; return whether it was."""
+    """Write /cluster if it is missing; return True if this call did. Retries until it is there."""
     value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
         try:

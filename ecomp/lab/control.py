@@ -73,14 +73,20 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
-        """Start `prefix` and the command after `record_process`, without waiting; raise EcompError."""
+        """Write the files and start `prefix` and the command after `record_process`; do not wait.
+
+        Raises EcompError.
+        """
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
-        """Wait for readiness or `stopped`; raise EcompError at its end or after START_SECONDS."""
+        """Wait for readiness or `stopped`; raise EcompError at its end or after START_SECONDS.
+
+        Once `stopped` is set, no error is raised.
+        """
         stops = stopped or threading.Event()
         try:
             machine.wait_for(
@@ -135,7 +141,7 @@ def make_placement_servers(data: Path, address: str, port: int, certs: Path | No
     """Make placement over SQLite in the directory `data`; without `certs` any client is admin.
 
     With `certs` it listens on a socket in `data`, behind a stunnel that requires a client certificate, and accepts the
-    token in `certs`/token. https://www.stunnel.org/static/stunnel.html
+    token in `certs`/token. They are in the order to start them. https://www.stunnel.org/static/stunnel.html
     """
     command, listen_address = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracket_address(address)}:{port}'
     log, env = data / 'placement.log', make_placement_environment(data)
@@ -187,20 +193,23 @@ def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> l
 
 
 def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
-    """True if the etcd at this URL has a leader and accepts writes."""
+    """Return True if the etcd at this URL has a leader and accepts writes; no answer is False."""
     with contextlib.suppress(OSError, ValueError):
         return bool(json.loads(_fetch(f'{url}/health', certs=certs)).get('health') in ('true', True))
     return False
 
 
 def is_placement_ready(url: str, certs: Path | None = None) -> bool:
-    """True if the placement at this URL answers a query that needs its database."""
+    """Return True if the placement at this URL answers a query that needs its database.
+
+    `certs` None means the token `admin`. Raises OSError if the token is unreadable.
+    """
     token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
     return is_url_available(f'{url}/resource_providers', {'x-auth-token': token}, certs)
 
 
 def _accepts_connections(path: str) -> bool:
-    """True if a process listens on the Unix socket at `path`, of at most 107 bytes (unix(7))."""
+    """Return True if a process listens on this Unix socket (at most 107 bytes: unix(7))."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         return True
@@ -208,7 +217,7 @@ def _accepts_connections(path: str) -> bool:
 
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
-    """True if a GET of this URL succeeds."""
+    """Return True if a GET of this URL succeeds within 5 s for each read; any OSError is False."""
     with contextlib.suppress(OSError):
         _fetch(url, headers, certs)
         return True
@@ -216,6 +225,7 @@ def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: 
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
+    """Return the body of a GET, as the server in `certs` if given. Raises OSError, and for 4xx."""
     # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certs is not None:
@@ -229,6 +239,7 @@ def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | Non
 
 
 def _is_dhcp_ready(process: Process) -> bool:
+    """Return True if port 67 is bound in the process's network namespace."""
     # dnsmasq answers only by giving a lease; the kernel shows whether port 67 (0x43) is bound.
     with contextlib.suppress(OSError):
         sockets = Path(f'/proc/{process.pid}/net/udp').read_text(encoding='ascii')
@@ -262,9 +273,9 @@ def run_control(
 ) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
-    `on_ready` is called once both are usable, with the scheme of placement's URL, `http` or `https`. Raises UsageError
-    for a used port, a foreign address, and missing programs, directories or certificates, and EcompError if a server
-    ends.
+    `on_ready` is called once both are usable, with the scheme of placement's URL, `http` or `https`; `say` gets each
+    line of progress. Missing certificates are made. Raises UsageError for a used port, a foreign address, and missing
+    programs, directories or certificates, and EcompError if a server ends or is not ready within START_SECONDS.
     """
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _check_free(backend, endpoints.bind, port)
@@ -337,6 +348,7 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
 
 
 def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
+    """Make etcd and placement's servers in the order to start them."""
     etcd, stunnel = (
         None if endpoints.certs is None else endpoints.certs.resolve() / name for name in ('etcd', 'placement')
     )
@@ -347,14 +359,17 @@ def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
 
 
 def _read_certificate_time(endpoints: Endpoints) -> float:
-    """Read when placement's certificate was written, in seconds since the epoch, else 0."""
+    """Read when placement's certificate was written, in epoch seconds, 0.0 without one."""
     with contextlib.suppress(FileNotFoundError):
         return 0.0 if endpoints.certs is None else (endpoints.certs / 'placement/server.crt').stat().st_mtime
     return 0.0
 
 
 def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Make missing certificates; raise UsageError if one of CERTIFICATE_FILES is unreadable."""
+    """Make missing certificates; raise UsageError if one of CERTIFICATE_FILES is unreadable.
+
+    Only if placement's is missing; an old one is not replaced. Raises EcompError.
+    """
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():
@@ -372,7 +387,10 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
-    """Add ./certs if other machines reach `bind`; raise UsageError if `bind` is not usable."""
+    """Return the endpoints, with ./certs if other machines reach `bind` and none are given.
+
+    Raises UsageError if `bind` is not one address that can be certified.
+    """
     try:
         address = ip_address(endpoints.bind)
     except ValueError as error:
@@ -393,6 +411,7 @@ def _make_address_error(bind: str) -> UsageError:
 
 
 def _check_free(backend: str, bind: str, port: int) -> None:
+    """Raise UsageError if the address is not this machine's, or the port is used or forbidden."""
     option, family = f'--{backend}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -46,8 +46,8 @@ PS1="({name}) ${{PS1-}}"
 def enter_shell(lab: Lab, words: Sequence[str]) -> int:
     """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
 
-    Returns its exit code. This Python's directory, which has eschedule, comes first in PATH. Raises EcompError if the
-    lab's schedule.yaml is unreadable or the command cannot be started.
+    Returns its exit code, 128 + N if signal N ended it. This Python's directory, which has eschedule, comes first in
+    PATH. Raises EcompError if the lab's schedule.yaml is unreadable or the command cannot be started.
     """
     config = lab.directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
@@ -69,7 +69,10 @@ def enter_shell(lab: Lab, words: Sequence[str]) -> int:
 
 
 def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command that has the terminal; return its exit code as a shell does."""
+    """Wait for a command that has the terminal; return its exit code, 128 + N for signal N.
+
+    Ctrl-C does not end the wait.
+    """
     while True:
         # Ctrl-C reaches the command too, which decides how to react.
         with contextlib.suppress(KeyboardInterrupt):
@@ -88,7 +91,10 @@ reach: {reach}
 
 
 def start_control(lab: Lab) -> None:
-    """Make what is missing of the control plane, start it and wait for it. Raises EcompError."""
+    """Make what is missing of the control plane, start it and wait until it is ready.
+
+    Raises EcompError, also for a server that is not ready in time.
+    """
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
@@ -121,6 +127,10 @@ def _make_reach_command(name: str) -> str:
 
 
 def _make_certificates(lab: Lab) -> None:
+    """Make the lab's certificates, reload stunnel, give the operator's to sudo's caller.
+
+    stunnel is reloaded only if its certificate changed.
+    """
     from ecomp.lab import certs
 
     lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
@@ -143,7 +153,10 @@ GUEST_IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab; errors of users and the machine cause an exit code and no traceback."""
+    """Run elab and return its exit code; errors of users and the machine print no traceback.
+
+    `argv` None means sys.argv without the program. An interrupt returns 1.
+    """
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
     try:
@@ -167,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of elab's command line."""
+    """Make the parser of elab's command line; its parse_args() raises UsageError."""
     top = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
     top.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = top.add_subparsers(required=True, metavar='COMMAND')
@@ -228,12 +241,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_count(text: str) -> int:
+    """Parse a number from 1 to MAX_HOSTS; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_HOSTS:
         raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MAX_HOSTS}')
     return int(text)
 
 
 def _parse_port(text: str) -> int:
+    """Parse a port from 1 to 65535; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
     return int(text)
@@ -247,6 +262,10 @@ def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _run_up(options: argparse.Namespace) -> int:
+    """Make the lab or what is missing or ended, wait until it is ready; return 0.
+
+    Prints the addresses. Raises UsageError unless root, or without the programs, and EcompError.
+    """
     name = check_name(options.name)
     machine.require_root('elab up')
     # QEMU, dnsmasq and users of eschedule need to read these files; secret files have their own modes.
@@ -285,7 +304,10 @@ def _run_up(options: argparse.Namespace) -> int:
 
 
 def _reduce_shares(hosts: Sequence[LabHost]) -> None:
-    """Reduce the older hosts' shares of the machine when hosts join; guests continue."""
+    """Reduce the older hosts' shares of the machine when hosts join; guests continue.
+
+    Their ecomputes are ended. No-op without older or without new hosts.
+    """
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -312,6 +334,7 @@ def _provide_image(lab: Lab) -> None:
 
 
 def _run_status(options: argparse.Namespace) -> int:
+    """Print the state of each server and host; return 1 unless all are ready."""
     machine.require_root('elab status')
     lab = state.load(check_name(options.name))
     layout = lab.layout
@@ -338,6 +361,10 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
+    """Run the command in a host or `control`; return its exit code.
+
+    Raises UsageError unless root or without a command, NotFound, or EcompError if it is down.
+    """
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
@@ -352,12 +379,14 @@ def _run_exec(options: argparse.Namespace) -> int:
 
 
 def _run_shell(options: argparse.Namespace) -> int:
+    """Run the command or a shell as enter_shell() does; return its exit code."""
     # argparse passes a leading -- on to REMAINDER arguments.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
     return enter_shell(state.load(check_name(options.name)), words)
 
 
 def _run_list(_: argparse.Namespace) -> int:
+    """Print a row for each lab; return 0."""
     labs = state.list_labs()
     if not labs:
         _print_message('there is no lab: elab up makes one')
@@ -370,6 +399,7 @@ def _run_list(_: argparse.Namespace) -> int:
 
 
 def _make_row(lab: Lab) -> tuple[str, ...]:
+    """Return a lab's row of `elab list`: up if all its servers run, partly up, or down."""
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
@@ -377,6 +407,10 @@ def _make_row(lab: Lab) -> tuple[str, ...]:
 
 
 def _run_down(options: argparse.Namespace) -> int:
+    """Remove the lab and all its processes; return 0, also if there is none.
+
+    Raises UsageError unless root, and EcompError if something cannot be removed.
+    """
     name = check_name(options.name)
     machine.require_root('elab down')
     directory = state.ROOT / name
@@ -407,6 +441,7 @@ def _run_down(options: argparse.Namespace) -> int:
 
 
 def _run_control(options: argparse.Namespace) -> int:
+    """Run etcd and placement until a signal, or print their unit; return 0."""
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
 
     def print_addresses(scheme: str) -> None:
@@ -428,6 +463,7 @@ def _run_control(options: argparse.Namespace) -> int:
 
 
 def _run_certs(options: argparse.Namespace) -> int:
+    """Make certificates, then enable or disable roles, as the options say; return 0."""
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
@@ -456,12 +492,14 @@ def _run_certs(options: argparse.Namespace) -> int:
 
 
 def _run_guest(options: argparse.Namespace) -> int:
+    """Make the guest image; return 0."""
     with _report_step(f'{options.output} is made'):
         guest.make_image(options.output, _print_message)
     return 0
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
+    """Hold the lab's lock; report if another elab has it, and wait."""
     return state.hold_lock(
         state.ROOT / name, lambda: _print_message(f'another elab is at work on lab {name}: waiting for it')
     )
@@ -469,13 +507,14 @@ def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _report_step(description: str) -> Iterator[None]:
-    """Report the step and its seconds after the block succeeds."""
+    """Report the step and its seconds after the block succeeds; not if it raises."""
     start_time = time.monotonic()
     yield
     _print_message(f'{time.monotonic() - start_time:6.1f} s  {description}')
 
 
 def _print_message(text: str) -> None:
+    """Print to stderr; ignore OSError."""
     with contextlib.suppress(OSError):  # a full disk or a closed terminal does not stop the work
         print(text, file=sys.stderr, flush=True)
 

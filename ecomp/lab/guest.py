@@ -216,6 +216,7 @@ def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
+    """Return the (path, mode, content) of the initramfs, directories first."""
     directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
     script = stat.S_IFREG | 0o755
     return [
@@ -231,6 +232,7 @@ def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[s
 
 
 def _find_static_busybox() -> Path:
+    """Return the path of a static busybox. Raises UsageError."""
     # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
@@ -239,7 +241,10 @@ def _find_static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """True if a 64-bit little-endian ELF program has no PT_INTERP segment (elf(5))."""
+    """Return True if a 64-bit little-endian ELF program has no PT_INTERP segment (elf(5)).
+
+    Another file is False.
+    """
     if program[:6] != b'\x7fELF\x02\x01':
         return False
     start = struct.unpack_from('<Q', program, 32)[0]
@@ -248,7 +253,10 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """Return the kernel file, and the (name, content) of the MODULES in its package."""
+    """Return the kernel file, and the (name, content) of the MODULES in its package.
+
+    Downloads packages to `work`. Raises EcompError.
+    """
     packages = _kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'
@@ -275,6 +283,7 @@ def _kernel_packages() -> list[str]:
 
 
 def _find_dependencies(package: str, prefix: str) -> list[str]:
+    """Return the package's dependencies that begin with `prefix`; [] for an unknown package."""
     try:
         lines = machine.run(['apt-cache', 'depends', '--important', package]).splitlines()
     except EcompError:
@@ -284,6 +293,7 @@ def _find_dependencies(package: str, prefix: str) -> list[str]:
 
 
 def _read_module(path: Path) -> bytes:
+    """Return the module, unpacked by its suffix. Raises UsageError without zstd for .zst."""
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])

@@ -85,7 +85,10 @@ class LabHost:
         return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the missing namespace, private directories, compute.yaml and mdserver.conf."""
+        """Make the missing namespace, private directories, compute.yaml and mdserver.conf.
+
+        libvirt's filters are copied each time; existing files of the others stay.
+        """
         if machine.ensure_host(self.lab.layout, self.name):
             # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -138,7 +141,7 @@ class LabHost:
         return own is not None
 
     def start_libvirt(self) -> None:
-        """Start virtlogd and libvirtd, without waiting for them."""
+        """Start virtlogd and libvirtd unless they run, without waiting for them."""
         for daemon in ('virtlogd', 'libvirtd'):
             label = f'{self.name} {daemon}'
             if not self.lab.find_running(label):
@@ -148,7 +151,10 @@ class LabHost:
                 machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
-        """Wait until libvirtd answers, then define and start its network `default`."""
+        """Wait until libvirtd answers, then define and start its network `default`.
+
+        Raises EcompError after START_SECONDS.
+        """
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
         machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
@@ -164,7 +170,7 @@ class LabHost:
             self._run_virsh('net-start', 'default')
 
     def is_libvirt_ready(self) -> bool:
-        """True if libvirtd answers a query for its domains."""
+        """Return True if libvirtd answers a query for its domains within LIBVIRT_SECONDS."""
         # virsh waits and retries for a missing socket; checking the file is cheap.
         if (self.directory / 'run/libvirt-sock').exists():
             with contextlib.suppress(EcompError):
@@ -173,7 +179,7 @@ class LabHost:
         return False
 
     def is_network_active(self) -> bool:
-        """True if the network `default` is active, by its bridge."""
+        """Return True if the network `default` is active, by its bridge."""
         return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def count_guests(self) -> int:
@@ -181,7 +187,7 @@ class LabHost:
         return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
     def start_ecompute(self) -> None:
-        """Start ecompute, without waiting for its presence."""
+        """Start ecompute unless it runs, without waiting for its presence."""
         label = f'{self.name} ecompute'
         if not self.lab.find_running(label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
@@ -191,12 +197,15 @@ class LabHost:
             machine.start(label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
-        """Wait until ecompute has written its presence to etcd."""
+        """Wait until ecompute has written its presence to etcd; EcompError after START_SECONDS."""
         label = f'{self.name} ecompute'
         machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
 
     def is_ecompute_ready(self) -> bool:
-        """True if ecompute runs and has written its presence since start_ecompute()."""
+        """Return True if ecompute runs and has written its presence since start_ecompute().
+
+        In another process than the one that started it, any presence counts.
+        """
         return (
             self.lab.find_running(f'{self.name} ecompute') is not None
             and self._read_presence_revision() > self._previous_revision
@@ -235,12 +244,13 @@ class LabHost:
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
 
     def read_uuid(self) -> str | None:
-        """Read the uuid of the host's ecompute, None before its first start."""
+        """Read the uuid of the host's ecompute; None before its first start or if malformed."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         return None
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
+        """Return what virsh prints on this host. Raises EcompError."""
         return machine.run(
             self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
         )
@@ -261,6 +271,7 @@ class LabHost:
         return True
 
     def _calculate_share(self) -> dict[str, int]:
+        """Return the host's inventory: its share of the machine's processors, memory and free disk."""
         return divide_resources(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,
@@ -269,6 +280,7 @@ class LabHost:
         )
 
     def _render_compute_yaml(self) -> str:
+        """Render the first compute.yaml, with the uuid of the host's ecompute or a new one."""
         layout = self.lab.layout
         text = COMPUTE_YAML.format(
             backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
@@ -280,12 +292,16 @@ class LabHost:
 
 
 def _write_once(path: Path, text: str) -> None:
+    """Write the file durably; no-op if it exists."""
     if not path.exists():
         write_durably(path, text, 0o644)
 
 
 def render_mdserver_conf() -> str:
-    """Render a host's mdserver.conf with the first ssh key of elab's caller (SUDO_USER too)."""
+    """Render a host's mdserver.conf with the first ssh key of elab's caller (SUDO_USER too).
+
+    Without a usable key it has a comment instead.
+    """
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # the user was removed

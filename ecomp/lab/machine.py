@@ -76,14 +76,14 @@ def read_start_time(pid: int) -> int | None:
 
 
 def is_alive(process: Process) -> bool:
-    """True if the process still runs; another process with its pid does not count."""
+    """Return True if the process still runs; a zombie, or another one with its pid, does not."""
     return read_start_time(process.pid) == process.started
 
 
 def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> None:
-    """Send SIGTERM to the running processes, and SIGKILL after `timeout_seconds`.
+    """Send SIGTERM to the running processes, SIGKILL after `timeout_seconds`; wait for the end.
 
-    Raises EcompError that names those still running 10 s later.
+    Raises EcompError that names those still running 10 s later. Ended ones are skipped.
     """
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
@@ -115,7 +115,7 @@ def start(
 
     So no unrecorded server runs, even if this process is killed; None is for a server that ends with this process.
     Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
-    EcompError if it cannot be started or ends immediately.
+    EcompError if it cannot be started or ends immediately. A missing program is seen only in the log and by wait_for().
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -173,9 +173,9 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
 
 
 def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Path, timeout_seconds: float) -> None:
-    """Call `is_ready` until it is true.
+    """Call `is_ready` every 0.05 s until it is true, at least once.
 
-    Raises EcompError with the log's last line if the process ends or `timeout_seconds` pass.
+    Raises EcompError with the log's last line if the process ends, even when ready, or `timeout_seconds` pass.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -193,7 +193,7 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
 
 
 def read_last_line(log: Path) -> str:
-    """Read the last non-empty line of a log."""
+    """Read the last non-empty line of a log, at most 300 characters, or that it is empty."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         if lines:
@@ -302,7 +302,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
 
 def has_namespace(layout: Layout, place: str) -> bool:
-    """True if the namespace of a host or of `control` exists and can be entered."""
+    """Return True if the namespace of a host or of `control` exists and can be entered."""
     with contextlib.suppress(EcompError):
         run(['ip', '-n', layout.get_namespace(place), 'link', 'show', 'lo'])
         return True
@@ -310,7 +310,10 @@ def has_namespace(layout: Layout, place: str) -> bool:
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
-    """True if a host or `control` has an interface of that name."""
+    """Return True if a host or `control` has an interface of that name.
+
+    Raises EcompError if its namespace is missing.
+    """
     links = json.loads(run(['ip', '-n', layout.get_namespace(place), '-json', 'link', 'show']))
     return any(link['ifname'] == name for link in links)
 
@@ -325,7 +328,7 @@ def list_namespaces(name: str) -> list[str]:
 def end_processes(spaces: list[str], recorded: list[Process]) -> None:
     """End the processes in these namespaces, and the recorded ones that still run.
 
-    Raises EcompError if a process survives or new ones keep appearing.
+    SIGTERM, 3 s later SIGKILL, in up to 10 rounds. Raises EcompError if a process survives or new ones keep appearing.
     """
     for _ in range(10):  # a process may have started another before its end
         running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
@@ -338,7 +341,10 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
-    """Remove namespaces with their interfaces, and the link of `layout` unless it is None."""
+    """Remove namespaces with their interfaces, and the link of `layout` unless it is None.
+
+    Raises EcompError, also for a missing namespace.
+    """
     if layout is not None:
         _delete_link(layout)
     for space in spaces:
@@ -346,6 +352,7 @@ def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
 
 
 def _list_processes(space: str) -> list[Process]:
+    """Return the namespace's processes, labelled with its name; [] if it cannot be entered."""
     try:
         pids = run(['ip', 'netns', 'pids', space]).split()
     except EcompError:
@@ -355,6 +362,7 @@ def _list_processes(space: str) -> list[Process]:
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
+    """Make the namespace unless it is usable, and configure it; return True if it was missing."""
     space = layout.get_namespace(place)
     is_missing = not has_namespace(layout, place)
     if is_missing:
@@ -369,6 +377,7 @@ def _ensure_namespace(layout: Layout, place: str) -> bool:
 
 
 def _ensure_fence(layout: Layout, space: str) -> None:
+    """Replace the rules of the lab's chains, and add the jumps to them that are missing."""
     prefix = ['ip', 'netns', 'exec', space]
     run([*prefix, 'iptables-restore', '--noflush', '--wait'], render_fence_rules(layout))
     for hook, chain in FENCE_CHAINS.items():
@@ -380,6 +389,7 @@ def _ensure_fence(layout: Layout, space: str) -> None:
 
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
+    """Make the bridge br0 if it is missing, give it `address`/24 and switch it on."""
     space = layout.get_namespace(place)
     if not has_interface(layout, place, 'br0'):
         run(['ip', '-n', space, 'link', 'add', 'br0', 'address', layout.get_mac(place), 'type', 'bridge'])
@@ -388,5 +398,6 @@ def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
 
 
 def _delete_link(layout: Layout) -> None:
+    """Delete the machine's interface into the lab; no-op without it."""
     if Path('/sys/class/net', layout.link).exists():
         run(['ip', 'link', 'delete', layout.link])

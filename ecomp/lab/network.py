@@ -101,12 +101,15 @@ def list_host_names(count: int) -> list[str]:
 
 
 def parse_host_number(host: str) -> int:
-    """Parse the i of the name hv<i>."""
+    """Parse the i of the name hv<i>; ValueError for another name."""
     return int(host.removeprefix('hv'))
 
 
 def check_name(name: str) -> str:
-    """Return a lab's name, used in directory and namespace names; raise UsageError if invalid."""
+    """Return the valid name of a lab unchanged; else raise UsageError.
+
+    It is used in names of directories and namespaces.
+    """
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
         raise UsageError(f'a lab is named with at most 32 lower-case letters, digits and -, not {name!r}')
     return name
@@ -200,7 +203,10 @@ def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> di
 
 
 def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
-    """Reduce the amounts in the inventory of a compute.yaml to at most `maximum`."""
+    """Return the compute.yaml with each amount in its inventory at most that in `maximum`.
+
+    Classes that are not in `maximum`, and other lines, stay.
+    """
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
         lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',

@@ -26,7 +26,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends it. `argv` has the two words after the program."""
     first, second = argv
     # Placement requires this file in its configuration directory; it is empty, since all settings are in the
     # environment.

@@ -65,12 +65,12 @@ class Lab:
         return process if process is not None and machine.is_alive(process) else None
 
     def record_process(self, label: str, process: Process) -> None:
-        """Record in lab.json that `label` is this process."""
+        """Record in lab.json, atomically, that `label` is this process. Raises OSError."""
         self.processes[label] = process
         self.save()
 
     def save(self) -> None:
-        """Write lab.json atomically."""
+        """Write lab.json atomically, and make the lab's directory durable. Raises OSError."""
         layout = self.layout
         data = {
             'version': FORMAT_VERSION,
@@ -91,7 +91,10 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab; raise NotFound without it, EcompError for an unusable lab.json."""
+    """Load the lab; raise NotFound without it, EcompError for an unusable lab.json.
+
+    After a reboot it has no processes.
+    """
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -119,8 +122,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
 def load_or_create(name: str, host_count: int | None) -> Lab:
     """Load the lab, or create its lab.json alone, with at least `host_count` hosts.
 
-    None means the current number, 3 for a new lab. Raises UsageError if the directory of a new lab has foreign files,
-    which remove_directory() would delete, and EcompError.
+    None means the current number, 3 for a new lab; a lab never shrinks. The caller holds the lab's lock. Raises
+    UsageError if the directory of a new lab has foreign files, which remove_directory() would delete, and EcompError.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -147,7 +150,8 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 def check_removable(directory: Path) -> None:
     """Raise EcompError for a mount below a lab's directory, whose files would be deleted.
 
-    The lab's own mounts are in its namespaces and invisible here. proc_pid_mountinfo(5)
+    No-op for a link to a directory without lab.json. The lab's own mounts are in its namespaces and invisible here.
+    proc_pid_mountinfo(5)
     """
     if not _belongs_to_lab(directory):
         return
@@ -162,7 +166,8 @@ def check_removable(directory: Path) -> None:
 def remove_directory(directory: Path) -> None:
     """Remove a lab's directory, and the link to it. Raises EcompError.
 
-    lab.json is removed last: it shows that a directory behind a link is a lab's.
+    Of a link to a directory without lab.json only the link is removed. lab.json is removed last: it shows that a
+    directory behind a link is a lab's.
     """
     try:
         if _belongs_to_lab(directory):
@@ -181,6 +186,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def _belongs_to_lab(directory: Path) -> bool:
+    """Return False for a link to a directory without lab.json, or to none; else True."""
     # A lab may be on another disk, behind a link; without lab.json that directory is not a lab's.
     return not directory.is_symlink() or (directory / RECORD_NAME).exists()
 
@@ -204,7 +210,10 @@ def find_lab_name() -> str:
 
 
 def list_labs(root: Path = ROOT) -> list[Lab]:
-    """Load every lab that load() accepts; others that run are seen only by their routes."""
+    """Load every lab that load() accepts, by name.
+
+    Others that run are seen only by their routes.
+    """
     labs = []
     for path in sorted(root.glob(f'*/{RECORD_NAME}')):
         with contextlib.suppress(EcompError):
@@ -214,9 +223,10 @@ def list_labs(root: Path = ROOT) -> list[Lab]:
 
 @contextlib.contextmanager
 def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on a directory, made if missing; `on_busy` is called if another has it.
+    """Hold the lock on a directory, made if missing; wait for it without a limit.
 
-    The kernel releases the lock when the process ends, even by a kill.
+    `on_busy` is called before waiting if another has it. The kernel releases the lock when the process ends, even by a
+    kill. Raises OSError if the directory cannot be made or opened.
     """
     directory = directory.resolve()  # for a dangling link its target is made
     while True:
@@ -243,6 +253,7 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
+    """Return whether the path still is the open directory; False if it was removed."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False
