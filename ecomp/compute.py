@@ -35,7 +35,11 @@ MAX_FAKE_COMPUTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal stops it, and return the exit code."""
+    """Run ecompute until a signal stops it, and return the exit code.
+
+    `argv` None means sys.argv without the program. With --check or --unit it prints and returns. After a signal the
+    exit code is 0, but 1 for an interrupted --check.
+    """
     logs.hold_descriptors()
     logs.configure()
     config, is_checking, is_serving = ComputeConfig(), False, False

@@ -86,7 +86,7 @@ def failpoint(name: str) -> None:
 
 
 def _fire(name: str, action: str, max_count: int | None) -> None:
-    """Record that `name` fired and signal this thread; no-op after `max_count` (None: none)."""
+    """Record the arrival and signal this thread; no-op after `max_count` arrivals, unless None."""
     import signal  # late: commands do not need it otherwise
 
     fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')

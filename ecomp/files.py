@@ -54,9 +54,9 @@ def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]
 
 
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
-    """Write a file atomically and durably. An OSError leaves no partial file, and names `path`.
+    """Write a file atomically and durably. An OSError leaves no partial file.
 
-    `mode` is reduced by the umask; a replaced file's mode and owner are lost.
+    A replaced file gets `mode`, less the umask, and this process's owner.
     """
     temporary = get_part_path(path)
     try:

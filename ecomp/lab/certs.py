@@ -160,7 +160,7 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
-    """Return the authority, made if ca.crt is missing; EcompError if unusable or not valid now."""
+    """Return the authority, made if ca.crt is missing; EcompError if unusable or expired."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     if certificate.exists():
         try:
@@ -354,7 +354,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
     """Have etcd let every certificate write all again; keep users and roles.
 
-    No-op if it does. Raises UsageError without operators, or another EcompError.
+    Only reports it if etcd does so already. Raises UsageError without operators, or another EcompError.
     """
     with _connect_as_operator(directory) as (accounts, _):
         was_on = accounts.is_enabled()
@@ -429,7 +429,10 @@ def _format_names(names: list[str]) -> str:
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
-    """Write /cluster if it is missing; return True if this call did. Retries until it is there."""
+    """Write /cluster if it is missing; return True if this call did.
+
+    Retries without a limit until it is there.
+    """
     value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
         try:

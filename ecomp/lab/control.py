@@ -73,9 +73,9 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
-        """Write the files and start `prefix` and the command after `record_process`; do not wait.
+        """Write the files and start the command after `prefix`, without waiting for it.
 
-        Raises EcompError.
+        `record_process`, unless None, is called before the program runs. Raises EcompError or OSError.
         """
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
@@ -193,7 +193,7 @@ def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> l
 
 
 def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
-    """Return True if the etcd at this URL has a leader and accepts writes; no answer is False."""
+    """Return True if the etcd at this URL has a leader and accepts writes; else False."""
     with contextlib.suppress(OSError, ValueError):
         return bool(json.loads(_fetch(f'{url}/health', certs=certs)).get('health') in ('true', True))
     return False
@@ -217,7 +217,7 @@ def _accepts_connections(path: str) -> bool:
 
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
-    """Return True if a GET of this URL succeeds within 5 s for each read; any OSError is False."""
+    """Return True if a GET of this URL succeeds; False for any OSError, or 5 s of silence."""
     with contextlib.suppress(OSError):
         _fetch(url, headers, certs)
         return True
@@ -411,7 +411,7 @@ def _make_address_error(bind: str) -> UsageError:
 
 
 def _check_free(backend: str, bind: str, port: int) -> None:
-    """Raise UsageError if the address is not this machine's, or the port is used or forbidden."""
+    """Raise UsageError if the address is not this machine's, or the port cannot be used."""
     option, family = f'--{backend}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -239,6 +239,7 @@ class LabHost:
 
     @functools.cached_property
     def _store(self) -> Store:
+        """The client of etcd with the operator's certificate, made once."""
         directory = self.lab.operator
         files = directory / 'ca.crt', directory / 'client.key', directory / 'client.crt'
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
@@ -271,7 +272,7 @@ class LabHost:
         return True
 
     def _calculate_share(self) -> dict[str, int]:
-        """Return the host's inventory: its share of the machine's processors, memory and free disk."""
+        """Return the host's inventory: its share of processors, memory and the free disk now."""
         return divide_resources(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,

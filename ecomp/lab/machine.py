@@ -115,7 +115,8 @@ def start(
 
     So no unrecorded server runs, even if this process is killed; None is for a server that ends with this process.
     Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
-    EcompError if it cannot be started or ends immediately. A missing program is seen only in the log and by wait_for().
+    EcompError if it cannot be started or ends immediately, OSError if `log` cannot be opened, and errors of
+    `record_process`. A missing program is noticed only by wait_for().
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -362,7 +363,7 @@ def _list_processes(space: str) -> list[Process]:
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
-    """Make the namespace unless it is usable, and configure it; return True if it was missing."""
+    """Make the namespace unless it is usable, and configure it; return True if it was made."""
     space = layout.get_namespace(place)
     is_missing = not has_namespace(layout, place)
     if is_missing:

@@ -57,6 +57,7 @@ class Lab:
 
     @property
     def places(self) -> list[str]:
+        """`control` and the hosts."""
         return [CONTROL, *self.hosts]
 
     def find_running(self, label: str) -> Process | None:
@@ -65,12 +66,12 @@ class Lab:
         return process if process is not None and machine.is_alive(process) else None
 
     def record_process(self, label: str, process: Process) -> None:
-        """Record in lab.json, atomically, that `label` is this process. Raises OSError."""
+        """Record in lab.json that `label` is this process, as save() does."""
         self.processes[label] = process
         self.save()
 
     def save(self) -> None:
-        """Write lab.json atomically, and make the lab's directory durable. Raises OSError."""
+        """Write lab.json atomically and durably. Raises OSError."""
         layout = self.layout
         data = {
             'version': FORMAT_VERSION,

@@ -127,7 +127,7 @@ class Connection:
             threading.Thread(target=self._keep_open, name='libvirt-reopen', daemon=True).start()
 
     def close(self) -> None:
-        """Close the connection for good, without waiting; use() then raises EcompError."""
+        """Close the connection for good: use() then raises EcompError."""
         self._closed.set()
         self._lost.set()
         with self._lock:

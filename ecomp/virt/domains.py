@@ -59,11 +59,12 @@ class GuestAgents:
         self._answers.pop(instance, None)
 
     def close(self) -> None:
-        """End the thread after the queued queries, and close the connection; do not wait for them."""
+        """End the thread once its query is answered, without waiting for it; close the connection."""
         self._queries.put(None)
         self._connection.close()
 
     def _run_queries(self) -> None:
+        """Answer the queries in their order, until close()."""
         while (query := self._queries.get()) is not None:
             instance, answer = query
             answer.set_result(self._query(instance))
@@ -333,7 +334,7 @@ def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
 
 
 def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
-    """Return the files of the domain's disks and their backing files, now or at its next start."""
+    """Return the files of the domain's disks, backing files too, now or at its next start."""
     return {
         disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
     }

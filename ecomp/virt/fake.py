@@ -190,6 +190,7 @@ class FakeHypervisor:
             return dict(self._reservations)
 
     def release_addresses(self, instance: str) -> None:
+        """Remove all reservations of the instance; no-op without any."""
         with self._lock:
             remaining = {mac: entry for mac, entry in self._reservations.items() if entry.instance != instance}
             if remaining != self._reservations:
@@ -241,6 +242,7 @@ class FakeHypervisor:
         self._reservations = reservations
 
     def _save_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
+        """Store the seeds if they changed. Raises what _write() raises."""
         if seeds != self._seeds:
             self._write('-seeds', sorted(seeds), stage)
             self._seeds = seeds

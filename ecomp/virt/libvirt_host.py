@@ -234,6 +234,7 @@ class Libvirt:
         return {name for name in names if self._networks.has_open_dhcp(name)}
 
     def list_disk_users(self, instance: str) -> Set[str]:
+        """Return the names of all domains, ours or not, that use the instance's overlay."""
         return self._domains.list_disk_users(str(self._volumes.get_path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
