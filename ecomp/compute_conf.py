@@ -138,6 +138,7 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
 
 def _parse_networks(node: Node) -> tuple[Attachment, ...]:
     """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice."""
+
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
         return f'{kind.text} {shorten(name.text)}'

@@ -35,6 +35,7 @@ Result = TypeVar('Result')
 
 class _Deferral(NamedTuple):
     """When a name is due (monotonic); without a back-off it did not fail."""
+
     due: float
     backoff: Backoff | None
 
@@ -101,6 +102,7 @@ class Deferrals:
 
 class _Failure(NamedTuple):
     """A failure: its `subject` is the backend, or else the text of the error."""
+
     subject: str
     is_backend: bool
 

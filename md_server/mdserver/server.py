@@ -83,6 +83,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve as bottle does, and log the request at DEBUG if can_log()."""
+
         def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
             if self.can_log(client):
