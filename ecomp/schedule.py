@@ -84,7 +84,6 @@ def _run_command(argv: list[str]) -> int:
     from ecomp.cli.options import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
     from ecomp.errors import EcompError
-    from ecomp.version import read_version
     from ecomp.yaml_file import describe_source, parse_config_option
 
     if not argv:
@@ -92,6 +91,8 @@ def _run_command(argv: list[str]) -> int:
         return 2
     command = parse(argv)
     if command.name == VERSION:
+        from ecomp.version import read_version  # loads subprocess
+
         print(f'eschedule {read_version()}', flush=True)
         return 0
     command_row = COMMANDS[command.name]

@@ -16,7 +16,7 @@ import os
 import pytest
 
 @pytest.fixture(scope='session')
-def whole():
+def shared_lab():
     return os.getpid()
 
 @pytest.fixture(scope='session')
@@ -24,9 +24,9 @@ def pids(tmp_path_factory):
     return tmp_path_factory.getbasetemp().parent / 'pids'
 
 @pytest.mark.parametrize('number', range(12))
-def test_of_a_lab(whole, number, pids):
+def test_of_a_lab(shared_lab, number, pids):
     with open(pids, 'a') as file:
-        file.write(f'{whole}\\n')
+        file.write(f'{shared_lab}\\n')
 
 @pytest.mark.parametrize('number', range(12))
 def test_of_none(number):
