@@ -36,6 +36,7 @@ HOST = re.compile(
     r'\bhv\d(?=:?/| carries it out$| +\d{4}-)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|(?<= on )hv\d$|'
     r'(?<=^host )hv\d$'
 )
+COMMIT = re.compile(r'\+g[0-9a-f]{8}\b')
 SHARE = re.compile(r'\b\d+/\d+\b')  # used and capacity of a resource class of a host
 WEIGHT = re.compile(r'\b[01]\.\d\d\b')
 SHA256 = re.compile(r'\b[0-9a-f]{64}\b')
@@ -70,9 +71,8 @@ class RealNames:
     def matches(self, shown: str, real: str) -> bool:
         """True if a real line matches the shown one; new names are recorded."""
         pattern, groups = '', []
-        varying_pattern = '|'.join(
-            pattern_type.pattern for pattern_type in (UUID, ADDRESS, TIME, HOST, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
-        )
+        varying = (UUID, ADDRESS, TIME, HOST, COMMIT, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
+        varying_pattern = '|'.join(pattern_type.pattern for pattern_type in varying)
         for part in re.split(f'({varying_pattern})', _collapse_spaces(shown)):
             if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
                 if part in self.real_by_name:
@@ -87,7 +87,7 @@ class RealNames:
             elif re.fullmatch(r'hv\d', part):
                 pattern += r'hv\d'
             elif matching := [
-                pattern_type for pattern_type in (SHARE, WEIGHT, SHA256, BAR) if pattern_type.fullmatch(part)
+                pattern_type for pattern_type in (COMMIT, SHARE, WEIGHT, SHA256, BAR) if pattern_type.fullmatch(part)
             ]:
                 pattern += matching[0].pattern
             elif part and AMOUNT.match(part + ' s'):
@@ -109,6 +109,7 @@ def test_names_match_only_equal_lines() -> None:
     assert names.replace_names(f'x {first}') == f'x {second}'
     assert names.matches(f'OF {third}', f'OF {first}')
     assert names.matches('done in 3.4 s', 'done in 12.0 s')
+    assert names.matches('1.1.0+g01234567  qemu', '1.1.0+g89abcdef qemu')
     assert names.matches('hv1  up  0  0/4  0/8035', 'hv1  up  0  0/16  0/512')
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  0  -')
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  1  0/4')
@@ -171,9 +172,12 @@ def own_machine() -> Iterator[Machine]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Path]:
-    """Provide a copy of the repository without the files that git ignores, such as .venv."""
+    """Provide a copy of the repository with one commit, without the files that git ignores, such as .venv."""
     directory = tmp_path / 'ecomp'
     copy_tree(directory)
+    git = ['git', '-C', str(directory), '-c', 'user.name=x', '-c', 'user.email=x@example.org']
+    for words in (['init', '-q'], ['add', '.'], ['commit', '-q', '-m', 'x']):
+        subprocess.run([*git, *words], check=True)
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
