@@ -96,7 +96,7 @@ def _parse_stated_total(_: str, node: Node) -> int:
 
 
 def _parse_ratio(_: str, node: Node) -> float:
-    """Parse a decimal number above 0 and at most MAX_ALLOCATION_RATIO, without an exponent."""
+    """Parse a decimal above 0, up to MAX_ALLOCATION_RATIO, no exponent; else InvalidValue."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
         raise InvalidValue(

@@ -21,7 +21,7 @@ BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
 def read_boot_id(path: Path = BOOT_ID) -> str:
-    """Return the id of this machine's current boot: proc_sys_kernel(5). Raises OSError."""
+    """Return the id of this machine's boot: proc_sys_kernel(5). Raises OSError."""
     return path.read_text().strip()
 
 
@@ -74,7 +74,7 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
 
 
 def get_part_path(path: Path) -> Path:
-    """Return the path of a file while it is written; a process that is killed leaves it there."""
+    """Return the temporary path of a file being written; a killed process leaves it behind."""
     return path.with_name(f'.{path.name}.part')
 
 

@@ -140,8 +140,8 @@ def _boot_and_enter(
 ) -> Canary:
     """Wait for the plan's stage, log in if planned, and return what the canary reached.
 
-    A failed login sets `failed_stage`; a guest that has reported no host keys is not logged in to. `seconds` is the
-    time since this call. Raises the errors of the wait, and what `check_interrupted` raises.
+    `seconds` is the time since this call; a failed login sets `failed_stage` and no `seconds`. Without reported host
+    keys there is no login, only a `reason`. Errors of the wait and of `check_interrupted` pass.
     """
     started = time.monotonic()
     wait = Wait(

@@ -124,7 +124,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The client of etcd, made at first use; of several requests it asks placement for claims."""
+        """The client of etcd; placement's claims decide between several requests for an instance."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)

@@ -149,8 +149,10 @@ def _report_and_wait(
 ) -> int:
     """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    Returns the exit code: 0 without a wait, 6 at Ctrl-C, after the instances are printed. If stdout cannot be written,
-    the EcompError begins with `output_error_prefix`; without that text the OSError passes.
+    With --wait a table is printed before the wait, a document after it, with the final states. Returns the exit code:
+    that of the wait, 0 without one, 6 at Ctrl-C, after the instances are printed. If they cannot be written to stdout,
+    the EcompError begins with `output_error_prefix`. Without that text, and for the document after a wait, the OSError
+    passes.
     """
     is_put = False
 
@@ -512,7 +514,7 @@ def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
 
 
 def _find_marker_path(etcd: EtcdConfig) -> Path:
-    """Return the path below $XDG_CACHE_HOME or ~/.cache; RuntimeError without a home directory."""
+    """Return the marker's path, for is_large_cluster(); RuntimeError without a home directory."""
     name = 'large-' + ','.join(etcd.endpoints).replace('/', '_')
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 

@@ -237,8 +237,8 @@ def _run_command(
 def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Mapping[str, str]:
     """Return the ssh options for a guest; if it reported host keys, write them to a file first.
 
-    Otherwise a key that was accepted before is used, or with `accept_new` the first key that the guest shows. Raises
-    StillGoing if a report may still come, else EcompError if no key was accepted; also without a home directory.
+    Otherwise a key that was accepted before is used, or with `accept_new` the first key that the guest shows. Without
+    any key: StillGoing if a report may still come, else EcompError. EcompError also without a home directory.
     """
     from ecomp.scheduler.looking.hosts import make_not_ready
 

@@ -223,7 +223,7 @@ def _print_timeline(ctx: Context) -> int:
 
 
 def _describe_boot_numbers(numbers: Sequence[int]) -> str:
-    """Return a clause such as '2 to 5 are' or '1 alone is'; `numbers` must not be empty."""
+    """Return '2 to 5 are' or '1 alone is', from consecutive numbers, one at least."""
     return f'{numbers[0]} to {numbers[-1]} are' if len(numbers) > 1 else f'{numbers[0]} alone is'
 
 
@@ -317,7 +317,7 @@ def make_record_listing(records: Sequence[Record], known_computes: Computes = NO
 
 
 def _describe_problem(record: Record) -> str | None:
-    """Return the error or fault or None: the cause first, as a narrow column cuts the subject."""
+    """Return the error, else the fault, or None; a path comes last, where a column is cut."""
     if record.error is None:
         return record.fault
     subject, _, cause = record.error.reason.partition(': ')

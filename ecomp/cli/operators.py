@@ -24,7 +24,7 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _list_hosts(ctx: Context) -> int:
-    """Print all computes; return 1 if a record is malformed, else 0."""
+    """Print all computes; return 1 if a record is malformed."""
     from ecomp.scheduler.looking.hosts import read_hosts
 
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)

@@ -337,7 +337,7 @@ def _format_value(cell: Cell) -> str:
 
 
 def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
-    """Format a table, fitted to `style.width`; for None nothing is shortened. No value is `-`."""
+    """Format a table, fitted to `style.width` (None: nothing is shortened); a None cell is `-`."""
     texts = [
         ['-' if cell is None else make_printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)
     ]

@@ -74,7 +74,7 @@ def find_width(stream: TextIO | None = None) -> int | None:
 
 
 def wrap_lines(text: str, columns: int | None) -> str:
-    """Fold the lines of a text at spaces to this many columns; None leaves it unchanged."""
+    """Fold lines to this many columns, at spaces where possible; None: unchanged."""
     if columns is None or all(len(line) <= columns for line in text.split('\n')):
         return text
     from ecomp.cli.tables import fold

@@ -281,7 +281,7 @@ class LabHost:
         )
 
     def _render_compute_yaml(self) -> str:
-        """Render the first compute.yaml, with the uuid of the host's ecompute or a new one."""
+        """Render the initial compute.yaml; its uuid is that of read_uuid(), or a new one."""
         layout = self.lab.layout
         text = COMPUTE_YAML.format(
             backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),

@@ -351,7 +351,7 @@ def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
-    """Find unleased takers, and queued requests: malformed, also elsewhere, or without flavor.
+    """Find unleased takers, and queued requests that are malformed, doubled or flavorless.
 
     Each request gives at most one finding. One that is also delivered or recorded is repairable, unless it waits in
     several queues.

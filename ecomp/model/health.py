@@ -181,11 +181,13 @@ def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_settings(facts: MachineFacts) -> Iterator[Problem]:
+    """Yield a problem for each setting of compute.yaml that ecompute refuses."""
     for error in facts.refused_settings:
         yield f'ecompute would not start: {error}', 'correct it in compute.yaml'
 
 
 def _check_images(facts: MachineFacts) -> Iterator[Problem]:
+    """Yield a problem if the directory for file:// images is missing."""
     if facts.missing_image_directory:
         problem = f'`images:` {facts.missing_image_directory} is no directory: whatever is asked for by file:// fails'
         yield problem, f'mkdir -p {shlex.quote(facts.missing_image_directory)}, or correct it in compute.yaml'
@@ -519,7 +521,7 @@ def _are_same_version(one: str, other: str) -> bool:
 
 
 def _parse_version(version: str) -> list[int]:
-    """Return the numbers of the release; parts that are not decimal are left out."""
+    """Return the decimal parts before '+': [1, 2, 0] for 1.2.0+abc or 1.2.0.rc1."""
     return [int(part) for part in version.partition('+')[0].split('.') if part.isdecimal()]
 
 

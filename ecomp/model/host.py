@@ -659,7 +659,7 @@ def _is_stray(compute: str, record: Record | None) -> bool:
 
 
 def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
-    """Yield the computes that have a request, then that of a record not gone or in error."""
+    """Yield each compute with a request, then that of a live or destroying record."""
     yield from (compute for compute, requests in etcd.requests.items() if instance in requests)
     record = etcd.records.get(instance)
     if record is not None and record.state in (*LIVE_STATES, DESTROYING):

@@ -131,9 +131,9 @@ def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
-    """Return the name of an instance, None if absent or empty; ValueError if it is not a label.
+    """Return a name, None if absent or empty; ValueError if it is not a label.
 
-    Names that are reserved or look like a uuid pass (see is_name()).
+    Reserved names and those like a uuid pass (see is_name()).
     """
     label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
@@ -150,7 +150,7 @@ def _read_count(data: Mapping[str, Any], name: str) -> int:
 
 
 def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
-    """Return a group, None if absent or null; ValueError if it is malformed."""
+    """Return a group, None if absent or null; ValueError if malformed."""
     return parse_membership(data.get(name))
 
 
@@ -378,8 +378,8 @@ class InvalidRequest(NamedTuple):
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
     """Parse the request at a key below a compute's prefix; if malformed, return the reason.
 
-    Nothing is raised. `dropped_bytes` is the size of a value that was too large to be kept (see ecomp.store.watch),
-    which is malformed, or 0.
+    Nothing is raised. `dropped_bytes` is 0, or the size of a value that was dropped as too large (see
+    ecomp.store.watch), which makes the request malformed.
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:

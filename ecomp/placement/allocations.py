@@ -258,20 +258,18 @@ def release(
 ) -> dict[str, bool | None]:
     """Release what consumers hold; return {consumer: True if it holds nothing now}.
 
-    None stands for one that is wanted, False for one that was changed concurrently. The order closes the race with new
-    claims (rule 11): the generations are read first; then `find_wanted` reads from etcd which consumers are wanted;
-    then the others are released under the generations read. A process that wants one after that check also claims after
-    it, which changes its generation. `note_generations` records the generations to be released (see
-    ecomp.store.sharing), so that no other claim gets these numbers again; omit it if nobody claims again.
-
-    This is done for MAX_RELEASE_BATCH consumers at a time; `find_wanted` gets only those that hold something. The first
-    error passes, with some consumers released.
+    None stands for one that is wanted, False for one that was changed concurrently. Generations are read first, then
+    `find_wanted` returns which of those that hold something are wanted, and the others are released under the
+    generations read (rule 11). `note_generations` gets these before, so that no other claim reuses the numbers (see
+    ecomp.store.sharing); omit it if nobody claims again. The first error passes, with some consumers released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
     for start in range(0, len(names), MAX_RELEASE_BATCH):
         batch = {name: read_consumer(placement, name) for name in names[start : start + MAX_RELEASE_BATCH]}
         holding = {name: held for name, held in batch.items() if held.allocations}
+        # After the generations are read, which closes the race with new claims (rule 11): a process that wants a
+        # consumer after this read of etcd also claims after it, which changes the consumer's generation.
         excluded = find_wanted(holding) if holding else ()
         released = {name: held for name, held in holding.items() if name not in excluded}
         note_generations({name: held.generation for name, held in released.items() if held.generation is not None})

@@ -229,9 +229,10 @@ class Connections:
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
     def _exchange(self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable]) -> Answer:
-        """Send one request and return its answer; after an OSError all idle connections are closed.
+        """Send one request and return its answer; an OSError closes all idle connections.
 
-        Raises OSError, HTTPException or ValueError as they come; Unreachable if nothing was sent.
+        Raises Unreachable if nothing was sent, and `no_answer_error` for an answer with a content encoding. OSError,
+        HTTPException, ValueError and OverflowError pass: send() translates them.
         """
         headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:

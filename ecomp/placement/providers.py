@@ -260,7 +260,7 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
 
 
 def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check one class of an inventory: integers and a ratio; raise one of PARSE_ERRORS."""
+    """Return a class of an inventory, checked: integers and a ratio. Raises PARSE_ERRORS."""
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
@@ -395,7 +395,7 @@ class ProviderListing(NamedTuple):
 
 
 def list_all(placement: Placement) -> dict[str, ProviderListing]:
-    """Return every provider as {uuid: ProviderListing}."""
+    """Return every provider by uuid."""
     roots_by_uuid = list_providers(
         placement, lambda each: (check_text(each['name']), check_text(each['root_provider_uuid']))
     )

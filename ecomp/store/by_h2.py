@@ -557,7 +557,7 @@ def _take_message(body: bytearray) -> bytes | None:
 
 
 def _check_status(stream: Stream) -> None:
-    """Raise CallFailure if etcd reports a failure, or does not report success."""
+    """Raise CallFailure unless etcd reports success."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise CallFailure(UNAVAILABLE, 'it does not answer as etcd does')

@@ -41,8 +41,8 @@ class Guard:
     """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
 
     A linearizable reply is compared with the state known before its request was sent. The first foreign one raises
-    StrangeEtcd, and so does every later call. `on_change` gets each new state to remember that has an identity, from
-    any thread, and must be quick.
+    StrangeEtcd, as does each later check_reply() and raise_if_refused(). `on_change` gets each new state to remember
+    that has an identity, from any thread, and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -311,7 +311,7 @@ class Fence(NamedTuple):
     delete_condition: Unchanged | None = None
 
     def select_condition(self, operations: Sequence[Put | Delete]) -> Unchanged:
-        """Return `delete_condition`, if there is one, for deletes alone; else `condition`."""
+        """Return `delete_condition`, if any, for deletes alone; else `condition`."""
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition
@@ -431,9 +431,9 @@ class Store:
     ) -> int | None:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
-        If only the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a
-        new fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome if no answer came, or
-        if etcd was full and may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
+        If the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a new
+        fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome if no answer came, or if
+        etcd was full and may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
         """
         deadline = 0.0
         while True:

@@ -78,7 +78,8 @@ MIN_INTERVAL_SECONDS = 0.2
 class Connection:
     """One process's connection to etcd: to one endpoint and, after a failure, to the next.
 
-    So each member is addressed by the name in its certificate, and certificates are read from disk again.
+    Each new connection reads the certificates from disk again, and addresses its member by the name in that member's
+    certificate.
     """
 
     def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
@@ -183,7 +184,7 @@ class Connection:
             self.client.close()
 
     def _connect(self) -> Any:
-        """Connect to the current endpoint; raise OSError for an unreadable certificate."""
+        """Begin to connect to the current endpoint; OSError for an unreadable certificate."""
         from ecomp.store.by_h2 import EtcdMember  # late, because h2 is slow to load
 
         return (self._open_member or EtcdMember)(self.config, self.config.endpoints[self._endpoint_index])

@@ -442,10 +442,7 @@ def is_refusal(error: CallFailure) -> bool:
 
 
 def suggest_remedy(error: CallFailure) -> str:
-    """Return how to recover from an expired lease, as ': …' to append; '' for another error.
-
-    A new run does not meet that error.
-    """
+    """Return the remedy for an expired lease (a new run) as ': …' to append; else ''."""
     if error.details != _LEASE_NOT_FOUND:
         return ''
     return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'

@@ -228,7 +228,7 @@ class Connection:
             return None
 
     def _remove_callbacks(self, connection: libvirt.virConnect) -> None:
-        """Remove our callbacks, which would keep the connection and its socket open."""
+        """Remove our callbacks: they would keep the socket open."""
         # Not closed here: another thread may be in a call on it. Its last reference closes it.
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()

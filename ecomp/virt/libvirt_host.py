@@ -370,7 +370,7 @@ class Libvirt:
         return bridge is not None and networks.has_metadata_address(bridge)
 
     def set_metadata_address(self, present: bool) -> None:
-        """Add 169.254.169.254 to our bridge, or remove it; no-op without one. Raises EcompError."""
+        """Add 169.254.169.254 to find_bridge() or remove it; no-op without a bridge. EcompError."""
         if (bridge := self.find_bridge()) is not None:
             networks.set_metadata_address(bridge, present)
 

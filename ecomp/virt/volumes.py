@@ -208,7 +208,7 @@ class Volumes(_InstanceFiles):
             time.sleep(0.05)
 
     def _explain_failure(self, message: str) -> str:
-        """Return why no overlay could be created: a full file system, else libvirt's `message`."""
+        """Return why no overlay was created: a full or unreachable file system, else `message`."""
         # qemu-img only reports exit status 1, so the file system is queried.
         try:
             free = os.statvfs(self.directory)

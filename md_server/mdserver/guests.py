@@ -187,7 +187,7 @@ def _load_json(data: bytes) -> Any:
 
 
 def _is_ipv4(text: str) -> bool:
-    """Return whether this is an IPv4 address in canonical form."""
+    """Return whether this is a canonical IPv4 address."""
     with suppress(ValueError):
         return str(ipaddress.IPv4Address(text)) == text
     return False

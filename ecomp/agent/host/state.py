@@ -158,7 +158,7 @@ class Memory:
             self._unhandled = frozenset(instances)
 
     def _load(self, path: Path, compute: str) -> None:
-        """Read the file of an instance; log a malformed one and note that it is unreadable."""
+        """Read the file of an instance; log and note a malformed or unreadable one."""
         try:
             data = load_object(path.read_bytes())
             if not keys.is_uuid(path.stem) or data.get('version') != VERSION:

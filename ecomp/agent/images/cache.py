@@ -176,10 +176,11 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict for `more_bytes` of a download; return the bytes that are free beside them.
+        """Evict until `more_bytes` of a download fit; return how much of the limit is free then.
 
-        The least recently used go first, only as many as needed, none that is held or has an overlay. BuildFailed, with
-        nothing evicted, if `size_bytes`, its whole length, exceeds the limit or that is not enough.
+        The returned bytes do not include `more_bytes`. The least recently used volumes go first, only as many as
+        needed, none that is held or has an overlay. Raises BuildFailed, with nothing evicted, if `size_bytes`, the
+        whole length of the download, exceeds the limit, or if eviction cannot free enough.
         """
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
@@ -305,7 +306,7 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
 
 
 def _hold_file(path: Path) -> BaseHold:
-    """Hold a base volume: flock it, set its mtime to now, and make it our user's. OSError."""
+    """Hold a base volume: shared flock without waiting, mtime now, owned by us. OSError."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)

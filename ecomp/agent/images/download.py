@@ -456,7 +456,7 @@ class Transfer:
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
     def is_current(self, checkpoint: Callable[[], None]) -> bool:
-        """Wait for the answer; return whether the cached image is current. Raises as run() does."""
+        """Wait for the answer: is the cached image current? Raises as run() does."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._finished.is_set()
 

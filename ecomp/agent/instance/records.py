@@ -162,11 +162,13 @@ class Records:
             self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
-        """Write the last record, on a lease, and delete request, address and name atomically.
+        """Write the last record, on a lease, and release the instance's keys in one transaction.
 
-        An address that this compute never wrote stays: it may be another's. An instance in error leaves name, group and
-        quota to another compute that has a request for it; if it never ends there, `audit --fix` releases them. If etcd
-        is full, NoSpace passes for an instance in error; another one ends without a record. The end is remembered.
+        These are its request, name, group slot and quota charge, and its address if this compute wrote it: any other
+        may be another compute's. In error the name is not deleted but moves to the record's lease. If another compute
+        has a request for an instance in error, it needs name, group and quota, so they stay; if the instance never ends
+        there, `audit --fix` releases them. If etcd is full, NoSpace passes for an instance in error. One that is not in
+        error then ends without a record, and leaves group and quota to the audit. The end is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
@@ -285,13 +287,10 @@ class Records:
 
 
 def parse_old_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
-    """Parse the record at keys.old_record(), if it is of this instance and compute.
-
-    None also if it is malformed: ecomp no longer writes there, and other programs may.
-    """
+    """Parse a record of ecomp 1.0; None if malformed, or not of this instance and compute."""
     try:
         return from_json(entry.value, instance, compute) if entry is not None else None
-    except ValueError:
+    except ValueError:  # ecomp no longer writes there, and other programs may
         return None
 
 

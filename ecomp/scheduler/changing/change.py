@@ -338,7 +338,7 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
-    """Make the answer to an accepted change; it says so if the compute is silent."""
+    """Make the answer to an accepted change; its message notes a silent compute."""
     instance, compute = entries.record.instance, entries.record.compute
     message = f'{instance}: {power_change.action} accepted, {compute} carries it out'
     if not is_alive(store, compute):

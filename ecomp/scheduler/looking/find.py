@@ -129,8 +129,9 @@ class InstanceEntries(NamedTuple):
 def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
-    A whole uuid is returned unchecked. `key_index`: see find(). Raises NotFound; UsageError for several uuids with this
-    prefix; Conflict if the name's key refers to an instance of another name; Unreadable if that key is malformed.
+    A whole uuid in canonical form is returned unchecked. `key_index`: see find(). Raises NotFound; UsageError for
+    several uuids with this prefix; Conflict if the name's key refers to an instance of another name; Unreadable if that
+    key is malformed.
     """
     if keys.is_uuid(argument):
         return argument
@@ -305,7 +306,7 @@ def read_queued_record(entry: Entry) -> Record:
 
 
 def _parse_queue_key(key: str) -> str | None:
-    """Return the instance of a queue entry's key; None for any other key."""
+    """Return the instance of a queue entry's key, None for another key."""
     flavor_and_instance = keys.parse_queue_key(key)
     return flavor_and_instance[1] if flavor_and_instance and keys.is_uuid(flavor_and_instance[1]) else None
 

@@ -277,5 +277,5 @@ def find_host_name(store: Store, record: Record) -> str:
 
 
 def _is_behind_host(interface: Interface) -> bool:
-    """Return True if a libvirt network gave the address, so that only its host reaches it."""
+    """Return True for an address of a libvirt network, which only its host reaches."""
     return interface.source == 'lease' or interface.expected is not None

@@ -437,7 +437,7 @@ class Attempt:
         return self._placer
 
     def read_alive(self) -> list[str]:
-        """Return the living computes, read once; on_cluster_size() gets the number of all then."""
+        """Return the living computes, read once; on_cluster_size() gets the number of keys then."""
         if self._alive is None:
             presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
             self.on_cluster_size(len(presence))

@@ -405,10 +405,10 @@ class SampledPlacer:
         return self._claim_best(shares, terms)
 
     def _claim_best(self, free_shares: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
-        """Try the best sampled computes, at most MAX_QUERIES of them; {} if none could be claimed.
+        """Claim on the best sampled compute; return {instance: candidate}, or {} if on none.
 
-        It queries no more after MAX_STALE_HINTS computes that were not offered or were taken, but still tries those
-        offered.
+        At most MAX_QUERIES computes are queried. After MAX_STALE_HINTS that were not offered or were taken, no more are
+        queried, and those offered so far are tried.
         """
         weigh = self.order.weigh
         ranked = self.rng.sample(sorted(free_shares), len(free_shares))
