@@ -194,8 +194,8 @@ def test_accepted_request_fits_into_a_record() -> None:
     message = json.dumps(make_request(query='é' * (room // 2)), ensure_ascii=False).encode()
     assert len(message) > MAX_REQUEST_BYTES - 10
     result = parse_value(message)
-    if isinstance(result, Request):
-        assert len(record_to_json(make_record(COMPUTE, result, 'now'))) < ETCD_LIMIT
+    assert isinstance(result, Request)
+    assert len(record_to_json(make_record(COMPUTE, result, 'now'))) < ETCD_LIMIT
 
 
 @pytest.mark.parametrize('text', HOSTILE_TEXTS)
