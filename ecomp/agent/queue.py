@@ -7,7 +7,8 @@ requests at random; otherwise every compute with room would race for every reque
 To take a request is to put the taker key, claim on the own provider, and move the request to the own /hosts key. The
 taker key is on the presence's lease and the move compares it, so a compute that was frozen for longer than its lease
 moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13). Offers
-knows the queues for all computes of the process; Taker and Puller take for one of them.
+knows the queues for all computes of the process; Taker and Puller take for one of them. They share a module of more
+than 700 lines because they are one protocol: Offers tells the other computes after a failed take that they may take.
 """
 
 from __future__ import annotations
