@@ -71,7 +71,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
             continue  # killed before the first record of its build: the planner releases what is reserved for it
         if all(_has_ended(compute, record) for record in records):
             memory.record_end(instance)
-            log.info('instance %s had ended, and this compute had not written that down', instance)
+            log.info('instance %s: saved its end, which this compute had not saved before', instance)
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
@@ -89,9 +89,9 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
             try:
                 ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
             except BuildFailed as error:
-                log.warning('instance %s: %s cannot be reserved again: %s', instance, nic.expected, error.reason)
+                log.warning('instance %s: cannot reserve %s again: %s', instance, nic.expected, error.reason)
             else:
-                log.warning('instance %s: %s was not reserved on %s, %s is', instance, nic.expected, nic.network, ip)
+                log.warning('instance %s: %s was missing on %s; reserved %s', instance, nic.expected, nic.network, ip)
 
 
 def _has_ended(compute: str, entry: Entry) -> bool:
@@ -202,8 +202,8 @@ def _get_image_cache_gib(config: ComputeConfig) -> int:
 
 
 PLANNING = 'planning'
-LOCAL_CHECKS = 'looks in turn with plans'
-REMOTE_CHECKS = 'looks beside plans'
+LOCAL_CHECKS = 'checks between plans'
+REMOTE_CHECKS = 'checks beside plans'
 FOLLOWING = 'following etcd'
 # Minutes between checks of the key with this host's name.
 HOSTNAME_CHECK_MINUTES = 10
@@ -227,10 +227,10 @@ class PlanningLoop:
     def __post_init__(self) -> None:
         self._failures = self.planner.failures
         self._local_checks = {
-            'reading records again': self.planner.recheck,
-            'plugging guests in': self.host.hypervisor.replug_interfaces,
+            'rereading records': self.planner.recheck,
+            'reconnecting the interfaces of guests': self.host.hypervisor.replug_interfaces,
         }
-        self._local_checks['looking after the metadata server'] = self.host.ensure_metadata_server
+        self._local_checks['checking the metadata server'] = self.host.ensure_metadata_server
         # The back-off of planning and of the two groups of checks.
         self._deferrals = Deferrals()
         self._plan_job = ScheduledJob(self.threads, self.threads.plans, self._run_plan)
@@ -277,19 +277,19 @@ class PlanningLoop:
         """
         self.read_only = True
         self.planner.stop_builds()
-        log.error('%s. From now on this one only watches; what runs goes on', reason)
+        log.error('this compute is read-only from now on; its guests keep running: %s', reason)
 
     def become_writable(self) -> None:
         """Resume after become_read_only(), because this process is the compute again."""
         self.read_only = False
         self.planner.allow_builds()
-        log.warning('the presence key is held by this ecompute again: it builds and destroys again')
-        self.planner.wake_up('it may write again')
+        log.warning('this compute is no longer read-only: its ecompute holds the presence key again')
+        self.planner.wake_up('this compute may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
         """Replace this compute's requests, and plan. The follower's callback."""
         self._state = state
-        self.planner.wake_up('its requests were read')
+        self.planner.wake_up('requests were read')
 
     def check_soon(self, reason: str) -> None:
         """Plan and make the periodic checks now. From any thread."""
@@ -343,7 +343,7 @@ class PlanningLoop:
         try:
             pool.submit(partial(self.planner.carry_out, work))
         except RuntimeError as error:
-            self.planner.hand_back(work, f'no thread can be started for it: {error}')
+            self.planner.hand_back(work, f'no thread can be started for a task: {error}')
 
     def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
         """Run all checks; return when (monotonic) to retry failed ones, or inf."""
@@ -443,7 +443,7 @@ class Compute:
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
         self._inventory = make_host_inventory(config, fake, hypervisor)
-        self._guest_type = 'pretended' if fake else virt_type
+        self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind='fake' if fake else virt_type, queues=config.queues)
         self._provider = Registration(
             placement,
@@ -476,8 +476,8 @@ class Compute:
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
-        remote_checks = {'writing down its host name': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
-        remote_checks |= {'looking at the provider': self._check_registration}
+        remote_checks = {'publishing the host name': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
+        remote_checks |= {'checking the provider': self._check_registration}
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
         self.daemon = PlanningLoop(
@@ -578,7 +578,7 @@ class Compute:
     def _become_writable(self) -> None:
         self.daemon.become_writable()
         if self.queues is not None:
-            self.queues.wake_up('it may write again')
+            self.queues.wake_up('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
         """Raise Conflict if guests of a compute that is not alive are here (rule 9).
@@ -588,8 +588,8 @@ class Compute:
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
-                    f'guests of compute {other} are on this host, and this is compute {self.uuid}: '
-                    f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
+                    f'guests of compute {other} are on this host, but this is compute {self.uuid}. '
+                    f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove its domains'
                 )
 
     def _check_claims(self) -> None:
@@ -650,9 +650,9 @@ class Compute:
         failpoint('closing')
         try:
             self._provider.close()
-            log.info('reserved all VCPU: nothing is scheduled here until the next start')
+            log.info('reserved all VCPU: no instances are scheduled here until the next start')
         except EcompError as error:
-            log.warning('could not reserve VCPU, so requests may still be written for this compute: %s', error)
+            log.warning('instances may still be scheduled here, because VCPU cannot be reserved: %s', error)
 
 
 def now() -> str:

@@ -169,7 +169,7 @@ def remove_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
     reserve(host, 'delete', instance, expected)
     yield instance
     host.restart()
-    assert len(host.find_log_lines(instance, f'{expected} was not reserved on default, {expected} is')) == 1
+    assert len(host.find_log_lines(instance, f'{expected} was missing on default; reserved {expected}')) == 1
 
 
 @contextmanager
@@ -294,9 +294,9 @@ def test_audit_fix_removes_leftovers_and_keeps_foreign_disks(host: Hypervisor, f
             report = fix(store, placement, messages.append, interval_seconds=0.5)
         remaining = {(finding.code, finding.subject) for finding in report.findings}
         assert remaining == {('disk-orphaned', foreign_disk), ('domain-orphaned', domain)}, messages
-        assert any(f'disk {foreign_disk}: not removed: domain {FOREIGN_DOMAIN} has it' in line for line in messages), (
-            messages
-        )
+        assert any(
+            f'disk {foreign_disk}: not removed: in use by domain {FOREIGN_DOMAIN}' in line for line in messages
+        ), messages
         assert not any(path.exists() for path in (host.get_disk_path(orphan), seed, image, iso))
         assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')
         assert instance in host.virsh('net-dumpxml', 'default')

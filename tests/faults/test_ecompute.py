@@ -323,7 +323,7 @@ def test_frozen_while_another_compute_takes_its_uuid(cluster: Control, tmp_path:
         other = cluster.ecompute(directory=tmp_path / 'other', uuid=compute.uuid)
         wait_address(cluster, instance)
         before = read_revision(cluster, f'/instances/{compute.uuid}/{instance}')
-    wait_until(lambda: find_log_lines(compute, 'this one only watches'), 20, 'it notices')
+    wait_until(lambda: find_log_lines(compute, 'this compute is read-only from now on'), 20, 'it notices')
     assert read_revision(cluster, f'/instances/{compute.uuid}/{instance}') == before, 'the late one wrote'
     assert read_guests(compute) == {}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0

@@ -450,18 +450,18 @@ def test_presence_key_ends_is_overwritten_and_restored(own_control: Control, com
 
     lease = etcd.grant()
     etcd.put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), lease)
-    wait_log_lines(compute, 'is held by another ecompute, on elsewhere', 'only watches')
+    wait_log_lines(compute, 'is held by another ecompute, on elsewhere', 'this compute is read-only from now on')
     _, waiting = place(own_control)
     etcd.call('lease/revoke', {'ID': lease})
-    wait_log_lines(compute, 'is held by this ecompute again')
+    wait_log_lines(compute, 'this compute is no longer read-only: its ecompute holds the presence key again')
     wait_address(own_control, waiting)
     wait_address(own_control, place(own_control)[1])
     presence = json.loads(etcd.get(key) or b'{}')
     assert presence['pid'] == str(compute.pid)
-    assert len(find_log_lines(compute, 'only watches')) == 1
+    assert len(find_log_lines(compute, 'this compute is read-only from now on')) == 1
 
     older.restore()
-    wait_log_lines(compute, 'is not the one this compute knew', 'only watches')
+    wait_log_lines(compute, 'is not the one this compute knew', 'this compute is read-only from now on')
     assert compute.is_running
     assert len(read_guests(compute)) == 3
     restart_accepting_etcd(compute)

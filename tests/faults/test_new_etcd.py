@@ -63,7 +63,7 @@ def put_request(control: Control, compute: Ecompute, instance: str, **more: str)
 def check_strange_etcd_logged(compute: Ecompute, before: int = 0) -> None:
     """Check that it logs once what is strange and how to accept it, and keeps running."""
     wait_until(
-        lambda: len(find_log_lines(compute, STRANGE_ETCD_MESSAGE, 'From now on')) > before,
+        lambda: len(find_log_lines(compute, STRANGE_ETCD_MESSAGE, 'this compute is read-only from now on')) > before,
         30,
         f'it is loud; see {compute.log}',
     )

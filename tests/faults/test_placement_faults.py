@@ -147,7 +147,7 @@ def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None
         assert codes == [0] * len(computes)
         for kind, (_, compute) in computes.items():
             assert read_reserved(cluster, compute.uuid) == (4 if kind == 'lost' else 0), kind
-            assert wait_log_lines(compute, 'could not reserve VCPU'), kind
+            assert wait_log_lines(compute, 'VCPU cannot be reserved'), kind
     check_settled(cluster)
 
 

@@ -236,7 +236,7 @@ def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Clo
     instance = host.create_disk()
     assert '0' in read_answer(cloud.store, host)
     assert host.clear(cloud.store, Leftover('disk', instance)) == [
-        f'disk {instance}: not removed: this compute is read-only, or remembers that it lives'
+        f'disk {instance}: not removed: this compute is read-only, or remembers the instance'
     ]
     host.read_only, host.remembered = False, {instance}
     assert 'remembers' in host.clear(cloud.store, Leftover('disk', instance))[0]
@@ -260,8 +260,8 @@ def test_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
     assert host.hypervisor.list_guests() == {}
     assert data.read_instances() == {}
     assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
-        f'disk {instance}: is gone already',
-        f'seed {mac}: is gone already',
+        f'disk {instance}: already gone',
+        f'seed {mac}: already gone',
     ]
     # A removal that was killed midway leaves only the ready report.
     (data.directory / f'{instance}.ready').touch()
@@ -279,9 +279,11 @@ def test_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     assert {('iso-orphaned', lone), ('disk-orphaned', with_disk)} <= set(findings)
     assert ('iso-orphaned', with_disk) not in findings
     cloud.etcd.put(keys.request(host.compute, lone), '{}')
-    assert host.clear(cloud.store, Leftover('iso', lone)) == [f'iso {lone}: not removed: it is wanted now']
+    assert host.clear(cloud.store, Leftover('iso', lone)) == [
+        f'iso {lone}: not removed: its instance is requested or alive'
+    ]
     cloud.etcd.delete(keys.request(host.compute, lone))
-    for uuid, text in ((running, 'not removed: its domain is there'), (lone, 'removed'), (lone, 'is gone already')):
+    for uuid, text in ((running, 'not removed: its domain exists'), (lone, 'removed'), (lone, 'already gone')):
         assert host.clear(cloud.store, Leftover('iso', uuid)) == [f'iso {uuid}: {text}']
     assert host.clear(cloud.store, Leftover('disk', with_disk)) == [f'disk {with_disk}: removed']
     assert host.hypervisor.list_seeds() == set()
@@ -301,7 +303,7 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
     data = GuestData(host.state / 'metadata')
     data.write(Request(queried, {}), [MAC])
     before = host.hypervisor.list_guests()
-    refusal = 'not removed: it is wanted now'
+    refusal = 'not removed: its instance is requested or alive'
     try:
         assert host.clear(
             cloud.store,
@@ -309,16 +311,18 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
             *(Leftover('seed', MAC, queried), Leftover('seed', MAC, used), Leftover('reservations', running)),
             *(Leftover('disk', '../../etc'), Leftover('domain', used), Leftover('seed', '../../x', 'y')),
         ) == [
-            f'disk {running}: not removed: its domain is there',
+            f'disk {running}: not removed: its domain exists',
             *(f'disk {instance}: {refusal}' for instance in (queried, recorded, tried)),
-            *(f'seed {MAC}: {refusal}', f'seed {MAC}: is gone already'),
-            f'reservations {running}: not removed: its domain is there',
-            'disk ../../etc: not removed: it names no instance',
-            f'domain {used}: not removed: it names no instance',
-            'seed ../../x: not removed: it names no instance',
+            *(f'seed {MAC}: {refusal}', f'seed {MAC}: already gone'),
+            f'reservations {running}: not removed: its domain exists',
+            'disk ../../etc: not removed: it does not name an instance',
+            f'domain {used}: not removed: it does not name an instance',
+            'seed ../../x: not removed: it does not name an instance',
         ]
         host.hypervisor.other_users = frozenset({'somebodys'})
-        assert host.clear(cloud.store, Leftover('disk', used)) == [f'disk {used}: not removed: domain somebodys has it']
+        assert host.clear(cloud.store, Leftover('disk', used)) == [
+            f'disk {used}: not removed: in use by domain somebodys'
+        ]
         assert host.hypervisor.list_guests() == before
         assert data.read_instances() == {MAC: queried}
     finally:

@@ -263,7 +263,7 @@ def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: Placem
         ]
 
     assert check_config() == [
-        'allocation_ratios: there is no VPCU here, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
+        'allocation_ratios: the inventory has no VPCU, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
         'inventory: placement knows no resource class MEMORY (did you mean MEMORY_MB?)',
         str(tmp_path / 'images'),
     ]

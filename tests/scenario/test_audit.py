@@ -263,7 +263,7 @@ def test_repair_skips_what_changes_after_the_second_audit(scene: Scene) -> None:
     lines = repair_findings(scene.store, scene.placement, first, second)
     assert len(lines) == 2, lines
     assert any('left alone: it has changed since' in line for line in lines), lines
-    assert any('not removed: it is wanted now' in line for line in lines), lines
+    assert any('not removed: its instance is requested or alive' in line for line in lines), lines
     assert orphan in read_allocations(scene.control)
 
 

@@ -466,7 +466,7 @@ def stopped_compute(cluster: Control) -> Ecompute:
 
 
 REFUSALS: Mapping[str, tuple[dict[str, object], int, str]] = {
-    'a typo in uuid:': ({'uuid': OTHER_UUID}, 5, 'put `uuid: '),
+    'a typo in uuid:': ({'uuid': OTHER_UUID}, 5, 'set `uuid: '),
     'a trait that placement does not know': ({'traits': ['HW_CPU_NO_SUCH']}, 2, 'HW_CPU_NO_SUCH'),
     'a ratio of what there is not': ({'allocation_ratios': {'SRIOV_NET_VF': 2.0}}, 2, 'SRIOV_NET_VF'),
     'a class that placement does not know': ({'fake': 'VCPU:4,MEMORY:512,DISK_GB:10'}, 2, 'resource class MEMORY (did'),
@@ -495,7 +495,7 @@ def test_start_with_another_uuid_is_refused_despite_an_unleased_presence(
         refused = try_start(stopped_compute, uuid=OTHER_UUID)
     finally:
         cluster.etcd.delete(keys.compute(stopped_compute.uuid))
-    assert (refused.code, f'put `uuid: {stopped_compute.uuid}`' in refused.stderr) == (5, True), refused
+    assert (refused.code, f'set `uuid: {stopped_compute.uuid}`' in refused.stderr) == (5, True), refused
 
 
 @pytest.mark.parametrize('backend', ['etcd', 'placement'])

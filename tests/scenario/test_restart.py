@@ -78,7 +78,7 @@ def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: 
     assert guest_record['state'] == 'active'
     assert guest_record['addresses'][0]['address'] == address
     assert len(wait_log_lines(compute, 'INSTANTIATE', guest)) == 1
-    assert wait_log_lines(compute, 'resource provider', compute.uuid, 'is there, with usages')
+    assert wait_log_lines(compute, 'resource provider', compute.uuid, 'exists, with usages')
     place(cluster)
 
 
@@ -170,7 +170,7 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control, compute:
     own_control.etcd.kill()
     own_control.placement.kill()
     assert compute.stop() == 0
-    assert wait_log_lines(compute, 'could not reserve VCPU')
+    assert wait_log_lines(compute, 'VCPU cannot be reserved')
     own_control.etcd.start()
     own_control.placement.start()
     compute.start()
@@ -202,7 +202,9 @@ def test_compute_that_loses_its_uuid_only_watches(cluster: Control, compute: Eco
     boot(cluster)
     other_presence = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
     cluster.etcd.put(f'/computes/{compute.uuid}', other_presence, cluster.etcd.grant())
-    wait_until(lambda: find_log_lines(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
+    wait_until(
+        lambda: find_log_lines(compute, 'on other since now', 'this compute is read-only from now on'), 20, 'it notices'
+    )
     before = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/instances/')}
     _, unseen = place(cluster)
     assert compute.stop(signal.SIGINT) == 0
@@ -226,7 +228,11 @@ def test_copied_state_directory_doubles_nothing(cluster: Control, tmp_path: Path
     original.start()
     copy = cluster.ecompute(directory=directory, uuid=original.uuid)
     wait_until(
-        lambda: find_log_lines(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices'
+        lambda: find_log_lines(
+            original, 'one state directory is a copy of the other', 'this compute is read-only from now on'
+        ),
+        40,
+        'it notices',
     )
     new_guests = boot_all(cluster, 3)
     assert read_guests(original).keys() == {guest}

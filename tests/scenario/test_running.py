@@ -507,7 +507,7 @@ def test_ecompute_reports_ready_alive_and_stopping(cluster: Control, ear: Notify
     compute = start_service(cluster, ear)
     ready = ear.receive()
     assert ready == (compute.pid, ['READY=1', ready[1][1]])
-    assert ready[1][1].startswith('STATUS=pretended guests with VCPU 4 (0 reserved)')
+    assert ready[1][1].startswith('STATUS=fake guests with VCPU 4 (0 reserved)')
     assert read_reserved(cluster, compute.uuid) == 0, 'by then requests may come'
     wait_address(cluster, place(cluster)[1])
     assert [ear.receive() for _ in range(4)] == [(compute.pid, HEARTBEAT)] * 4, 'its workers say nothing'

@@ -242,7 +242,7 @@ def test_allocation_ratios() -> None:
         'DISK_GB': {'total': 10, 'reserved': 1, 'allocation_ratio': 1},
     }
     assert reserve_all_vcpus(rated)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
-    with pytest.raises(UsageError, match='allocation_ratios: there is no VGPU here, only VCPU, DISK_GB'):
+    with pytest.raises(UsageError, match='allocation_ratios: the inventory has no VGPU, only VCPU, DISK_GB'):
         add_ratios(totals, {'VCPU': 16, 'VGPU': 2})
 
 

@@ -155,7 +155,7 @@ class AuditAnswerer:
             self._leases[audit] = self.store.grant(ANSWER_LEASE_SECONDS)
         put = Put(keys.digest(audit, self.compute, part), value, self._leases[audit])
         if self.store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
-            raise EcompError('nobody waits for it any more')
+            raise EcompError('the audit has finished')
 
     def _remove_leftovers(self, entry: Entry) -> list[str]:
         """Remove the listed things that are still leftovers; log and return a line about each.
@@ -184,18 +184,18 @@ class AuditAnswerer:
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):
-            return 'not removed: this compute is read-only, or remembers that it lives'
+            return 'not removed: this compute is read-only, or remembers the instance'
         if kind == 'part':
             return self._remove_part(leftover)
         if not keys.is_uuid(instance):
-            return 'not removed: it names no instance'
+            return 'not removed: it does not name an instance'
         # A build of this instance waits for the lock, and then recreates the disk.
         with self._locks.hold(instance, lambda: None):
             guest = self.hypervisor.list_guests().get(instance)
             if self._is_wanted(instance):
-                return 'not removed: it is wanted now'
+                return 'not removed: its instance is requested or alive'
             if guest is not None and (guest.defined or guest.running):
-                return 'not removed: its domain is there'
+                return 'not removed: its domain exists'
             if kind == 'reservations':
                 self.hypervisor.release_addresses(instance)
             elif kind == 'iso' and instance in self.hypervisor.list_seeds():
@@ -204,10 +204,10 @@ class AuditAnswerer:
                 self.data.remove(instance, [name])
             elif kind == 'disk' and guest is not None:
                 if users := self.hypervisor.list_disk_users(instance):
-                    return f'not removed: domain {", ".join(sorted(users))} has it'
+                    return f'not removed: in use by domain {", ".join(sorted(users))}'
                 self.hypervisor.delete_disk(instance)
             else:
-                return 'is gone already'
+                return 'already gone'
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:

@@ -96,7 +96,7 @@ def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, flo
     """Add ratios, 1 if not configured; UsageError for a class that the inventory lacks."""
     unknown = sorted(ratios.keys() - totals.keys())
     if unknown:
-        raise UsageError(f'allocation_ratios: there is no {", ".join(unknown)} here, only {", ".join(totals)}')
+        raise UsageError(f'allocation_ratios: the inventory has no {", ".join(unknown)}, only {", ".join(totals)}')
     return {name: {**amounts, 'allocation_ratio': ratios.get(name, 1.0)} for name, amounts in totals.items()}
 
 
@@ -191,7 +191,7 @@ class Registration:
         is_right = providers.has_inventory(self.placement, self.compute, self.inventory)
         is_new = is_right is None and providers.ensure_provider(self.placement, self.compute)
         if is_new:
-            log.info('made resource provider %s', self.compute)
+            log.info('created resource provider %s', self.compute)
         else:
             self._log_usages()
         failpoint('registered')
@@ -218,7 +218,7 @@ class Registration:
         if self._is_as_configured():
             self._last_good_check.record(generation)
         elif not is_closing():
-            log.warning('placement does not know this compute as it is (restored from a copy?): registering again')
+            log.warning('the provider was changed outside ecomp, or placement was restored: registering again')
             self.register(is_closing)
 
     def close(self) -> None:
@@ -230,12 +230,12 @@ class Registration:
     def _log_usages(self) -> None:
         """Log the provider's usages, and a warning for each class used beyond its capacity."""
         used = providers.read_usages(self.placement, self.compute)
-        log.info('resource provider %s is there, with usages %s', self.compute, used or 'none')
+        log.info('resource provider %s exists, with usages %s', self.compute, used or 'none')
         for name, amount in used.items():
             amounts = self.inventory.get(name, {'total': 0})
             total = calculate_capacity(amounts['total'], amounts.get('allocation_ratio', 1))
             if amount > total:
-                log.warning('%s of %s is used, and there is only %s of it now', amount, name, total)
+                log.warning('%s of %s is used, but its capacity is %s. Try: eschedule audit', amount, name, total)
 
     def _is_as_configured(self) -> bool:
         """Return whether placement has this inventory, these traits and aggregates; it is read."""
@@ -299,7 +299,7 @@ class Registration:
         try:
             write_durably(self._path, json.dumps({'version': VERSION, 'compute': self.compute, **names}))
         except OSError as error:
-            raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates stay as they are') from error
+            raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates are not changed') from error
         self._own_names = own_names
         failpoint('described-here')
 
@@ -321,7 +321,7 @@ def check_names(placement: Placement, traits: Collection[str], classes: Collecti
 def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
     """Raise UsageError that names the traits, if any."""
     if names := ', '.join(sorted(unknown)):
-        raise UsageError(f'traits: {names}: {placement.name} does not know it, its os-traits are older')
+        raise UsageError(f'traits: {placement.name} does not know {names}, because its os-traits are older')
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
@@ -332,11 +332,11 @@ def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
     try:
         data: Mapping[str, object] = load_object(path.read_bytes())
         if data.get('version') != VERSION:
-            raise ValueError(f'version {data.get("version")!r} is not known here')
+            raise ValueError(f'version {data.get("version")!r} is not supported')
     except FileNotFoundError:
         data = {}
     except ValueError as error:
-        raise UsageError(f'{path}: cannot be understood ({error}): remove it, and the traits it named stay') from error
+        raise UsageError(f'{path}: is malformed: {error}. Fix: remove it; the traits in it stay') from error
     if data.get('compute') != compute:
         data = {}  # `uuid:` was changed: these are another provider's
     listed = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}
