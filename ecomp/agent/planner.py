@@ -85,10 +85,10 @@ PLAN_INTERVAL_SECONDS = 60.0
 FIRST_POLL_SECONDS = 2.0
 POLL_DIVISOR = 30
 # Names of activities whose failures are logged.
-CHECKING_CLAIMS = 'looking at claims'
-SAVING_UNHANDLED = 'noting what runs again since the reboot'
-READING_RECORD = 'reading %s'
-READING_ADDRESSES = 'asking for the addresses of %s'
+CHECKING_CLAIMS = 'checking claims'
+SAVING_UNHANDLED = 'saving which instances wait since the reboot'
+READING_RECORD = 'reading the record of %s'
+READING_ADDRESSES = 'reading the addresses of %s'
 
 
 class Planner:
@@ -124,7 +124,7 @@ class Planner:
 
     def wake_up(self, reason: str) -> None:
         """Ask for a step, because something may have changed. From any thread."""
-        log.debug('nudged: %s', reason)
+        log.debug('woken: %s', reason)
         self.on_wake_up()
 
     def begin(self, work: Work) -> None:
@@ -194,7 +194,7 @@ class Planner:
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
         changed = self._instances.records.recheck(wishes)
         if changed:
-            self.wake_up(f'the records of {", ".join(changed)} were changed by somebody else')
+            self.wake_up(f'another process changed the records of {", ".join(changed)}')
         if self.held_resources is None:
             return  # the requests were not read yet
         # No plan contains a deferred or stopped build whose request was deleted manually.
@@ -235,12 +235,12 @@ class Planner:
             self.deferrals.defer(instance)
         finally:
             self._finish(work)
-            self.wake_up(f'{task.kind.value} of {instance} ended')
+            self.wake_up(f'{task.kind.value} of {instance} finished')
 
     def retry_now(self) -> None:
         """Retry deferred tasks now. From any thread."""
         self.deferrals.clear()
-        self.wake_up('what failed works again')
+        self.wake_up('deferred tasks are retried')
 
     def _finish(self, work: Work) -> None:
         with self._changed:
@@ -275,7 +275,7 @@ class Planner:
         self._save_unhandled(records, guests, busy)
         unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._wishes.keys()
         for stranger in sorted(self._unmanaged - unmanaged_before):
-            log.warning('instance %s is here but nobody asks for it: kept, and unmanaged', stranger)
+            log.warning('instance %s has a guest but no request: kept, and unmanaged. Try: eschedule audit', stranger)
         sightings = Observations(
             guests=guests_with_record,
             addresses=addresses,
@@ -347,7 +347,7 @@ class Planner:
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if previous is None and len(self._wishes) >= MAX_REQUESTS and not is_destroy:
                 parsed = InvalidRequest(
-                    name, f'this compute has {MAX_REQUESTS} instances, and takes no more', get_holdings(parsed)
+                    name, f'this compute has {MAX_REQUESTS} instances, which is its limit', get_holdings(parsed)
                 )
             self._wishes[name] = entry.revision, parsed
         wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]

@@ -182,12 +182,12 @@ class Process:
             log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._started_at)
         self.service.notify_ready(self._status())
         self._computes[0].daemon.run(self.service.notify_alive)
-        self.service.notify_stopping('what is in work comes to an end; the guests go on')
+        self.service.notify_stopping('tasks in flight finish; guests keep running')
 
     def _status(self) -> str:
         """Return the status line for systemd."""
         if not self._environment.is_familiar_etcd:
-            return 'only watches: this is not the etcd that it knew (see the log)'
+            return 'read-only: etcd is not the one this compute knew. Try: journalctl -u ecompute'
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
 
     def end_soon(self) -> None:
@@ -273,7 +273,7 @@ def _check_limits(compute_count: int) -> None:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < minimum:
-            raise UsageError(f'limited to {soft} {unit}, and {minimum} are needed: raise the limit ({where})')
+            raise UsageError(f'this process is limited to {soft} {unit}, but needs {minimum}. Fix: raise {where}')
 
 
 def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
@@ -302,7 +302,8 @@ def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
     An error of etcd is ignored.
     """
     for host in list_cleartext_hosts(config.etcd, config.placement):
-        log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
+        text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
+        log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)
     for path in list_exposed_secrets(config.etcd, config.placement):
         log.warning('%s can be read or changed by every user of this machine. Fix: chmod o= %s', path, path)
     with suppress(EcompError):  # the next use of etcd reports the error

@@ -52,7 +52,7 @@ def test_limits_below_the_minimum_are_refused(cluster: Control, limit: str, says
     assert compute._process.wait(SLOWDOWN_FACTOR * 30) == 2
     assert time.monotonic() - began < SLOWDOWN_FACTOR * 15
     (line,) = read_log(compute)
-    assert line.startswith(f'ecompute: limited to {says}, and '), line
+    assert line.startswith(f'ecompute: this process is limited to {says}, but needs '), line
     assert cluster.placement.read_inventory(compute.uuid) == {}
     assert cluster.etcd.list_keys('/computes/') == []
 

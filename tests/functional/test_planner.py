@@ -190,7 +190,7 @@ def test_unmanaged_guest_is_logged_each_time_it_appears(
         toy_compute.step()
         toy_compute.hypervisor.delete_disk(instance)
         toy_compute.step()
-    assert caplog.text.count(f'instance {instance} is here but nobody asks for it') == 2
+    assert caplog.text.count(f'instance {instance} has a guest but no request: kept') == 2
 
 
 def test_superseded_end_leaves_no_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:
@@ -331,7 +331,7 @@ def test_guest_going_off_is_recorded_on_a_read_only_disk(
     assert [toy_compute.read_record(instance).state for instance in instances] == [STOPPED] * 2
     assert toy_compute.step() == []
     assert [line.levelname for line in caplog.records if 'Read-only' in line.message] == ['WARNING']
-    assert f'instance {instances[0]} will be called ready' in caplog.text
+    assert f'instance {instances[0]} will seem ready' in caplog.text
 
 
 def test_destroy_on_a_read_only_disk_is_logged_once_and_retried(

@@ -66,11 +66,11 @@ def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_ho
                 pass_fds=opened,
             )
     except subprocess.TimeoutExpired as error:
-        raise BuildFailed('scheduled', f'its seed is not known within {SEED_TIMEOUT_SECONDS:g} s') from error
+        raise BuildFailed('scheduled', f'mdserver did not make the seed within {SEED_TIMEOUT_SECONDS:g} s') from error
     except UsageError as error:
         raise BuildFailed('scheduled', str(error)) from error
     error_lines = result.stderr.decode(errors='replace').strip().splitlines() or [
-        f'mdserver.seed ended with {result.returncode}'
+        f'mdserver.seed exited with {result.returncode}'
     ]
     if result.returncode:
         raise BuildFailed('scheduled', error_lines[-1])
@@ -101,8 +101,8 @@ def serve_metadata(
     bridge = libvirt.find_bridge()
     if bridge is None:
         if is_required:
-            reason = 'networks: none of them is a network whose bridge libvirt made'
-            log.warning('%s: no metadata is served; `metadata: iso` puts it on a disk', reason)
+            reason = 'none of `networks:` has a bridge that libvirt made'
+            log.warning('no metadata is served: %s. Fix: set `metadata: iso` in compute.yaml', reason)
         return lambda: None
     server = MetadataServer(state / 'metadata', config_directory, bridge)
     # A killed ecompute leaves the address on the bridge. This file says that ecompute added it, and may remove it.
@@ -116,7 +116,7 @@ def serve_metadata(
             with suppress(OSError):  # the disk is full
                 marker.touch()
             libvirt.set_metadata_address(True)
-            log.info("put %s on the guests' bridge", METADATA_ADDRESS)
+            log.info("assigned %s to the guests' bridge", METADATA_ADDRESS)
         server.ensure()
 
     def remove_address() -> None:
@@ -151,14 +151,14 @@ class MetadataServer:
             code = self._process.poll()
             if code is None:
                 return
-            log.warning('the metadata server ended with %s; starting another', code)
+            log.warning('the metadata server exited with %s; starting another', code)
             self._process = None
         elif (page := fetch_root_page()) is not None:
             if is_metadata(page):
                 log.info('a metadata server answers at %s', METADATA_ADDRESS)
                 return
             endpoint = f'{METADATA_ADDRESS}:80'
-            raise EcompError(f'what listens on {endpoint} is no metadata server: stop it, or bind it elsewhere')
+            raise EcompError(f'{endpoint}: another service listens there. Fix: stop it, or bind it to another address')
         options = ['--bridge', self._bridge, '--with-parent']
         if os.geteuid() == 0:
             options += ['--user', SERVER_UID]
@@ -170,7 +170,7 @@ class MetadataServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 conf = self._config_directory / 'mdserver.conf'
-                raise EcompError(f'the metadata server did not start, for the reason above; is {conf} right?')
+                raise EcompError(f'the metadata server did not start: its reason is logged above. Try: correct {conf}')
             time.sleep(0.05)
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
 
@@ -208,7 +208,7 @@ def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]
         yield [], []
         return
     except OSError as error:
-        raise UsageError(f'{path}: {error.strerror}: have it readable, or remove it') from error
+        raise UsageError(f'{path}: {error.strerror}. Fix: make the file readable, or remove it') from error
     try:
         # The child gets the checked file's descriptor, because its name might lead to another file by then.
         check_owner(str(path), os.fstat(opened))
@@ -368,7 +368,7 @@ class GuestData:
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
-            log.warning('%s cannot be watched (%s): a guest is seen ready when next looked at', self.directory, error)
+            log.warning('%s cannot be watched, and reports of guests are noticed late: %s', self.directory, error)
             return lambda: None
 
     def remove_report(self, instance: str) -> None:
@@ -380,7 +380,7 @@ class GuestData:
             # even a missing file.
             if instance in self.find_ready():
                 failure = f'{error.filename}: {error.strerror}'
-                log.warning('%s: instance %s will be called ready as soon as it is started again', failure, instance)
+                log.warning('%s: instance %s will seem ready immediately after its next start', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
         """Remove all files of an instance, but not a MAC's file that is another instance's.
