@@ -143,7 +143,7 @@ class Offers:
                 silent = [uuid for uuid in silent_uuids if ProviderSummary(uuid, uuid, shares.get(uuid, {})).is_ours]
                 if silent and silent != self._silent:
                     shown = join_some(silent, MAX_NAMED_COMPUTES)
-                    log.info('older queued requests are left alone, for they may run on silent computes: %s', shown)
+                    log.info('older queued requests are not taken: they may run on silent computes: %s', shown)
                 self._silent, self._silent_read_at = silent, now
             return self._silent
 
@@ -167,7 +167,7 @@ class Offers:
         old_marks = previous.taken if previous is not None else {}
         woken += (uuid for uuid, marks in backlog.taken.items() if uuid in nudges and marks != old_marks.get(uuid))
         for compute in dict.fromkeys(woken):
-            nudges[compute]('something waits')
+            nudges[compute]('requests are queued')
 
     def wake_more(self) -> float:
         """Wake more computes for untaken requests; return when (monotonic) to call this again."""
@@ -189,7 +189,7 @@ class Offers:
                 )
                 next_time = min(next_time, now + queue.WIDEN_SECONDS)
         for compute in dict.fromkeys(woken):
-            nudges[compute]('more may take what waits')
+            nudges[compute]('more computes may take the queued requests')
         return next_time
 
     def is_open(self, place: WaitingEntry, compute: str) -> bool:
@@ -274,7 +274,7 @@ class Taker:
         moved = False
         try:
             if not still_fits():
-                raise Conflict(f'{waiting.instance}: does not fit here any more')
+                raise Conflict(f'{waiting.instance}: no longer fits here')
             self._claim(waiting, mark)
             failpoint('taken')
             moved, mark = self._move(place, mark)
@@ -308,7 +308,7 @@ class Taker:
         conditions = [Unchanged(key, place.revision), Unchanged(keys.taker(key), 0)]
         conditions += [Unchanged(own_key, get_revision(stored.get(own_key))) for own_key in own]
         if not stored:
-            failure = Failure('scheduled', reason, 'nothing was made of it')
+            failure = Failure('scheduled', reason, 'nothing remains')
             record = replace(record.enter_state(ERROR, now, 'error'), error=failure)
             return sharing.write_final_record(self.store, record, conditions, [key]) is not None
         operations, shared = list[Put | Delete]([Delete(key)]), sharing.make_empty_change
@@ -375,7 +375,7 @@ class Taker:
         def check() -> None:
             entry = self.store.get(key)
             if entry is None or entry.revision != taker_revision:
-                raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
+                raise Conflict(f'{waiting.instance}: another compute is taking it, or it was cancelled')
 
         new_claims = {waiting.instance: {self.compute: waiting.flavor.resources}}
         above = partial(sharing.read_highest_released, self.store, new_claims)
@@ -404,7 +404,7 @@ class Taker:
             )
             return written is not None, taker_revision
         except sharing.Excluded as error:
-            raise Conflict(f'{instance}: its group allows it here no more') from error
+            raise Conflict(f'{instance}: its group no longer allows this compute') from error
         except UnknownOutcome:
             # A move in flight could still land after a read; once its taker key has changed it cannot.
             new_revision = self._put_taker_key(place, taker_revision, needs_flavor=False)
@@ -419,7 +419,7 @@ class Taker:
         try:
             self.delete_taker_key(queue_key, taker_revision)
         except EcompError as error:
-            log.debug('the mark at %s is looked at again, or goes with our lease: %s', queue_key, error)
+            log.debug('the taker key of %s is checked again later, or removed with its lease: %s', queue_key, error)
 
 
 # While queued requests do not fit, the room is read at this interval. Computes hear of a request at the same moment, so
@@ -653,7 +653,7 @@ class Puller:
                 if instance in here:  # the state directory was lost: a new build finds the guest
                     continue
                 if self.taker.release_claim(instance):
-                    log.info('released the claim of %s, which waits in its queue again', instance)
+                    log.info('released the claim of %s, which is still queued', instance)
                     held.pop(instance)
                 else:
                     self._needs_cleanup = True
@@ -747,7 +747,7 @@ class Puller:
         try:
             is_taken = self.taker.take(place, taker_revision, lambda: not self.taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
-            log.info('%s, and is left alone', error)
+            log.info('not taken from its queue: %s', error)
             self._skip([place], self.offers.backlog or Backlog())
             self._claimed_elsewhere.add(instance)  # after _skip(): with a taker key the request is not in the backlog
         except NoCapacity as error:
@@ -758,7 +758,7 @@ class Puller:
             self._on_refusal(place, f'placement refuses its claim: {error}')
         else:
             if not is_taken and self.taker.is_used(instance):
-                self._on_refusal(place, 'queued again, and refused: this uuid was used here. Fix: use another uuid')
+                self._on_refusal(place, 'this uuid was used on this compute before. Fix: use another uuid')
         finally:
             if instance not in self._skips:
                 self.deferrals.defer(instance, ETCD_LAG_SECONDS)
@@ -812,7 +812,7 @@ class PullLoop:
     def start(self) -> None:
         """Have the queues' requests offered to this compute, and start a step soon."""
         self._puller.offers.add(self._puller.taker.compute, self.wake_up)
-        self.wake_up('it begins')
+        self.wake_up('this compute started')
 
     def stop(self) -> None:
         """Stop, and wait for the take in flight. Before this `may_take` must return False."""
@@ -822,13 +822,13 @@ class PullLoop:
 
     def wake_up(self, reason: str) -> None:
         """Start a step soon. From any thread."""
-        log.debug('nudged: %s', reason)
+        log.debug('woken: %s', reason)
         self._job.schedule()
 
     def on_hosts(self, state: State) -> None:
         """Start a step if the requests of this compute changed its room. From any thread."""
         if self._puller.on_hosts(state):
-            self.wake_up('it has another room')
+            self.wake_up('the room of this compute changed')
 
     def _run_step(self) -> float:
         """Take at most one step; return when the next one is due (monotonic).

@@ -161,7 +161,7 @@ def test_restored_presence_key_proves_nothing_after_etcd_restarts(own_control: C
     older.restore()
     restore_placement(own_control)
     second = own_control.ecompute(queues=True)
-    wait_log_lines(second, 'left alone', first.uuid)
+    wait_log_lines(second, 'requests are not taken', first.uuid)
     began, restarts = time.monotonic(), [25.0, 50.0]
     while (spent := time.monotonic() - began) < 75.0:
         if restarts and spent > restarts[0]:
@@ -259,7 +259,11 @@ def test_compute_without_history_takes_no_running_instance(own_control: Control,
     instance, first, begin_second, older = run_after_snapshot(own_control, kind, history)
     older.restore()
     second = begin_second()
-    words = ('left alone', first.uuid) if history == NEVER_RAN else (instance, f'is claimed on compute {first.uuid}')
+    words = (
+        ('requests are not taken', first.uuid)
+        if history == NEVER_RAN
+        else (instance, f'is claimed on compute {first.uuid}')
+    )
     wait_log_lines(second, *words)
     wait_until(lambda: find_log_lines(first, STRANGE_ETCD_MESSAGE), 30, 'the first compute sees what happened')
     wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
@@ -330,9 +334,9 @@ def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None
     older.restore()
     restore_placement(own_control)
     second = own_control.ecompute(queues=True)
-    wait_log_lines(second, 'left alone', first.uuid)
+    wait_log_lines(second, 'requests are not taken', first.uuid)
     second.restart()
-    wait_log_lines(second, 'left alone', first.uuid, number=2)
+    wait_log_lines(second, 'requests are not taken', first.uuid, number=2)
     assert count_domains(first, second) == {instance: 1}
     explanation = own_control.eschedule('why', instance)
     assert f'{format_compute_label(first)} is silent' in explanation.stdout, explanation
