@@ -176,7 +176,7 @@ class Memory:
             self._entries[path.stem] = MemoryEntry(request, record, failed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._unreadable.add(path.stem)
-            log.warning('%s: not a memory of ours, and left alone: %s', path, error)
+            log.warning('%s: ignored, and not changed: %s', path, error)
 
     @contextmanager
     def _lock_instance(self, instance: str) -> Iterator[None]:
@@ -212,7 +212,7 @@ class Memory:
             write_durably(self._directory / f'{instance}.json', text + '\n')
         except OSError as error:
             if instance not in self._unsaved:
-                log.warning('%s: %s: what runs here is not remembered', self._directory, error.strerror)
+                log.warning('%s: %s: changes of instances are not saved', self._directory, error.strerror)
             self._unsaved.add(instance)
         else:
             self._unsaved.discard(instance)
@@ -254,14 +254,14 @@ class Identity:
             self._lock = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(
-                f'state directory {directory}: {error.strerror}: run as root, or set `state:` in compute.yaml'
+                f'state directory {directory}: {error.strerror}. Fix: run as root, or set `state:` in compute.yaml'
             ) from error
         if not wait_for_lock(LOCK_WAIT_SECONDS, lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
             raise Conflict(
-                f'state directory {directory} is used by the ecompute with pid {holder or "unknown"}: '
-                'stop it, or set another `state:` and `uuid:`'
+                f'state directory {directory} is used by the ecompute with pid {holder or "unknown"}. '
+                'Fix: stop it, or set another `state:` and `uuid:`'
             )
         self._unsaved: dict[str, str] = {}
         self._previous_holder = os.pread(self._lock, 64, 0)
@@ -315,7 +315,7 @@ class Identity:
         except FileNotFoundError:
             text = self._unsaved[name] = str(uuid.uuid4())
         if not keys.is_uuid(text):
-            raise UsageError(f'{path}: holds {text[:60]!r}, not a uuid: put the right one there, or remove the file')
+            raise UsageError(f'{path}: contains {text[:60]!r}, not a uuid. Fix: correct it, or remove the file')
         return text
 
 
@@ -368,7 +368,7 @@ class KnownEtcd:
         except FileNotFoundError:
             pass
         except ValueError as error:
-            raise UsageError(f'{self._path}: {error}: restore it, or ecompute --accept-new-etcd') from error
+            raise UsageError(f'{self._path}: {error}. Fix: restore it, or `ecompute --accept-new-etcd`') from error
         return self._cluster
 
     def read_accepted(self) -> int:
@@ -399,7 +399,7 @@ class KnownEtcd:
         except FileNotFoundError:
             return 0
         except ValueError as error:
-            raise UsageError(f'{path}: {error}. Fix: restore it, or ecompute --accept-new-etcd') from error
+            raise UsageError(f'{path}: {error}. Fix: restore it, or `ecompute --accept-new-etcd`') from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write this within WRITE_INTERVAL_SECONDS, if it has an identity."""
@@ -429,6 +429,6 @@ class KnownEtcd:
                     written, has_failed = current, False
                 except OSError as error:
                     if not has_failed:
-                        log.warning('%s: %s: what is seen of etcd is not remembered', self._path, error.strerror)
+                        log.warning('%s: %s: the revision of etcd is not saved', self._path, error.strerror)
                     has_failed = True
             self._stopped.wait(WRITE_INTERVAL_SECONDS)
