@@ -21,10 +21,7 @@ PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTP
 
 
 def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
-    """Query etcd, placement and this machine; return the backends' state, and all ailments.
-
-    A query that fails with an EcompError becomes an ailment.
-    """
+    """Check etcd, placement and this machine; return the backends' state and all ailments, failed queries included."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     return status, [
         *health.check_backends(status),
@@ -33,10 +30,7 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield the texts of UsageErrors that a start would raise for ratios, traits or classes.
-
-    Traits and classes are checked only with `has_placement`; other errors of placement are ignored.
-    """
+    """Yield the UsageErrors of a start; those of traits and classes only if `has_placement` and placement answers."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     try:
         provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
@@ -90,10 +84,7 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
-    """Read owner and uuid (None and '' if not readable), and the free bytes of its disk.
-
-    If the directory does not exist, the disk is that of its nearest existing parent.
-    """
+    """Read owner, uuid (None, '' if unreadable), and the free bytes of the disk of the nearest existing directory."""
     owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid

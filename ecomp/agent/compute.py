@@ -1,7 +1,6 @@
-"""One compute: its parts, started and stopped in the order of their needs, and its loop.
+"""One compute: its parts, and its loop, which plans at every wake-up and every minute.
 
-The loop plans at every wake-up and every minute; events only wake it. Periodic checks that need placement run in
-another thread, because placement may take a minute to time out.
+Periodic checks that need placement run in another thread, because placement may take a minute to time out.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Remember instances as ended that have no request, guest or living record here.
+    """Remember instances as ended that have no request, guest or living record in a familiar etcd; its errors pass.
 
-    An end is written to etcd before the state directory. A kill in between, or a full disk, leaves an entry that would
-    reserve the instance's address at every start. A build killed before its first record is left to the planner. Call
-    it only with a familiar etcd, whose errors pass.
+    An end is written to etcd before the state directory: a kill in between, or a full disk, leaves an entry that would
+    reserve the address at every start. A build killed before its first record is left to the planner.
     """
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
@@ -75,10 +73,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Restore active and stopped instances' DHCP reservations that were removed outside ecomp.
-
-    If the address is taken, another one is reserved. Each is logged, and so is BuildFailed; other errors pass.
-    """
+    """Restore reservations removed outside ecomp, or reserve other addresses; log each. Only BuildFailed is caught."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
@@ -111,10 +106,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), whose jobs run in the caller's thread.
-
-    Errors of `admit` pass; `at_exit` stops the host.
-    """
+    """Make a host without libvirt (--fake), with jobs in the caller's thread; errors of `admit` pass."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
@@ -129,8 +121,7 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Open this machine as a host; change nothing before `admit` returns.
 
-    Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts. `at_exit` closes what was
-    opened, also after an error.
+    Errors of `admit` and hypervisor pass; EcompError if no metadata server starts. Even then `at_exit` closes all.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -166,16 +157,12 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the inventory to register; UsageError for a ratio of a class that it lacks.
-
-    `inventory:` replaces the measured amounts, class by class; with `fake` nothing is measured.
-    """
+    """Return the inventory, measured unless `fake`, then updated by `inventory:`; UsageError as add_ratios()."""
     measured = {}
     if not fake:
         measured = provider.make_inventory(
             provider.measure_machine(config.state, list(hypervisor.list_guests())), _get_image_cache_gib(config)
         )
-    # Classes that `inventory:` does not name have the measured amounts.
     return provider.add_ratios(
         {**measured, **provider.make_fixed_inventory(config.inventory or {})}, config.allocation_ratios
     )
@@ -213,8 +200,7 @@ HOSTNAME_CHECK_MINUTES = 10
 class PlanningLoop:
     """The planning loop: begin(), run() until stop() is called, then drain().
 
-    `remote_checks` are the periodic checks that run beside plans, by activity, mostly queries to placement. The first
-    periodic checks run after `first_check_seconds`. `on_planned` is called after each plan, in the planning thread.
+    `remote_checks` are the periodic checks beside plans, by activity; after each plan its thread calls `on_planned`.
     """
 
     host: HostServices
@@ -270,11 +256,7 @@ class PlanningLoop:
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Log `reason`, and start no tasks until become_writable().
-
-        This process may not write (rule 9). Builds in flight stop at their next step and undo themselves. Guests keep
-        running.
-        """
+        """Log `reason`, start no tasks until become_writable(), undo builds in flight (rule 9); guests keep running."""
         self.read_only = True
         self.planner.stop_builds()
         log.error('this compute is read-only from now on; its guests keep running: %s', reason)
@@ -301,10 +283,7 @@ class PlanningLoop:
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
-        """Plan; return when (monotonic) to plan again, inf without planning if ending; log errors.
-
-        After an error plans and periodic checks are retried after a back-off.
-        """
+        """Plan unless ending; return when (monotonic) to plan again, or inf; after an error, log it and back off."""
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -354,10 +333,7 @@ class PlanningLoop:
         return math.inf
 
     def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
-        """Run a check; return False if it failed. If ending, return True without running it.
-
-        A failure is reported, unless the end caused it.
-        """
+        """Run a check unless ending; return False after a failure, reported unless the end caused it."""
 
         def work() -> bool:
             check()
@@ -371,14 +347,12 @@ class PlanningLoop:
 class Environment:
     """The parts and settings of a process that all its computes share.
 
-    Attributes:
-        accepts_new_etcd: republish the instances to an etcd that may be another one (--accept-new-etcd).
-        is_familiar_etcd: etcd is the remembered one; if not, the compute is read-only from the start (rule 10).
-        accepted_revision: the revision of that acceptance, to be written to etcd; 0: none, or written already.
-        first_seen_revision: see Puller.
-        spread_seconds: time over which the computes, which all start together, send their first queries to placement.
-        audits: an etcd connection without a guard, for answers to audits.
-        checks_names: each compute must check that placement knows the configured traits and classes.
+    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Without
+    `is_familiar_etcd` (etcd is the remembered one) they are read-only from the start (rule 10). `accepted_revision` of
+    that acceptance is to be written to etcd; 0: none, or written already. `first_seen_revision`: see Puller.
+    `spread_seconds` is the time over which the computes, which all start together, send their first queries to
+    placement. `audits` is an etcd connection without a guard, for answers to audits. With `checks_names` each compute
+    must check that placement knows the configured traits and classes.
     """
 
     fake: bool
@@ -398,10 +372,7 @@ class Environment:
 
 
 class Compute:
-    """One compute: register(), start() and, even after their errors, stop(), one at a time.
-
-    From start() on the threads that follow etcd for this compute call the on_… methods.
-    """
+    """One compute: register(), start() and, even after errors, stop(); threads that follow etcd call on_… methods."""
 
     def __init__(
         self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
@@ -430,9 +401,8 @@ class Compute:
     def register(self) -> None:
         """Check that this compute may run here, register it in placement, and make its parts.
 
-        In an unfamiliar etcd only the parts are made. Raises Conflict if another ecompute is this compute, or if a
-        compute that is not alive has guests here; UsageError for a wrong configuration. Errors of etcd, placement and
-        the hypervisor pass.
+        In an unfamiliar etcd only the parts are made. Raises Conflict if another ecompute is this compute, or a compute
+        that is not alive has guests here; UsageError for the configuration; errors of etcd, placement and hypervisor.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement
@@ -581,10 +551,7 @@ class Compute:
             self.queues.wake_up('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        """Raise Conflict if guests of a compute that is not alive are here (rule 9).
-
-        No-op in an unfamiliar etcd.
-        """
+        """Raise Conflict if guests of a compute that is not alive are here (rule 9); no-op in an unfamiliar etcd."""
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -607,8 +574,7 @@ class Compute:
     def _check_hostname(self) -> None:
         """Keep the key with this host's name, by which users may name the compute while it is down.
 
-        No-op within HOSTNAME_CHECK_MINUTES after a success. A name that is not valid is not written. etcd's errors
-        pass.
+        No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors pass.
         """
         if time.monotonic() < self._hostname_valid_until:
             return
@@ -621,10 +587,7 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _publish_room(self) -> None:
-        """Publish the room hint with the presence: None if unknown, or if no request is accepted.
-
-        No request is accepted while the provider is disabled, and while this compute ends or is read-only.
-        """
+        """Publish the room hint: None if unknown, while the provider is disabled, while ending or read-only."""
         held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
         self._presence.add_fields(
@@ -636,10 +599,7 @@ class Compute:
         return not self.daemon.is_ending()
 
     def _may_remove(self, instance: str) -> bool:
-        """Return whether leftovers of an instance ('': of none) may be removed; see AuditAnswerer.
-
-        False while read-only, or if the instance is remembered. Raises StrangeEtcd, and etcd's other errors.
-        """
+        """Return False while read-only, or if `instance` ('': none) is remembered; raise etcd's errors."""
         self._store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 

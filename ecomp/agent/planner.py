@@ -1,7 +1,4 @@
-"""One compute's planning: compare requests with guests, and carry out the difference.
-
-The caller of step() has the returned work carried out in its threads, at most one task an instance at a time.
-"""
+"""Plan for one compute: compare requests with guests, and return the difference as work for the caller's threads."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ SHUTDOWN_GRACE_SECONDS = 60.0
 SHUTDOWN_REPEAT_SECONDS = 10.0
 # Time between two plans if nothing wakes the planner.
 PLAN_INTERVAL_SECONDS = 60.0
-# Addresses are polled at this interval at first, because a bridge announces no leases. Some guests never have one, so
-# the interval grows to 1/POLL_DIVISOR of the time waited, but not above PLAN_INTERVAL_SECONDS.
+# Addresses are polled, because a bridge announces no leases; ever more rarely, because some guests never have one.
 FIRST_POLL_SECONDS = 2.0
 POLL_DIVISOR = 30
 # Names of activities whose failures are logged.
@@ -137,11 +133,10 @@ class Planner:
             return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
-        """Return the work that is due: neither in flight nor deferred.
+        """Return the due work, neither in flight nor deferred; until it is begun, the next step returns it again.
 
-        `state` has all requests of this compute. Builds in flight whose instance is to be destroyed are cancelled.
-        Errors of the hypervisor pass, and Unreachable from reading records; until it is begun the next step returns the
-        same work.
+        `state` has all requests of this compute. Cancels builds in flight whose instance is to be destroyed. Errors of
+        the hypervisor pass, and Unreachable from reading records.
         """
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
@@ -150,19 +145,13 @@ class Planner:
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Defer work that was begun, because no thread is available; log `reason`.
-
-        A later step returns it again.
-        """
+        """Defer work that was begun to a later step, because no thread is available; log `reason`."""
         self._finish(work)
         self.failures.report_failure(work.instance, EcompError(reason))
         self.deferrals.defer(work.instance)
 
     def list_due_times(self) -> list[float]:
-        """Return the times (monotonic) at which a step has something to do without a wake-up.
-
-        Some may be past, or inf.
-        """
+        """Return the times (monotonic; maybe past, or inf) at which a step is due without a wake-up."""
         now, (instances, since) = time.monotonic(), self.without_addresses
         missing = [first + CONFIRMATION_SECONDS for first in self._missing_since.values()]
         polls = [now + choose_poll_interval(now - since)] if instances else []
@@ -185,10 +174,9 @@ class Planner:
         self.retry_now()
 
     def recheck(self) -> None:
-        """Forget records that others changed, and end builds without a request.
+        """Forget records that others changed, and ask for a step; end builds without a request.
 
-        The next step reads those records; it is asked for. etcd's errors in the first part pass; those of ending a
-        build are logged. No further build is ended after MAX_CLEANUP_SECONDS.
+        etcd's errors in the first part pass; those of ending a build are logged. MAX_CLEANUP_SECONDS limits that part.
         """
         busy = self.get_in_flight()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
@@ -210,8 +198,7 @@ class Planner:
     def carry_out(self, work: Work) -> None:
         """Do the work, log and defer failures, and wake the planner.
 
-        A build is not started while builds are stopped. Superseded is neither logged nor deferred: the next step plans
-        again; a build whose request is gone is ended.
+        No-op for a build while builds are stopped. After Superseded the next step plans again, or the build is ended.
         """
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
@@ -314,8 +301,7 @@ class Planner:
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
         """Save which instances are unhandled since the reboot; report an OSError as a failure.
 
-        Handled is one that was running since, is not active by its record, or is not requested: if it goes off now,
-        that is intended.
+        Handled means that it ran since, is not active by its record, or is not requested: its end would be intended.
         """
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
@@ -328,10 +314,7 @@ class Planner:
             self.failures.report_success(SAVING_UNHANDLED)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
-        """Parse changed requests and cancel their deferral; update the wishes and held resources.
-
-        A new request beyond MAX_REQUESTS becomes an InvalidRequest, unless it is a tombstone.
-        """
+        """Update wishes and held resources by changed requests; refuse new ones (not tombstones) over MAX_REQUESTS."""
         before = self._wishes
         self._wishes = {}
         prefix = keys.request_prefix(self._instances.compute)
@@ -362,8 +345,7 @@ class Planner:
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
         """Return the records, and the instances whose record cannot be read; Unreachable passes.
 
-        Busy instances, those without a record and names that are not uuids are in neither; nor is a tombstone's
-        unreadable record. Other errors are reported as failures.
+        Leaves out busy or recordless instances, non-uuids, and tombstones' unreadable records; reports other errors.
         """
         records, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
@@ -410,10 +392,7 @@ class Planner:
 
 
 def choose_poll_interval(waited_seconds: float) -> float:
-    """Return the seconds until the next poll, for guests without address for `waited_seconds`.
-
-    A POLL_DIVISOR-th of these, but from FIRST_POLL_SECONDS to PLAN_INTERVAL_SECONDS.
-    """
+    """Return seconds to the next poll: 1/POLL_DIVISOR of the wait, FIRST_POLL_SECONDS to PLAN_INTERVAL_SECONDS."""
     return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)
 
 
