@@ -4,21 +4,20 @@
 has the base volumes; the modules here are the loop that uses them.
 
 The threads of an ecompute, by name: the state each one owns, who else may touch it, and how the thread ends. All
-computes of the process (`--count`) share them; turns.Threads limits the numbered ones. Each compute and each instance
-is handled by one of these threads at a time.
+computes of the process (`--count`) share them; turns.Threads limits the numbered ones. One thread at a time handles a
+compute or an instance.
 
-    main                      starts, tends and reaps the worker processes (Workers), which take jobs from other threads
-                              under a lock; signals set flags and wake it. Ends last, after the threads that are joined
-    turns                     starts scheduled jobs when they are due (Threads). Ends at Threads.close(), as do the
-                              numbered threads that are not waited for
+    main                      tends the worker processes (Workers), which take jobs from other threads under a lock;
+                              signals set flags and wake it. Ends last, after the threads that are joined
+    turns                     starts scheduled jobs when due (Threads). Ends, as numbered threads, at Threads.close()
     planner_N                 reads requests, plans and starts tasks. Owns the Planner, except for what is in flight or
                               deferred, and widens offers (Offers). Planning stops at a signal, and while read-only
     build_N                   carries out a build. Owns the instance and its record while it does; passes the result to
                               the planner by a queue. Builds in flight are waited for at the end
     confirm                   queries placement for a build's claim, while the build prepares. Ends with the answer
     task_N                    like build_N, for all other tasks
-    minute_N                  makes periodic checks: of claims (ClaimKeeper), the provider (Registration) and the key of
-                              the host name, all owned by it while the compute runs. Not waited for
+    minute_N                  makes periodic checks of claims (ClaimKeeper), the provider (Registration) and the key of
+                              the host name, which it owns while the compute runs. Not waited for
     presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
     follow /hosts/            follows requests (of a single compute only its own), queues and presence keys; callbacks
                               set a flag, or replace a state under a lock. Joined
@@ -35,8 +34,8 @@ is handled by one of these threads at a time.
     to a worker               writes jobs from a queue into the pipe of one worker. Ends with that worker
     scrub                     verifies base volumes (Scrubber). Joined
     libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
-    ending_N                  in a worker: destroys guests or switches them off, several concurrently; they write to the
-                              pipe under a lock. Joined when the pipe ends
+    ending_N                  in a worker: destroys guests or switches them off concurrently; they write to the pipe
+                              under a lock. Joined when the pipe ends
     download                  in a worker: fetches one image; the job reads its progress. Ends with the download
     etcd                      connects to a member of etcd, for the first thread that needs it. Ends once connected
     Thread-N                  not ours: watchdog's, which watches for .ready files

@@ -54,10 +54,9 @@ REQUIRED_LIMITS = (
 
 @dataclass(eq=False)
 class Process:
-    """All computes of the process: register(), then run(); `at_exit` stops them.
+    """All computes of the process: register(), then run(); `at_exit` stops them, also after an error.
 
-    `count` is the number of fake computes, or None for one compute, fake or of this machine. With `accepts_new_etcd`
-    the computes republish their instances to an etcd that may be another one.
+    `count` is the number of fake computes, or None for one, fake or not. `accepts_new_etcd`: see Environment.
     """
 
     config: ComputeConfig
@@ -83,8 +82,7 @@ class Process:
     def register(self) -> None:
         """Lock the state directory, recognise etcd, and register each compute.
 
-        Adds to `at_exit` what ends this, even if an error follows. Raises UsageError if a system limit is too low;
-        errors of Identity, etcd, placement and Compute.register() pass.
+        Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
         """
         config, at_exit = self.config, self.at_exit
         _check_limits(self.count or 1)
@@ -144,8 +142,7 @@ class Process:
     def run(self) -> None:
         """Start each compute, whose errors pass, and run in the main thread until end_soon().
 
-        Follows etcd, and notifies systemd when all are ready, while they live and when they end. In an unfamiliar etcd
-        only audits are followed.
+        Follows etcd (an unfamiliar one only for audits), and notifies systemd when ready, while alive and at the end.
         """
         self._computes[0].host.runner.waker.wake_on_signals()
         _run_each(Compute.start, self._computes)
@@ -210,10 +207,7 @@ class Process:
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
-        """Pass their requests to computes whose requests changed; the first time, to all computes.
-
-        Making a list for each of many computes would take a second.
-        """
+        """Pass requests to computes whose requests changed, at first to all: lists for a thousand take a second."""
         before, self._requests = self._requests, state
         changed = collect_changed_requests(before or {}, state, self._requests_by_compute)
         for compute, requests in changed.items():
@@ -265,10 +259,7 @@ class Process:
 
 
 def _check_limits(compute_count: int) -> None:
-    """Raise UsageError if a soft limit of REQUIRED_LIMITS is too low for this many computes.
-
-    Otherwise a library would abort, or a thread would not start.
-    """
+    """Raise UsageError for a limit too low for this many computes: a library would abort, or a thread not start."""
     for limit, base, further, unit, where in REQUIRED_LIMITS:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
@@ -277,11 +268,10 @@ def _check_limits(compute_count: int) -> None:
 
 
 def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call `work` for all items concurrently; for a single one in this thread.
+    """Call `work` for all items concurrently; for a single one in this thread, the parent of workers.
 
-    This thread is the parent of workers. MAX_CONCURRENT_COMPUTES calls run at a time. After an error or a signal no
-    further call is started, and the error is raised after the calls in flight; an item's error is noticed once those
-    before it are finished.
+    After a signal, or an item's error, noticed once those before it are finished, no further call is started, and the
+    error is raised after the calls in flight.
     """
     if len(items) == 1:
         work(items[0])
@@ -297,10 +287,7 @@ def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
-    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd.
-
-    An error of etcd is ignored.
-    """
+    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd; ignore etcd's errors."""
     for host in list_cleartext_hosts(config.etcd, config.placement):
         text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
         log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)

@@ -1,7 +1,4 @@
-"""Thread pools of a process, jobs scheduled in them, back-off, and the log of failures.
-
-One timer thread serves all jobs. A process of a thousand computes has no more threads than a process of a few.
-"""
+"""Thread pools of a process, jobs that one timer thread starts in them, back-off, and the log of failures."""
 
 from __future__ import annotations
 
@@ -124,9 +121,8 @@ class FailureLog:
     def report_failure(self, activity: str, error: EcompError, started_at: float = math.inf) -> None:
         """Log a warning that an activity failed and is retried, unless the failure is known.
 
-        StrangeEtcd is ignored. So is an attempt started (monotonic; inf: unknown) before its backend recovered, which
-        proves no new failure: a worker that was frozen during an outage, for example, finds its own connection broken
-        long after the others.
+        Ignores StrangeEtcd, and failures of a backend that recovered after `started_at` (monotonic; inf: unknown): a
+        worker frozen during an outage finds its connection broken long after the others.
         """
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
@@ -141,10 +137,7 @@ class FailureLog:
             log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
 
     def report_success(self, activity: str) -> bool:
-        """End the failure that an activity met, for all activities; return whether it was open.
-
-        It is logged here, and on_recovery() called; an activity that still fails reports it again.
-        """
+        """End and log an activity's failure, for all activities; call on_recovery(). Return whether there was one."""
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is None:
@@ -179,10 +172,7 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried; `other_activity` notices its backend's return.
-
-        Failures that are not of a backend are forgotten without a log line.
-        """
+        """Forget an activity that is not retried; `other_activity` takes over its failure of a backend."""
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is not None and loss.is_backend:
@@ -231,10 +221,7 @@ class Waker:
 
 
 class DaemonThreadPool:
-    """A pool of daemon threads: unlike a ThreadPoolExecutor's, they do not delay the exit.
-
-    An Exception of submitted work is logged. The queue of work is not limited.
-    """
+    """A pool of daemon threads, which do not delay the exit; it logs Exceptions, and queues without a limit."""
 
     def __init__(self, name: str, max_threads: int) -> None:
         self._name, self._max_threads = name, max_threads
@@ -279,8 +266,7 @@ class DaemonThreadPool:
 class ScheduledJob:
     """Calls `work` in a thread of `pool`, one run at a time.
 
-    `work` returns when (monotonic) it is due again, or inf. After an exception, or if no thread can be started, it is
-    retried after RETRY_SECONDS.
+    `work` returns when (monotonic) it is due again, or inf; after an exception, or without a thread, in RETRY_SECONDS.
     """
 
     def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
@@ -293,10 +279,7 @@ class ScheduledJob:
         self.timer_due = math.inf
 
     def schedule(self, moment: float = 0.0) -> None:
-        """Run the job at this moment (monotonic; 0: now) or before; if it runs, once more after.
-
-        No-op after cancel(). From any thread.
-        """
+        """Run the job by this time (monotonic; 0: now), once more if running; no-op after cancel(). Thread-safe."""
         with self._threads.changed:
             if moment < self._due and not self._is_cancelled:
                 self._due = moment
@@ -314,10 +297,7 @@ class ScheduledJob:
             self._threads.changed.wait_for(lambda: not self.is_busy)
 
     def on_timer(self, when: float) -> None:
-        """Start the job if it is due, else set its timer again; no-op while it runs.
-
-        The timer thread, holding `Threads.changed`, calls this with the time for which the timer was set.
-        """
+        """Start the job if due, else set its timer again; no-op while it runs. The caller holds `Threads.changed`."""
         if when == self.timer_due:
             self.timer_due = math.inf
         if not self.is_busy:
@@ -353,7 +333,7 @@ class ScheduledJob:
 
 
 class Threads:
-    """The thread pools of a process, and the timer thread that starts due jobs."""
+    """The thread pools, no larger for a thousand computes than for a few, and the timer thread of due jobs."""
 
     # Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
     MIN_BUILD_THREADS = 32
@@ -361,10 +341,7 @@ class Threads:
     SHARED_POOL_THREADS = 16
 
     def __init__(self, compute_count: int, max_tasks: int) -> None:
-        """Make the pools; those for builds and for tasks have at least `max_tasks` threads.
-
-        The others have one for each compute, up to 4 or SHARED_POOL_THREADS. Threads start when they are needed.
-        """
+        """Make pools: `max_tasks` threads at least for builds and for tasks, else one a compute up to a limit."""
         few_threads, shared_threads = min(compute_count, 4), min(compute_count, self.SHARED_POOL_THREADS)
         self.plans = DaemonThreadPool('planner', few_threads)
         self.builds = DaemonThreadPool('build', max(max_tasks, self.MIN_BUILD_THREADS))
@@ -381,10 +358,7 @@ class Threads:
         self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
     def set_timer(self, job: ScheduledJob, when: float) -> None:
-        """Set the job's timer to `when` (monotonic), unless it is set to that or an earlier time.
-
-        No-op after close(). The caller holds `changed`.
-        """
+        """Set the job's timer to `when` (monotonic) if earlier; no-op after close(). The caller holds `changed`."""
         if when >= job.timer_due or self._closed:
             return
         job.timer_due = when
