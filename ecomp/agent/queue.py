@@ -1,14 +1,12 @@
 """Take requests from the queues for one compute, without a thread of its own.
 
-A compute takes the oldest request that fits its room and that it may take at this time (ecomp.model.queue), after a
-delay that grows with its load, so that emptier computes go first. After lost races it chooses among the next few
-requests at random; otherwise every compute with room would race for every request.
-
-To take a request is to put the taker key, claim on the own provider, and move the request to the own /hosts key. The
-taker key is on the presence's lease and the move compares it, so a compute that was frozen for longer than its lease
-moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13). Offers
-knows the queues for all computes of the process; Taker and Puller take for one of them. They share a module of more
-than 700 lines because they are one protocol: Offers tells the other computes after a failed take that they may take.
+A compute takes the oldest request that fits its room and that it may take (ecomp.model.queue), after a delay that grows
+with its load, so that emptier computes go first; after lost races, a random one of the next few, or all computes would
+race for each. It puts the taker key, claims on its provider, and moves the request to its /hosts key. The taker key is
+on the presence's lease and the move compares it, so a compute frozen for longer than its lease moves nothing. A claim
+that a dead attempt left on another compute is released by that compute only (rule 13). Offers knows the queues for all
+computes of the process; Taker and Puller take for one of them. They share a module of more than 700 lines because they
+are one protocol: Offers tells the other computes after a failed take that they may take.
 """
 
 from __future__ import annotations
@@ -126,11 +124,7 @@ class Offers:
         self.accepted_revision = find_accepted_revision(state.values())
 
     def find_silent(self, placement: Placement) -> list[str]:
-        """List the uuids of placement's computes that are not proven to be alive.
-
-        The list is cached for SILENT_CACHE_SECONDS. A changed list is logged, because older requests are left alone.
-        Errors of placement pass.
-        """
+        """List the uuids of placement's computes not proven to be alive; log changes. Placement's errors pass."""
         with self._silent_lock:
             now = time.monotonic()
             if now - self._silent_read_at > SILENT_CACHE_SECONDS:
@@ -210,10 +204,7 @@ class Offers:
         return is_free
 
     def end_take(self, place: WaitingEntry, is_taken: bool) -> None:
-        """Finish taking the request; offer it to other computes unless it is taken.
-
-        A taken one counts as being taken until it has left the queues.
-        """
+        """Offer the request to others unless taken; a taken one stays in flight until it leaves the queues."""
         if is_taken:
             return
         with self._lock:
@@ -231,10 +222,7 @@ class Offers:
         return max(takers.count_with_room(place.entry.flavor.resources), 1)
 
     def _add_offer(self, key: str, place: WaitingEntry, now: float) -> list[str]:
-        """Return the computes here that may take a new request now; offer it to more of them later.
-
-        The caller holds the lock.
-        """
+        """Return the computes here that may take a new request now; offer it to more later. The caller has the lock."""
         assert self._takers is not None
         order = queue.rank_takers(place.entry.instance, place.entry.flavor.resources, self._takers)
         if len(order) > queue.INITIAL_TAKERS:
@@ -293,11 +281,10 @@ class Taker:
         return False
 
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
-        """End a request in error that no compute can take; return False if that is not possible.
+        """End in error a request that no compute can take; False if it is gone, being taken or claimed elsewhere.
 
-        It is not if the request is gone, being taken or claimed by another compute. An instance that ended here before
-        keeps its record, with the reason as its fault; one that lives here is not changed. Errors of etcd and placement
-        pass; the call can be repeated.
+        An instance that ended here before keeps its record, with the reason as its fault; one that lives here is not
+        changed. Errors of etcd and placement pass; the call can be repeated.
         """
         waiting, now = place.entry, self.now()
         if find_compute(read_consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
@@ -422,8 +409,7 @@ class Taker:
             log.debug('the taker key of %s is checked again later, or removed with its lease: %s', queue_key, error)
 
 
-# While queued requests do not fit, the room is read at this interval. Computes hear of a request at the same moment, so
-# their reads are spread.
+# While queued requests do not fit, the room is read at this interval, spread as all computes hear of them together.
 ROOM_INTERVAL_SECONDS = 60.0
 ROOM_SPREAD_SECONDS = 10.0
 # Greatest age of the room at a take; a claim by an older room would only be refused. A claim does not check traits, so
@@ -443,12 +429,10 @@ class Puller:
     """Chooses and takes requests for one compute; only on_hosts() is thread-safe.
 
     `may_take` returns False while nothing may be taken. `registered_inventory` counts as free while the compute has no
-    requests, and a claim corrects that; None: read the room first. `list_guests` returns the instances with a domain.
-
-    A request for which another compute holds a claim is left alone, even if that compute is silent (rule 13). So is a
-    request older than `first_seen_revision`, at which this compute first saw or accepted etcd, or than any compute's
-    acceptance, while a compute is silent: it may have taken the request, and etcd and placement may both have been
-    restored to before that.
+    requests, and a claim corrects that; None: read the room first. `list_guests` returns the instances with a domain. A
+    request is left alone if another compute, even a silent one, holds a claim for it (rule 13); while any is silent,
+    also if it is older than an acceptance or `first_seen_revision`, at which this compute first saw or accepted etcd:
+    the silent one may have taken it before etcd and placement were restored.
     """
 
     taker: Taker
@@ -495,10 +479,9 @@ class Puller:
         self._room_read_at, self._needs_cleanup, self._next_take = -math.inf, True, None
 
     def step(self) -> float:
-        """Take requests until none fits; return the seconds until the next step if nothing changes.
+        """Take requests until none fits; return the seconds, ROOM_INTERVAL_SECONDS at most, until the next step.
 
-        These are at most ROOM_INTERVAL_SECONDS, also while nothing may be taken. Errors of etcd and placement pass;
-        then reset() must be called before the next step.
+        Errors of etcd and placement pass; then reset() must be called before the next step.
         """
         while self.may_take():
             now = time.monotonic()
@@ -596,10 +579,7 @@ class Puller:
         return place
 
     def _check_fit(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Return whether the request still fits; read an old room, or else old traits, first.
-
-        Only the compute with the request's taker key does this.
-        """
+        """Return whether the request still fits, as its taker; read an old room, or else old traits, first."""
         age = time.monotonic() - self._room_read_at
         if age > MAX_ROOM_AGE_SECONDS:
             self._read_room(backlog)
@@ -615,10 +595,7 @@ class Puller:
         return DISABLED not in traits
 
     def _choose_place(self, backlog: Backlog) -> WaitingEntry | None:
-        """Return a random one of the first open requests that fit the last room, or None.
-
-        Deferred requests, and those that placement refused at the same room, are left out. Nothing is read.
-        """
+        """Return a random one of the first open requests that fit the last room, not deferred or refused; or None."""
         self._fits_by_query = queue.check_flavors(backlog.flavors, self._room, self._fits_by_query)
         takes = self._fits_by_query | {
             query: False for query, (provider, _) in self._refusals.items() if provider == self._room
@@ -632,8 +609,7 @@ class Puller:
     def _read_room(self, backlog: Backlog) -> None:
         """Read this compute's room; after a start or reset(), first release dead attempts' claims.
 
-        Those are our claims for queued requests; if one cannot be released yet, the next read tries again. Without our
-        provider there is no room. Errors of etcd and placement pass.
+        Those are ours for queued requests; later reads retry. No provider: no room. Errors of etcd and placement pass.
         """
         with self._lock:
             self._is_room_stale = False
@@ -697,10 +673,7 @@ class Puller:
         return self._is_allowed(waiting.instance, waiting.group, group), group
 
     def _is_allowed(self, instance: str, membership: Membership, group: Group | None) -> bool:
-        """Return False if the group excludes this compute, is full or has another policy.
-
-        None is a group that does not exist yet.
-        """
+        """Return False if the group (None: not existing yet) excludes this compute, is full or has another policy."""
         try:
             merged = resolve_group(group, membership)
             return merged.explain_exclusion(self._compute) is None and len({*merged.members, instance}) <= MAX_MEMBERS
@@ -720,10 +693,7 @@ class Puller:
         return [chosen, *(place for place in excluded if place is not chosen)]
 
     def _take_if_fits(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Take the request if it still fits, and return whether; if its flavor is gone, skip it.
-
-        All other requests of that flavor are skipped, too. It is read at most once in FIRST_SKIP_SECONDS.
-        """
+        """Take the request if it still fits, and return whether; skip all requests of its flavor if that is gone."""
         if self._take(place, 0, partial(self._check_fit, place, backlog)):
             return True
         flavor, now = place.entry.flavor.name, time.monotonic()
@@ -786,10 +756,7 @@ class Puller:
             log.error('instance %s is not taken from its queue: %s', instance, reason[:MAX_REASON_CHARACTERS])
 
     def _skip(self, places: Iterable[WaitingEntry], backlog: Backlog) -> None:
-        """Defer these requests by FIRST_SKIP_SECONDS, then longer each time, to MAX_SKIP_SECONDS.
-
-        The back-off of requests that are not in the backlog is forgotten.
-        """
+        """Defer requests by a back-off up to MAX_SKIP_SECONDS, which those not in the backlog lose."""
         queued = {place.entry.instance for place in backlog.entries.values()}
         self._skips = {name: delay for name, delay in self._skips.items() if name in queued}
         self._claimed_elsewhere &= queued
@@ -831,10 +798,7 @@ class PullLoop:
             self.wake_up('the room of this compute changed')
 
     def _run_step(self) -> float:
-        """Take at most one step; return when the next one is due (monotonic).
-
-        A failed step is reported; a wake-up does not shorten the back-off after it.
-        """
+        """Take a step, unless backing off after a failed one, which is reported; return when the next is due."""
         # New requests do not shorten the back-off after a failed step.
         retry_time = self._puller.deferrals.get_due_time(TAKING)
         if time.monotonic() < retry_time < math.inf:

@@ -36,10 +36,7 @@ class GenerationReader:
         self._valid_until = 0.0
 
     def read_generation(self, compute: str) -> int | None:
-        """Return the generation of a compute's provider, or None if there is no such provider.
-
-        With `reads_all` it may be GENERATIONS_CACHE_SECONDS old. Other errors of placement pass.
-        """
+        """Return the provider's generation (None: no provider), cached if `reads_all`; placement's errors pass."""
         if not self._reads_all:
             try:
                 return providers.read_generation(self._placement, compute)
@@ -61,10 +58,7 @@ class LastGoodCheck:
         self._skips_left = 0
 
     def can_skip(self, generation: int | None) -> bool:
-        """Return whether an unchanged generation replaces a check, which counts as skipped then.
-
-        At most MAX_SKIPPED_CHECKS times after a record(); never if the generation is None.
-        """
+        """Return whether an unchanged generation (None: never) replaces a check, MAX_SKIPPED_CHECKS times at most."""
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1
@@ -84,20 +78,14 @@ CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 def find_orphans(
     consumers: Collection[str], requested: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
-    """Return the consumers that have no request, no attempt and no guest. Pure.
-
-    A guest whose request key is missing keeps its claim, because it still uses the resources.
-    """
+    """Return the consumers without request, attempt and guest; a guest still uses the resources. Pure."""
     return set(consumers) - set(requested) - set(guests) - set(in_flight)
 
 
 def confirm_sightings(
     previous_sightings: Mapping[str, float], sighted: Collection[str], now: float
 ) -> tuple[dict[str, float], set[str]]:
-    """Return the first sightings, and the names first seen CONFIRMATION_SECONDS ago. Pure.
-
-    That long ago, or longer. Times are monotonic. Names that are not `sighted` now are forgotten.
-    """
+    """Return first sightings (monotonic) of `sighted`, and names seen for CONFIRMATION_SECONDS or more. Pure."""
     first_sightings = {consumer: previous_sightings.get(consumer, now) for consumer in sighted}
     return first_sightings, {
         consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
@@ -122,9 +110,8 @@ class ClaimKeeper:
     ) -> None:
         """Release, and log, orphans first seen CONFIRMATION_SECONDS before `now` (monotonic).
 
-        Errors of placement and etcd pass. The check is skipped if the provider's `generation` (read before; None: not
-        known) is unchanged and each consumer of the last check has a guest or is among `requests`, the instances of the
-        followed requests; at most MAX_SKIPPED_CHECKS times in a row.
+        Skipped, MAX_SKIPPED_CHECKS times in a row at most, if `generation` (read before; None: not known) is unchanged
+        and each consumer of the last check has a guest or a request in `requests`. Errors of placement and etcd pass.
         """
         if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.can_skip(generation):
             return
