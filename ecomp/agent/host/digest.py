@@ -100,10 +100,7 @@ class AuditAnswerer:
             self._job.schedule()
 
     def _answer_all(self) -> float:
-        """Answer each new audit for this compute, once; log errors. Return inf.
-
-        Then revoke the leases of finished audits.
-        """
+        """Answer new audits of this compute once, logging errors, and revoke leases of finished ones; return inf."""
         audits = self._audits
         new, self._answered_keys = audits.keys() - self._answered_keys, set(audits)
         for key in sorted(new):
@@ -125,10 +122,7 @@ class AuditAnswerer:
         return math.inf
 
     def _is_ours(self) -> bool:
-        """Return False if another ecompute holds the presence key now, and answers instead.
-
-        True if nobody holds it. etcd's errors pass.
-        """
+        """Return False if another ecompute holds the presence key now, and answers instead; etcd's errors pass."""
         entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
@@ -158,10 +152,7 @@ class AuditAnswerer:
             raise EcompError('the audit has finished')
 
     def _remove_leftovers(self, entry: Entry) -> list[str]:
-        """Remove the listed things that are still leftovers; log and return a line about each.
-
-        A malformed list removes nothing, and is the only line.
-        """
+        """Remove what still is a leftover; log and return a line about each, or one about a malformed list."""
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
@@ -177,10 +168,7 @@ class AuditAnswerer:
         return results
 
     def _remove(self, leftover: Leftover) -> str:
-        """Remove a leftover if it still is one; return what was done, or why not, in words.
-
-        OSError, and errors of etcd, of the hypervisor and of the instance's lock, pass.
-        """
+        """Remove a leftover if it still is one; return what was done. OSError, errors of etcd and hypervisor pass."""
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):

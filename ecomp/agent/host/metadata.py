@@ -38,10 +38,7 @@ SEED_TIMEOUT_SECONDS = 60.0
 def make_seed_reader(
     config: ComputeConfig, is_served: Callable[[], bool]
 ) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() as a function of the MAC; None if guests get no NoCloud disk.
-
-    `is_served` is called for each seed: whether a metadata server can take the guest's report.
-    """
+    """Return read_seed() by MAC, which calls `is_served` for each seed; None if guests get no NoCloud disk."""
     if config.metadata == 'network':
         return None
     return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
@@ -92,11 +89,9 @@ SERVER_UID = '65520'
 def serve_metadata(
     libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
 ) -> Callable[[], None]:
-    """Start a metadata server if none answers; return a function that repeats that.
+    """Start a metadata server if none answers, at its address on the guests' bridge; return what repeats that.
 
-    Both put the server's address on the guests' bridge if it is missing; `at_exit` stops our server and removes that
-    address. Both may raise EcompError. They are no-ops without a bridge of libvirt's, which is logged if metadata
-    `is_required`.
+    Both may raise EcompError, and are no-ops without a bridge of libvirt's, logged if required. `at_exit` undoes it.
     """
     bridge = libvirt.find_bridge()
     if bridge is None:
@@ -141,11 +136,10 @@ class MetadataServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start our server unless a metadata server answers.
+        """Start our server unless a metadata server answers; UsageError for mdserver.conf.
 
-        Call it only when this host has the address, which may otherwise be the service of a cloud around this host.
-        Raises EcompError if another service listens there or our server does not answer within START_TIMEOUT_SECONDS,
-        UsageError for mdserver.conf.
+        Call it only when this host has the address, which may otherwise be a cloud's own service. Raises EcompError if
+        another service listens there or ours does not answer within START_TIMEOUT_SECONDS.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -218,10 +212,7 @@ def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]
 
 
 def is_metadata(page: bytes | None) -> bool:
-    """Return True if a page lists versions, as the root of an EC2 metadata server does.
-
-    False for None, which is no page.
-    """
+    """Return whether a page lists versions, as the root of an EC2 metadata server does; False for None."""
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
@@ -283,9 +274,8 @@ class GuestData:
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
         """Write the files of an instance; null keys or user-data mean those of mdserver.conf.
 
-        An earlier report of its guest is removed. Raises BuildFailed if a MAC belongs to another instance that is
-        current, which includes one whose file is being written; OSError if a write fails. Files of other instances are
-        overwritten.
+        Removes an earlier report, and overwrites other instances' files. Raises BuildFailed if a MAC belongs to another
+        instance that is current or whose file is being written; OSError if a write fails.
         """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
@@ -329,10 +319,7 @@ class GuestData:
         return instances
 
     def find_ready(self) -> set[str]:
-        """Return the instances whose guests have reported that cloud-init has finished.
-
-        Empty if the directory cannot be read.
-        """
+        """Return the instances whose guests reported cloud-init's end; empty if the directory cannot be read."""
         try:
             return {path.stem for path in self.directory.glob(f'*{READY_SUFFIX}')}
         except OSError as error:
@@ -361,10 +348,7 @@ class GuestData:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
     def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
-        """Call notify(reason) at each report, from any thread; return the function that stops this.
-
-        If the directory cannot be watched, log that and never call it.
-        """
+        """Call notify(reason) at each report, from any thread; return what stops it. Only log if impossible."""
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:

@@ -47,10 +47,7 @@ class MachineUsage:
 
 
 def measure_machine(directory: Path, instances: Collection[str]) -> MachineUsage:
-    """Measure this machine, the disk of the state `directory`, and the guests' share.
-
-    OSError if the directory is missing.
-    """
+    """Measure this machine, the disk of `directory`, and the guests' share; OSError if the directory is missing."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(directory))
     return MachineUsage(
@@ -76,8 +73,8 @@ def choose_cache_gib(directory: Path) -> int:
 def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dict[str, int]]:
     """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
-    Reserved are the amounts that others use, rounded up, and `image_cache_gib` even if images use less. Our own guests
-    are not included, because placement counts them as allocated.
+    What others use, rounded up, is reserved, and `image_cache_gib` even if images use less. Our own guests are not,
+    because placement counts them as allocated.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
@@ -136,10 +133,7 @@ def _read_allocated_bytes(path: Path) -> int:
 
 
 def parse_inventory(inventory: PlacementInventory) -> dict[str, model.Inventory]:
-    """Convert an inventory in placement's form to the model's, with nothing used.
-
-    Missing parts: nothing is reserved, the ratio is 1.
-    """
+    """Convert placement's form to the model's, with nothing used; by default reserved is 0 and the ratio 1."""
     return {
         name: model.Inventory(int(parts['total']), int(parts.get('reserved', 0)), parts.get('allocation_ratio', 1.0))
         for name, parts in inventory.items()
@@ -209,8 +203,7 @@ class Registration:
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
         """Register again if the provider was changed outside ecomp, unless is_closing().
 
-        A check is skipped if `generation`, read by the caller before (None: not known), is that of the last good check,
-        but at most MAX_SKIPPED_CHECKS times in a row: a restored database may count up to it again.
+        Skipped if `generation` (read before; None: not known) is the last good one, MAX_SKIPPED_CHECKS times at most.
         """
         if self._last_good_check.can_skip(generation):
             return
@@ -245,8 +238,7 @@ class Registration:
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
 
     def _list_kinds(self) -> list[str]:
-        """Return the kinds of names to look after: AGGREGATES only if any are configured or ours."""
-        # Most computes have no aggregates, so a call to placement is saved.
+        """Return the kinds to check; AGGREGATES only if configured or ours, to save most computes a call."""
         return [
             kind
             for kind in (TRAITS, AGGREGATES)
@@ -279,10 +271,7 @@ class Registration:
         return changed
 
     def _create_traits(self) -> None:
-        """Create missing CUSTOM_ traits; drop other unknown ones that were detected.
-
-        UsageError if such a trait is configured.
-        """
+        """Create missing CUSTOM_ traits; drop other unknown ones if detected, raise UsageError if configured."""
         if not self._configured_names[TRAITS]:
             return
         missing = self._configured_names[TRAITS] - providers.read_names(self.placement, self.compute, TRAITS)
@@ -325,10 +314,7 @@ def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
-    """Read the names in provider.json, by kind; none if it is missing or of another compute.
-
-    UsageError if it is malformed or of another version.
-    """
+    """Read provider.json's names by kind, none if missing or of another compute; UsageError if malformed."""
     try:
         data: Mapping[str, object] = load_object(path.read_bytes())
         if data.get('version') != VERSION:

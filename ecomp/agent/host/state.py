@@ -85,8 +85,7 @@ class Memory:
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
         """Save an instance; a `request` of None means the saved one.
 
-        No-op for a tombstone, and for an instance without a request. With a `failure` the instance is being removed;
-        None drops an earlier failure.
+        No-op for a tombstone, or without request. With a `failure` it is being removed; None drops an earlier failure.
         """
         with self._lock_instance(record.instance):
             previous = self._entries.get(record.instance)
@@ -100,8 +99,7 @@ class Memory:
     def repair(self, request: Request, record: Record) -> None:
         """Save an instance that lives by its record, if its file is missing or not current.
 
-        That is so after a full disk, in an older copy of a state directory, and if the entry says `building`. Entries
-        with a failure and malformed files stay.
+        That is so after a full disk, in an old copy, or if it says `building`. Failed entries and malformed files stay.
         """
         instance = record.instance
         with self._lock_instance(instance):
@@ -112,10 +110,7 @@ class Memory:
                 self._save(MemoryEntry(request, record))
 
     def record_end(self, instance: str) -> None:
-        """Save that an instance is gone or failed, and that nothing of it is left here.
-
-        Ends older than a day are forgotten, MAX_SWEPT_PER_END at a time.
-        """
+        """Save that an instance is gone or failed, without leftovers here; forget some ends older than a day."""
         with self._lock_instance(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
@@ -204,10 +199,7 @@ class Memory:
             self._entries[record.instance] = entry
 
     def _write(self, instance: str, text: str) -> None:
-        """Write an instance's file; if that fails, log it and note the instance as unsaved.
-
-        It is logged again only after a success.
-        """
+        """Write an instance's file; log a failure, once until a success, and note the instance as unsaved."""
         try:
             write_durably(self._directory / f'{instance}.json', text + '\n')
         except OSError as error:
@@ -279,10 +271,7 @@ class Identity:
         return self._read_or_make('token')
 
     def save(self) -> None:
-        """Save the uuid and token, once nothing can refuse this start; may raise OSError.
-
-        Makes the directory traversable, and removes *.part files of killed processes.
-        """
+        """Save uuid and token, once nothing can refuse this start; remove old *.part files. May raise OSError."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -320,10 +309,7 @@ class Identity:
 
 
 def _make_directory(directory: Path) -> None:
-    """Create the directory and missing parents, traversable for all users; may raise OSError.
-
-    Existing ones keep their mode.
-    """
+    """Create the directory and missing parents, traversable for all; others keep their mode. May raise OSError."""
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -380,10 +366,7 @@ class KnownEtcd:
         return self._read_number(self._first_seen_path)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save etcd's revision when first seen or accepted; may raise EcompError.
-
-        With `has_noted_acceptance` etcd has ecomp 1.1's revision, and the file with that is removed.
-        """
+        """Save etcd's first-seen revision; if etcd has 1.1's acceptance, remove its file. May raise EcompError."""
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
