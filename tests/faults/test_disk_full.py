@@ -96,7 +96,7 @@ def test_image_download_without_room(make_disk: Callable[[int], SmallDisk]) -> N
         disk.fill()
         before = list_cached(directory)
         with pytest.raises(
-            BuildFailed, match=f'good\\?2: cannot be kept in {directory}: {DISK_FULL_MESSAGE}'
+            BuildFailed, match=f'good\\?2: cannot be stored in {directory}: {DISK_FULL_MESSAGE}'
         ) as caught:
             get_base(cache, server.url + 'good?2')
         assert caught.value.stage == 'image'

@@ -120,8 +120,8 @@ def test_base_volumes_of_disks_and_builds_are_not_evicted(web: ImageServer, dire
         with pytest.raises(BuildFailed) as caught:
             get_base(image_cache, web.url + 'good?c')
         assert caught.value.reason == (
-            'the image is 1.0 MiB; of the 2.0 MiB that `image_cache:` is here, 2.0 MiB are base volumes of disks or '
-            'being downloaded, and cannot go'
+            'the image is 1.0 MiB, but base volumes and downloads that are in use take 2.0 MiB of the 2.0 MiB that '
+            '`image_cache:` allows. Fix: increase `image_cache:` in compute.yaml of this host'
         )
         assert list_cached(directory) == before
         assert Path(volume.path).exists()
@@ -139,7 +139,7 @@ def test_nothing_is_evicted_if_that_would_not_make_enough_room(web: ImageServer,
     create_overlay(directory, 'x.qcow2', get_base_name(contents[0]), 'raw')
     before = list_cached(directory)
     web.image = make_raw_image(4 * MIB, 7)
-    with pytest.raises(BuildFailed, match='the image is 4.0 MiB; of the 4.0 MiB .* 1.0 MiB are base volumes'):
+    with pytest.raises(BuildFailed, match='the image is 4.0 MiB, but base volumes .* take 1.0 MiB of the 4.0 MiB'):
         get_base(image_cache, web.url + 'good?big')
     assert list_cached(directory) == before
 
@@ -150,7 +150,7 @@ def test_image_above_the_limit_is_refused_during_the_download(web: ImageServer, 
     image_cache = make_cache(directory, limit=2 * MIB)
     with pytest.raises(BuildFailed, match=r'the image is 2\.[0-9] MiB|the image is 3.0 MiB') as caught:
         get_base(image_cache, web.url + path)
-    assert caught.value.reason.endswith('and `image_cache:` here is 2.0 MiB')
+    assert ', but `image_cache:` allows 2.0 MiB. Fix: increase' in caught.value.reason
     assert list_cached(directory) == []
 
 
@@ -164,7 +164,7 @@ def test_unreadable_disk_prevents_eviction(web: ImageServer, directory: Path, mo
 
     monkeypatch.setattr('ecomp.agent.images.cache.read_backing_chain', unreadable)
     web.image = make_raw_image(MIB, 1)
-    with pytest.raises(BuildFailed, match='cannot be kept in .*: Input/output error'):
+    with pytest.raises(BuildFailed, match='cannot be stored in .*: Input/output error'):
         get_base(image_cache, web.url + 'good?b')
     assert list_cached(directory) == [get_base_name(make_raw_image(MIB))]
 
@@ -230,7 +230,7 @@ def test_download_reserves_its_room_at_the_start(web: ImageServer, directory: Pa
         other_download = threads.submit(get_base, image_cache, web.url + 'half')
         # At first the file is empty, while the server is queried for SHA256SUMS.
         wait_until(lambda: [path.stat().st_size for path in directory.glob('*.part')] == [MIB], 10, 'it has its room')
-        with pytest.raises(BuildFailed, match='being downloaded, and cannot go'):
+        with pytest.raises(BuildFailed, match='base volumes and downloads that are in use take'):
             get_base(image_cache, web.url + 'good')
         web.may_go_on.set()
         other_download.result(SLOWDOWN_FACTOR * 30)
@@ -283,7 +283,7 @@ def test_cached_pinned_image_does_not_wait_for_downloads(web: ImageServer, direc
 
 def test_image_with_another_checksum_than_pinned_is_refused(web: ImageServer, directory: Path, image: bytes) -> None:
     other_digest = '0' * 64
-    reason = f'good: its SHA-256 is {sha256(image)}, and its URL says {other_digest}'
+    reason = f'good: its SHA-256 is {sha256(image)}, but its URL has {other_digest}'
     assert_refused(directory, f'{web.url}good#sha256={other_digest}', reason)
     # The cached image of the same URL is not used instead.
     get_base(make_cache(directory), web.url + 'good')
@@ -306,15 +306,15 @@ def test_list_of_checksums_beside_the_image_is_checked(web: ImageServer, directo
     web.sums = f'{"0" * 64}  good\n'.encode()
     assert get_base(make_cache(directory), web.url + 'good') == first, 'what is the same was checked'
     assert_refused(
-        directory, web.url + 'good?2', f'its SHA-256 is {sha256(image)}, and the SHA256SUMS beside it says 000'
+        directory, web.url + 'good?2', f'its SHA-256 is {sha256(image)}, but SHA256SUMS in its directory has 000'
     )
     assert get_base(make_cache(directory), f'{web.url}good?3#sha256={sha256(image)}') == first
 
 
 def test_unreadable_list_of_checksums_is_an_error(web: ImageServer, directory: Path) -> None:
-    assert_refused(directory, web.url + 'broken/good', 'broken/SHA256SUMS: the server answers HTTP 500')
+    assert_refused(directory, web.url + 'broken/good', 'broken/SHA256SUMS: the server returned HTTP 500')
     web.sums = b'x' * (MIB + 1)
-    assert_refused(directory, web.url + 'good', 'SHA256SUMS: is too long for checksums; put #sha256=')
+    assert_refused(directory, web.url + 'good', 'SHA256SUMS: is longer than 1 MiB. Fix: add #sha256=')
     web.sums = b'<html>whatever you ask for</html>'
     assert get_base(make_cache(directory), web.url + 'good').format == 'qcow2'
 
@@ -324,7 +324,7 @@ def test_image_that_changes_during_the_download_is_refused(
     web: ImageServer, directory: Path, says: dict[str, str]
 ) -> None:
     web.image, web.headers = make_raw_image(MIB, 1), says
-    assert_refused(directory, web.url + 'changing', 'changed while it was downloaded')
+    assert_refused(directory, web.url + 'changing', 'changed during the download')
     assert Path(get_base(make_cache(directory), web.url + 'changing').path).name == get_base_name(web.image)
 
 
@@ -364,7 +364,7 @@ def test_expired_redirect_is_requested_again(web: ImageServer, directory: Path) 
 def test_image_larger_than_the_hosts_disk_inventory_is_refused(web: ImageServer, directory: Path) -> None:
     small = ImageCache(directory, inspect_image, None, replace(LIMITS, disk_bytes=8 * MIB), LOOPBACK_REACH)
     web.image = make_raw_image(8 * MIB + 512)
-    with pytest.raises(BuildFailed, match='the image is 0.0 GiB, and this host has 0.0 GiB for disks'):
+    with pytest.raises(BuildFailed, match='the image is 0.0 GiB, but this host has 0.0 GiB for disks'):
         get_base(small, web.url + 'good')
     assert list_cached(directory) == []
     web.image = make_raw_image(8 * MIB)
@@ -390,7 +390,7 @@ def test_cached_image_is_used_while_its_server_is_unreachable(
             with caplog.at_level(logging.WARNING):
                 assert get_base(make_cache(directory), url) == first
         assert [record.levelname for record in caplog.records] == ['WARNING'], answer
-        assert 'its image is cached, and used as it was' in caplog.text
+        assert 'the cached image is used: http' in caplog.text
     (note,) = directory.glob('.away-*')
     note.unlink()
     web.shutdown()
@@ -470,7 +470,7 @@ def test_image_that_the_server_removed_is_refused(
 ) -> None:
     get_base(make_cache(directory), web.url + 'good')
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_missing)
-    assert_refused(directory, web.url + 'good', 'the server answers HTTP 404')
+    assert_refused(directory, web.url + 'good', 'the server returned HTTP 404')
 
 
 # Base volumes are read again each day, and must not have changed since they were fetched.
@@ -506,8 +506,7 @@ def test_changed_base_volume_is_found_and_fetched_again(
     with caplog.at_level(logging.ERROR):
         scrubber.scrub(time.time() + MORE_THAN_A_DAY_SECONDS)
     assert caplog.messages == [
-        f'{path} is not what it was when it was fetched: no disk is made of it any more, '
-        f'and the guests on it read what is there now: {instance}'
+        f'{path}: its content has changed since the download: new disks do not use it; guests that read it: {instance}'
     ]
     assert list_bad(directory) == [hashlib.sha256(content).hexdigest()]
 

@@ -76,13 +76,13 @@ def test_partial_file_of_a_killed_worker_is_removed(web: ImageServer, directory:
 @pytest.mark.parametrize(
     ('path', 'reason'),
     [
-        ('error', 'the server answers HTTP 500'),
+        ('error', 'the server returned HTTP 500'),
         ('nothing', 'is empty'),
         ('reset', 'cut off|connection broke|cannot be reached'),
-        ('unpacked_by_nobody', 'the server sends it packed .Content-Encoding.. Fix: have the server send'),
+        ('unpacked_by_nobody', 'the server compresses it .Content-Encoding.. Fix: have the server send'),
         ('no_http', 'cannot be reached'),
-        ('to_another_scheme', 'redirected to what is no URL of an image'),
-        ('to_nowhere', 'redirected to what is no URL of an image'),
+        ('to_another_scheme', 'redirected to an invalid image URL'),
+        ('to_nowhere', 'redirected to an invalid image URL'),
     ],
 )
 def test_bad_answer_is_refused(web: ImageServer, directory: Path, path: str, reason: str) -> None:
@@ -106,7 +106,7 @@ def test_chunked_answer_is_limited_by_the_cache_not_by_content_length(
     """A chunked answer ignores Content-Length, so room is reserved for each chunk."""
     assert get_base(make_cache(directory), web.url + 'more_in_chunks').format == 'qcow2'
     shutil.rmtree(directory)
-    with pytest.raises(BuildFailed, match='and `image_cache:` here is'):
+    with pytest.raises(BuildFailed, match='but `image_cache:` allows'):
         get_base(make_cache(directory, limit=len(image) // 2), web.url + 'more_in_chunks')
     assert list_cached(directory) == []
 
@@ -128,7 +128,7 @@ def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, she
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(download.LocalSource, 'open', open_growing)
-        assert_refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
+        assert_refused(directory, path.as_uri(), f'longer than the {len(image)} bytes that were announced', shelf)
     assert len(reads) == 3
 
 
@@ -155,7 +155,7 @@ def test_refusal_of_a_proxy_is_reported(web: ImageServer, status: int, says: str
         with pytest.raises(ServerUnavailable) as caught:
             remote.open(None)
         remote.close()
-    assert caught.value.reason == f'https://cloud.example/x: the proxy answers HTTP {says}'
+    assert caught.value.reason == f'https://cloud.example/x: the proxy returned HTTP {says}'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])
@@ -166,7 +166,7 @@ def test_invalid_url_is_refused_without_a_request(directory: Path, url: str) -> 
 
 def test_silent_server_times_out(web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, 'TIMEOUT_SECONDS', (1.0, 0.3))
-    assert_refused(directory, web.url + 'silence', 'no answer in time|connection broke')
+    assert_refused(directory, web.url + 'silence', 'does not answer in time|connection broke')
 
 
 @pytest.mark.parametrize('path', ['drip', 'dripping/good'])
@@ -176,7 +176,7 @@ def test_endless_slow_download_times_out(
     """The second path drips the list of checksums."""
     monkeypatch.setattr(download, 'MAX_DOWNLOAD_SECONDS', 0.5)
     started_at = time.monotonic()
-    assert_refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
+    assert_refused(directory, web.url + path, r'not complete after 0\.5 s, [0-9]+ bytes so far')
     assert time.monotonic() - started_at < SLOWDOWN_FACTOR * 5
 
 
@@ -239,11 +239,11 @@ def test_local_image_in_the_directory_is_copied(directory: Path, shelf: Path, im
 @pytest.mark.parametrize(
     ('name', 'reason'),
     [
-        ('../secret.qcow2', 'only images under'),
-        ('%2e%2e/secret.qcow2', 'only images under'),
-        ('..%2Fsecret.qcow2', 'only images under'),
-        ('outside', 'only images under'),
-        ('up/secret.qcow2', 'only images under'),
+        ('../secret.qcow2', 'only local images under'),
+        ('%2e%2e/secret.qcow2', 'only local images under'),
+        ('..%2Fsecret.qcow2', 'only local images under'),
+        ('outside', 'only local images under'),
+        ('up/secret.qcow2', 'only local images under'),
         ('nowhere', 'no such file'),
         ('missing', 'no such file'),
         ('sub', 'no such file'),
@@ -264,11 +264,11 @@ def test_sibling_directory_with_the_same_prefix_is_refused(directory: Path, shel
     sibling = shelf.with_name('shelf2')
     sibling.mkdir()
     (sibling / 'a.qcow2').write_bytes(image)
-    assert_refused(directory, f'file://{sibling}/a.qcow2', 'only images under', local=shelf)
+    assert_refused(directory, f'file://{sibling}/a.qcow2', 'only local images under', local=shelf)
 
 
 def test_local_image_is_refused_without_a_directory(directory: Path, shelf: Path) -> None:
-    assert_refused(directory, f'file://{shelf}/a.qcow2', 'this compute takes no local images')
+    assert_refused(directory, f'file://{shelf}/a.qcow2', 'this host accepts no local images')
 
 
 def test_image_refused_by_inspect_is_removed(web: ImageServer, directory: Path) -> None:
@@ -441,7 +441,7 @@ def test_servers_behind_one_name_may_send_different_etags(
     assert len(web.sent_bodies) == times
     warnings = [record.message for record in caplog.records if record.levelname == 'WARNING']
     assert len(warnings) == times // 3
-    assert all('another version each time. Fix: put #sha256=' in warning for warning in warnings)
+    assert all('another version each time. Fix: add #sha256=' in warning for warning in warnings)
     # A changed image is still noticed.
     web.image, web.headers = make_raw_image(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
     assert Path(get_base(make_cache(directory), url).path).name == get_base_name(web.image)
@@ -558,7 +558,7 @@ def test_local_image_replaced_while_it_is_opened_is_refused(
         return file
 
     monkeypatch.setattr(Path, 'open', open_and_replace)
-    assert_refused(directory, path.as_uri(), 'changed while it was downloaded: ask again', local=tmp_path)
+    assert_refused(directory, path.as_uri(), 'changed during the download. Fix: create again', local=tmp_path)
     assert Path(get_base(make_cache(directory, tmp_path), path.as_uri()).path).name == get_base_name(
         make_raw_image(MIB, 1)
     )
@@ -577,7 +577,7 @@ def test_local_image_is_copied_again_after_a_change(tmp_path: Path, directory: P
     (shelf / 'SHA256SUMS').write_text(f'{"0" * 64}  a.raw\n')
     assert get_base(make_cache(directory, shelf), url) == second
     path.write_bytes(make_raw_image(MIB, 2))
-    assert_refused(directory, url, 'and the SHA256SUMS beside it says 0000', local=shelf)
+    assert_refused(directory, url, 'but SHA256SUMS in its directory has 0000', local=shelf)
     path.unlink()
     assert_refused(directory, url, 'no such file', local=shelf)
     assert BaseVolumes(directory, LIMITS.cache_bytes).read_url_entry(url) is not None

@@ -130,7 +130,7 @@ def test_loopback_is_refused_without_a_request(web: ImageServer, tmp_path: Path)
     port = get_port(web.url)
     for host in ('127.0.0.1', 'localhost', '0.0.0.0', '127.1', '2130706433', '[::ffff:127.0.0.1]', '[::1]'):
         reason = fetch_refusal(make_cache(tmp_path, EgressPolicy()), f'http://{host}:{port}/good')
-        assert reason.endswith(': no image is taken from there'), reason
+        assert reason.endswith(': images from there are refused'), reason
         assert 'a loopback address' in reason or 'not the address of a host' in reason
     assert web.requests == []
 
@@ -146,7 +146,7 @@ def test_a_name_is_resolved_once(web: ImageServer, tmp_path: Path, dns_answers: 
     web.requests.clear()
     dns_answers['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
     why = fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), f'{url}?2')
-    assert why == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
+    assert why == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: images from there are refused'
     assert web.requests == []
 
 
@@ -158,11 +158,11 @@ def test_every_hop_of_a_redirect_is_checked(
     only = EgressPolicy(parse_image_sources(['images.example.org', '127.0.0.1/32']))
     assert get_base(make_cache(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
     for where, expected in [
-        (f'http://127.0.0.2:{port}/good', 'a loopback address'),
-        ('http://169.254.169.254/hunter2', 'a link-local address'),
-        ('http://hunter2:x@127.0.0.1/', 'what is no URL of an image, or has a user or a password'),
-        ('ftp://hunter2/', 'what is no URL of an image'),
-        ('http://[hunter2/', 'what is no URL of an image'),
+        (f'http://127.0.0.2:{port}/good', 'a refused address (a loopback address)'),
+        ('http://169.254.169.254/hunter2', 'a refused address (a link-local address)'),
+        ('http://hunter2:x@127.0.0.1/', 'an invalid image URL, or one with a user or a password'),
+        ('ftp://hunter2/', 'an invalid image URL'),
+        ('http://[hunter2/', 'an invalid image URL'),
     ]:
         monkeypatch.setattr(Handler, 'answer_moved', lambda handler, where=where: handler.redirect(where))
         reason = fetch_refusal(make_cache(tmp_path, only), f'http://images.example.org:{port}/moved?{len(expected)}')
@@ -194,7 +194,7 @@ def test_addresses_of_etcd_and_placement_are_refused(
         reach = EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=((control, port),))
         for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
             reason = fetch_refusal(make_cache(tmp_path, reach), f'http://{host}:{port}/good')
-            assert reason.endswith('127.0.0.1, etcd or placement: no image is taken from there')
+            assert reason.endswith('127.0.0.1, etcd or placement: images from there are refused')
     # If etcd or placement is on this host, it may listen on all addresses of the host.
     own_addresses = [
         info.address for infos in psutil.net_if_addrs().values() for info in infos if info.family == socket.AF_INET
@@ -202,7 +202,7 @@ def test_addresses_of_etcd_and_placement_are_refused(
     anywhere = EgressPolicy(parse_image_sources(['127.0.0.0/8', '0.0.0.0/0']), control_endpoints=(('localhost', port),))
     for address in ('127.0.0.2', *own_addresses):
         reason = fetch_refusal(make_cache(tmp_path, anywhere), f'http://{address}:{port}/good')
-        assert reason.endswith(f'{address}, etcd or placement: no image is taken from there')
+        assert reason.endswith(f'{address}, etcd or placement: images from there are refused')
     assert web.requests == []
     assert get_base(
         make_cache(tmp_path, EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=(('127.0.0.1', port + 1),))),
@@ -232,7 +232,7 @@ def test_own_address_is_refused_unless_listed_by_itself(
     reach = EgressPolicy(None if listed is None else parse_image_sources(listed))
     for host in (own, 'images.example.org'):
         reason = fetch_refusal(make_cache(tmp_path, reach), f'http://{host}:{get_port(web.url)}/good')
-        where = 'an address of this host that `image_sources:` does not list by itself: no image is taken from there'
+        where = 'an address of this host that `image_sources:` does not list exactly: images from there are refused'
         assert reason.endswith(f'{own.strip("[]")}, {where}')
     alone = EgressPolicy(parse_image_sources([own.strip('[]')]))
     assert 'nothing listens on that port' in fetch_refusal(
@@ -473,7 +473,7 @@ def test_image_that_needs_too_much_qemu_memory_is_refused(tmp_path: Path, monkey
     image = make_empty_qcow2(tmp_path / 'x', '-o', 'cluster_size=512')
     assert inspection.inspect(image, do_nothing).virtual_size == 128 * 2**30
     monkeypatch.setattr(inspection, 'MAX_QEMU_DATA_BYTES', 40 * MIB)
-    assert_refused(image, r'needs more than 40 MiB for it\. Fix: qemu-img convert')
+    assert_refused(image, r'needs more than 40 MiB to open it\. Fix: qemu-img convert')
 
 
 @needs_qemu_img
@@ -488,7 +488,7 @@ def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
 def test_qcow2_is_refused_without_qemu_img(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = make_qcow2(tmp_path / 'x', 16, array('Q', [0]), MIB)
     monkeypatch.setenv('PATH', str(tmp_path))
-    with pytest.raises(EcompError, match=r'qemu-img was not found on this host\. Fix: install qemu-utils'):
+    with pytest.raises(EcompError, match=r'qemu-img is not installed here\. Fix: install qemu-utils'):
         inspection.inspect(image, do_nothing)
 
 
@@ -500,7 +500,7 @@ def make_slow_image(directory: Path) -> Path:
 
 def test_image_inspection_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, 'MAX_SECONDS', 1)
-    assert_refused(make_slow_image(tmp_path), 'the image takes more than 1 s to be looked at: it is not taken')
+    assert_refused(make_slow_image(tmp_path), 'the inspection of the image takes more than 1 s: the image is refused')
     assert list_inspectors() == []
 
 
@@ -516,7 +516,7 @@ def test_image_inspection_has_a_memory_limit(tmp_path: Path, monkeypatch: pytest
     """Four million separate tables, the most that QEMU would read."""
     path = make_qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
     monkeypatch.setattr(inspection, 'MAX_ADDRESS_SPACE_BYTES', 160 * MIB)
-    assert_refused(path, 'the image takes more than 160 MiB of memory to be looked at')
+    assert_refused(path, 'the inspection of the image needs more than 160 MiB of memory')
     monkeypatch.undo()
     assert_refused(path, 'cut-off')
 
@@ -642,7 +642,7 @@ def test_cancelled_connection_attempts_leave_no_thread(tmp_path: Path, dns_answe
     [
         ('head', 'no answer after 0.5 s'),
         ('dripping/good', 'no SHA256SUMS after 0.5 s'),
-        ('drip', r'less than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
+        ('drip', r'slower than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
     ],
 )
 def test_slow_answers_time_out(

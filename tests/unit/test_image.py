@@ -157,14 +157,14 @@ def test_sum_of_accepts_a_file_name_with_a_space() -> None:
 @pytest.mark.parametrize(
     ('cause', 'reason'),
     [
-        (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'there is no such name'),
-        (socket.gaierror(socket.EAI_AGAIN, 'Temporary failure'), 'its name cannot be looked up'),
+        (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'its host name does not exist'),
+        (socket.gaierror(socket.EAI_AGAIN, 'Temporary failure'), 'its host name cannot be resolved'),
         (ConnectionRefusedError(errno.ECONNREFUSED, 'x'), 'it refuses the connection: nothing listens on that port'),
         (OSError(errno.EHOSTUNREACH, 'x'), 'there is no route to it'),
         (OSError(errno.ENETUNREACH, 'x'), 'there is no route to it'),
         (ConnectionResetError(errno.ECONNRESET, 'x'), 'the connection broke'),
-        (ssl.SSLCertVerificationError('self-signed'), 'its certificate is not believed here'),
-        (ssl.SSLError('wrong version number'), 'it does not speak TLS as this host does'),
+        (ssl.SSLCertVerificationError('self-signed'), 'its certificate is not trusted by this host'),
+        (ssl.SSLError('wrong version number'), 'the TLS handshake failed'),
     ],
 )
 def test_unreachable_server_is_reported_with_its_reason(
@@ -190,7 +190,7 @@ def test_unreachable_server_is_reported_with_its_reason(
     [
         (9, 'its certificate is not valid yet: is the clock right?'),
         (10, 'its certificate has expired'),
-        (18, 'its certificate is not believed here'),
+        (18, 'its certificate is not trusted by this host'),
         (62, 'its certificate is made out to another name'),
         (64, 'its certificate is made out to another address'),
     ],
@@ -216,5 +216,6 @@ def test_unreadable_certificate_authorities_are_named(
     assert not isinstance(failed.value, ServerUnavailable)
     message = str(failed.value)
     assert message.startswith(f'image: {file}: certificate authorities cannot be read: ')
-    assert message.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')
+    fix = 'set REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE to a readable file or directory of certificates'
+    assert message.endswith(f'. Fix: {fix}')
     assert 'None' not in message

@@ -185,8 +185,8 @@ class BaseVolumes:
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
                 'image',
-                f'the image is {_format_size(size_bytes)}, '
-                f'and `image_cache:` here is {_format_size(self._limit_bytes)}',
+                f'the image is {_format_size(size_bytes)}, but `image_cache:` allows '
+                f'{_format_size(self._limit_bytes)}. Fix: increase `image_cache:` in compute.yaml of this host',
             )
         files = {
             path: _stat(path) for suffix in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{suffix}')
@@ -208,10 +208,9 @@ class BaseVolumes:
             if used + more_bytes > self._limit_bytes:
                 raise BuildFailed(
                     'image',
-                    f'the image is {_format_size(size_bytes)}; '
-                    f'of the {_format_size(self._limit_bytes)} that `image_cache:` is here, '
-                    f'{_format_size(used + more_bytes - size_bytes)} are base volumes of disks or being downloaded, '
-                    'and cannot go',
+                    f'the image is {_format_size(size_bytes)}, but base volumes and downloads that are in use take '
+                    f'{_format_size(used + more_bytes - size_bytes)} of the {_format_size(self._limit_bytes)} that '
+                    '`image_cache:` allows. Fix: increase `image_cache:` in compute.yaml of this host',
                 )
             for path in evicted:
                 path.unlink(missing_ok=True)
@@ -301,7 +300,7 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
     texts = version.etag, version.modified, version.answered
     is_valid = type(entry['size']) is int and all(isinstance(text, str) for text in texts)
     if data['version'] != VERSION or not re.fullmatch('[0-9a-f]{64}', entry['sha256']) or not is_valid:
-        raise ValueError(f'{path}: not what is known of a URL')
+        raise ValueError(f'{path}: is malformed')
     return data['url'], Download(entry['sha256'], entry['size'], version)
 
 
@@ -395,12 +394,12 @@ class Scrubber:
             except FileNotFoundError:
                 continue  # evicted since the listing
             except OSError as error:
-                log.error('%s cannot be read, or what came of it noted: %s', path, error.strerror)
+                log.error('%s: cannot be read, or the result cannot be noted: %s', path, error.strerror)
                 continue
             if sha256 != match[1]:
                 log.error(
-                    '%s is not what it was when it was fetched: no disk is made of it any more, and the guests on it'
-                    ' read what is there now: %s', path, ', '.join(self._list_users(path)) or 'none',
+                    '%s: its content has changed since the download: new disks do not use it; guests that read it: %s',
+                    path, ', '.join(self._list_users(path)) or 'none',
                 )  # fmt: skip
 
     def _hash_file(self, path: Path) -> str | None:
@@ -520,7 +519,7 @@ class ImageCache:
             with closing(hold):
                 yield hold.image
         except OSError as error:
-            raise BuildFailed('image', f'{url}: cannot be kept in {self.directory}: {error.strerror}') from error
+            raise BuildFailed('image', f'{url}: cannot be stored in {self.directory}: {error.strerror}') from error
 
     def _use_while_checking(
         self, url: str, entry: Download, hold: BaseHold, checkpoint: Checkpoint, report_progress: ProgressCallback
@@ -557,7 +556,7 @@ class ImageCache:
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
         """Log that the server gives no answer; ask it again only after UNREACHABLE_SECONDS."""
         self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
-        log.warning('%s; its image is cached, and used as it was', error.reason)
+        log.warning('the cached image is used: %s', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
         """Download the image, whatever is cached, and hold it. `pin` None accepts any content."""
@@ -590,14 +589,14 @@ class ImageCache:
         image = self.inspect(part, checkpoint)
         if image.virtual_size > self.limits.disk_bytes:
             size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
-            raise BuildFailed('image', f'the image is {size:.1f} GiB, and this host has {limit:.1f} GiB for disks')
+            raise BuildFailed('image', f'the image is {size:.1f} GiB, but this host has {limit:.1f} GiB for disks')
         failpoint('image-part')
         hold = self._bases.add(part, fetched.sha256, image.format)
         failpoint('image-kept')
         try:
             self._bases.record_url(url, fetched, transfer.asked_at)
         except OSError as error:
-            log.warning('%s: %s: where an image is from is not remembered', self.directory, error.strerror)
+            log.warning('%s: the URL of its image cannot be recorded in %s: %s', url, self.directory, error.strerror)
         return hold
 
 

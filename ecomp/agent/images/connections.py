@@ -42,7 +42,7 @@ from ecomp.model.image import (
 )
 
 CONTROL_PLANE = 'etcd or placement'
-OWN_ADDRESS = 'an address of this host that `image_sources:` does not list by itself'
+OWN_ADDRESS = 'an address of this host that `image_sources:` does not list exactly'
 # Environment variables that may name a file or directory of certificate authorities.
 CA_VARIABLES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
@@ -156,7 +156,7 @@ class Connections:
         called.
         """
         host, port = connection.host.strip('[]'), connection.port
-        failure: Exception = NewConnectionError(connection, 'nobody waits for it any more')
+        failure: Exception = NewConnectionError(connection, 'the download was abandoned')
         for address in self._resolve(connection, host, port):
             if self._stopped:
                 break
@@ -165,7 +165,7 @@ class Connections:
                     (str(address), port), connection.timeout, socket_options=connection.socket_options
                 )
             except TimeoutError:
-                failure = ConnectTimeoutError(connection, f'{address} gives no answer')
+                failure = ConnectTimeoutError(connection, f'{address} does not answer')
             except OSError as error:
                 failure = NewConnectionError(connection, f'{address}: {error}')
                 failure.__cause__ = error
@@ -249,7 +249,7 @@ class Connections:
         with self._lock:
             if self._stopped:
                 new_socket.close()
-                raise NewConnectionError(connection, 'nobody waits for it any more')
+                raise NewConnectionError(connection, 'the download was abandoned')
             self._open.append(new_socket.dup())
         return new_socket
 
@@ -283,7 +283,8 @@ def load_tls_context() -> ssl.SSLContext:
         return _load_tls_context(path, Path(path).stat().st_mtime_ns)
     except OSError as error:
         reason = f'{path}: certificate authorities cannot be read: {error.strerror or error}'
-        raise BuildFailed('image', f'{reason}; {" or ".join(CA_VARIABLES)} may name others') from error
+        fix = f'set {" or ".join(CA_VARIABLES)} to a readable file or directory of certificates'
+        raise BuildFailed('image', f'{reason}. Fix: {fix}') from error
 
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache

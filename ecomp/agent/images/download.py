@@ -53,8 +53,8 @@ IMAGE_SERVER_SENTENCES = {
     **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
     TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another address',
     TlsFailure.TOO_WEAK: SENTENCES[TlsFailure.TOO_WEAK],
-    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not believed here',
-    TlsFailure.UNTRUSTED: 'its certificate is not believed here',
+    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not trusted by this host',
+    TlsFailure.UNTRUSTED: 'its certificate is not trusted by this host',
 }
 
 # Time for a whole download: a timeout between two reads alone would let a slow server drip for ever.
@@ -144,7 +144,7 @@ class LocalSource:
         with _translate_errors(self._url):
             path = self._path()
             if not path.is_file():
-                raise BuildFailed('image', f'{self._url}: no such file on this compute')
+                raise BuildFailed('image', f'{self._url}: no such file on this host')
             file = path.open('rb')
             status = os.fstat(file.fileno())  # of the open file: its name may have another one now
             version = Version(f'{status.st_ino}-{status.st_size}-{status.st_mtime_ns}', '', status.st_size)
@@ -176,11 +176,11 @@ class LocalSource:
         """Return the file's path, links resolved; BuildFailed if it is not under `directory`."""
         if self._directory is None:
             raise BuildFailed(
-                'image', f'{self._url}: this compute takes no local images: set `images:` in its compute.yaml'
+                'image', f'{self._url}: this host accepts no local images. Fix: set `images:` in its compute.yaml'
             )
         path = Path(unquote(urlsplit(self._url).path)).resolve()
         if not path.is_relative_to(self._directory.resolve()):
-            raise BuildFailed('image', f'{self._url}: only images under {self._directory} are taken here')
+            raise BuildFailed('image', f'{self._url}: this host accepts only local images under {self._directory}')
         return path
 
 
@@ -272,7 +272,8 @@ class RemoteSource:
                 while len(text) <= MAX_SUMS_BYTES and (chunk := answer.read1(CHUNK_BYTES, decode_content=False)):
                     text += chunk
         if len(text) > MAX_SUMS_BYTES:
-            raise BuildFailed('image', f'{url}: is too long for checksums; put #sha256=… on the URL of the image')
+            reason = f'is longer than {MAX_SUMS_BYTES // 2**20} MiB. Fix: add #sha256=… to the URL of the image'
+            raise BuildFailed('image', f'{url}: {reason}')
         return text.decode(errors='replace')
 
     def stop(self) -> None:
@@ -288,7 +289,7 @@ class RemoteSource:
         `prefix` replaces the URL at the beginning of the reason.
         """
         answer.close()
-        reason = f'{prefix or self._url + ": "}the server answers HTTP {_format_status(answer.status)}'
+        reason = f'{prefix or self._url + ": "}the server returned HTTP {_format_status(answer.status)}'
         is_temporary = answer.status >= 500 or answer.status == 429
         return ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
@@ -303,10 +304,11 @@ class RemoteSource:
             try:
                 answer = self._connections.request(method, current_url, timeout, headers)
             except AddressRefused as refused:
-                reason = f'redirected to {refused.reason}' if hop else f'{refused.target}, {refused.reason}'
-                raise BuildFailed('image', f'{url}: {reason}: no image is taken from there') from refused
+                direct = f'{refused.target}, {refused.reason}: images from there are refused'
+                reason = f'redirected to a refused address ({refused.reason})' if hop else direct
+                raise BuildFailed('image', f'{url}: {reason}') from refused
             except LocationValueError as error:
-                raise BuildFailed('image', f'{url}: names no server that can be asked') from error
+                raise BuildFailed('image', f'{url}: the host name is malformed') from error
             except HTTPError as error:
                 raise ServerUnavailable('image', f'{url}: {describe_failure(error)}') from error
             location = answer.get_redirect_location()
@@ -314,7 +316,7 @@ class RemoteSource:
                 if answer.headers.get('content-encoding', 'identity').lower() in ('', 'identity'):
                     return answer, current_url
                 answer.close()
-                reason = 'the server sends it packed (Content-Encoding). Fix: have the server send the file as it is'
+                reason = 'the server compresses it (Content-Encoding). Fix: have the server send the file as it is'
                 raise BuildFailed('image', f'{url}: {reason}')
             answer.close()
             current_url = _resolve_redirect(url, current_url, location)
@@ -366,14 +368,14 @@ def _translate_errors(url: str) -> Iterator[None]:
     except (ValueError, RuntimeError) as error:  # from a file: a zero byte in its path, or a cyclic link
         is_local = urlsplit(url).scheme == 'file'
         # Such an error may quote the server's answer.
-        raise BuildFailed('image', f'{url}: {error if is_local else "what the server answers is not HTTP"}') from error
+        raise BuildFailed('image', f'{url}: {error if is_local else "the server sends malformed HTTP"}') from error
 
 
 def describe_failure(error: HTTPError) -> str:
     """Describe why a server gives no answer, without quoting it."""
     server = 'the proxy' if isinstance(error, ProxyError) else 'the server'
     if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
-        return f'{server} gives no answer in time'
+        return f'{server} does not answer in time'
     causes: list[BaseException] = [error]
     for cause_error in causes:  # grows during the loop: urllib3 wraps errors repeatedly
         inner = (cause_error.__cause__, *cause_error.args, getattr(cause_error, 'reason', None))
@@ -381,7 +383,7 @@ def describe_failure(error: HTTPError) -> str:
     if (
         answered := next(filter(None, (TUNNEL_FAILURE.match(str(cause_error)) for cause_error in causes)), None)
     ) is not None:
-        return f'the proxy answers HTTP {_format_status(int(answered[1]))}'
+        return f'the proxy returned HTTP {_format_status(int(answered[1]))}'
     return f'{server} cannot be reached' + next(
         (f': {detail}' for detail in map(_describe_cause, causes) if detail), ''
     )
@@ -391,9 +393,11 @@ def _describe_cause(error: BaseException) -> str | None:
     """Describe this one error, not those it wraps; None if it is of another kind."""
     if isinstance(error, socket.gaierror):
         is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
-        return 'there is no such name' if is_missing else 'its name cannot be looked up: is there a name server?'
+        if is_missing:
+            return 'its host name does not exist'
+        return 'its host name cannot be resolved. Try: check the name server of this host'
     if isinstance(error, ssl.SSLError):
-        return IMAGE_SERVER_SENTENCES.get(classify_tls_error(error), 'it does not speak TLS as this host does')
+        return IMAGE_SERVER_SENTENCES.get(classify_tls_error(error), 'the TLS handshake failed')
     if isinstance(error, ConnectionRefusedError):
         return 'it refuses the connection: nothing listens on that port'
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
@@ -414,10 +418,10 @@ def _resolve_redirect(url: str, current_url: str, location: str) -> str:
     try:
         target = check_image(urldefrag(urljoin(current_url, location)).url)
     except ValueError:
-        reason = 'what is no URL of an image, or has a user or a password'
-        raise BuildFailed('image', f'{url}: redirected to {reason}, which is not followed') from None
+        reason = 'an invalid image URL, or one with a user or a password'
+        raise BuildFailed('image', f'{url}: redirected to {reason}') from None
     if urlsplit(target).scheme == 'file':
-        raise BuildFailed('image', f'{url}: redirected to a local file, which is not followed')
+        raise BuildFailed('image', f'{url}: redirected to a local file, which is refused')
     return target
 
 
@@ -497,16 +501,15 @@ class Transfer:
                 and not self._has_answered.is_set()
                 and now - self.asked_at > MAX_CHECK_SECONDS
             ):
-                raise ServerUnavailable('image', f'{self.url}: the server gives no answer in time')
+                raise ServerUnavailable('image', f'{self.url}: the server does not answer in time')
             if (wait := self._waits_for) is not None and now - wait[1] > MAX_ANSWER_SECONDS:
                 raise ServerUnavailable('image', f'{self.url}: no {wait[0]} after {MAX_ANSWER_SECONDS:g} s')
             if self._is_downloading and pace.is_slow(now, self._done_bytes):
-                slow = f'less than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
+                slow = f'slower than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
                 raise ServerUnavailable('image', f'{self.url}: {slow}, {self._done_bytes} bytes so far')
             if now - self.asked_at > MAX_DOWNLOAD_SECONDS:
-                raise ServerUnavailable(
-                    'image', f'{self.url}: not here after {MAX_DOWNLOAD_SECONDS:g} s, {self._done_bytes} bytes so far'
-                )
+                late = f'not complete after {MAX_DOWNLOAD_SECONDS:g} s'
+                raise ServerUnavailable('image', f'{self.url}: {late}, {self._done_bytes} bytes so far')
             if now - reported_at >= REPORT_SECONDS and self._done_bytes != reported:
                 reported, reported_at = self._done_bytes, now
                 report_progress(reported, self._total_bytes)
@@ -568,10 +571,10 @@ class Transfer:
             self._done_bytes = file.seek(0)
             file.truncate()
             again = self._download(stream, file, None)
-        fix = 'put #sha256=… on its URL, and its server is asked once'
+        fix = 'add #sha256=… to its URL'
         if again.sha256 != first.sha256:
-            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again, or {fix}')
-        log.warning('%s: downloaded twice, for its server names another version each time. Fix: %s', self.url, fix)
+            raise BuildFailed('image', f'{self.url}: changed during the download. Fix: create again, or {fix}')
+        log.warning('%s: downloaded twice: its server reports another version each time. Fix: %s', self.url, fix)
         modified = again.version.modified if again.version.modified == first.version.modified else ''
         return replace(again, version=replace(again.version, etag='', modified=modified))
 
@@ -591,7 +594,7 @@ class Transfer:
                 raise _Abandoned
             if self._done_bytes + len(chunk) > reserved:
                 if length is not None:
-                    raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
+                    raise BuildFailed('image', f'{self.url}: longer than the {length} bytes that were announced')
                 reserved = self.reserve(file.fileno(), self._done_bytes + len(chunk), RESERVE_AHEAD_BYTES)
             if chunk == bytes(len(chunk)):
                 file.seek(len(chunk), os.SEEK_CUR)  # leaves a hole: a sparse image stays sparse
@@ -605,8 +608,8 @@ class Transfer:
         if not self._done_bytes:
             raise BuildFailed('image', f'{self.url}: is empty')
         if expected not in (None, digest.hexdigest()):
-            origin = 'its URL' if self.pin else f'the {SUMS_FILE} beside it'
-            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {origin} says {expected}')
+            origin = 'its URL' if self.pin else f'{SUMS_FILE} in its directory'
+            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, but {origin} has {expected}')
         file.truncate(self._done_bytes)  # release what was reserved in advance
         file.flush()
         os.fsync(file.fileno())

@@ -50,7 +50,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd='/', env=_make_environment(),
         )  # fmt: skip
     except OSError as error:
-        raise EcompError(f'the image cannot be looked at: {error.strerror}') from error
+        raise EcompError(f'the image cannot be inspected: {error.strerror}') from error
     with child:
         try:
             answer = _read_answer(child, deadline, checkpoint)
@@ -59,14 +59,14 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     if child.returncode == -signal.SIGXCPU:
         raise _make_timeout_error()
     if child.returncode == EXIT_NO_QEMU_IMG:
-        raise EcompError('the image was not looked at: qemu-img was not found on this host. Fix: install qemu-utils')
+        raise EcompError('the image cannot be inspected: qemu-img is not installed here. Fix: install qemu-utils')
     if child.returncode != 0 and not answer:
-        raise EcompError(f'the image was not looked at: the process that does it ended with {child.returncode}')
+        raise EcompError(f'the image cannot be inspected: the inspection ended with exit code {child.returncode}')
     result = json.loads(answer)
     if 'reason' in result:
         raise BuildFailed('image', result['reason'])
     if child.returncode != 0:
-        needs = f'needs more than {MAX_QEMU_DATA_BYTES // 2**20} MiB for it'
+        needs = f'needs more than {MAX_QEMU_DATA_BYTES // 2**20} MiB to open it'
         raise BuildFailed('image', f'QEMU cannot open the image, or {needs}. Fix: qemu-img convert -O qcow2 OLD NEW')
     return BaseImage(str(path), result['format'], result['virtual_size'])
 
@@ -86,7 +86,7 @@ def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Ca
 
 
 def _make_timeout_error() -> BuildFailed:
-    return BuildFailed('image', f'the image takes more than {MAX_SECONDS} s to be looked at: it is not taken')
+    return BuildFailed('image', f'the inspection of the image takes more than {MAX_SECONDS} s: the image is refused')
 
 
 def _make_environment() -> dict[str, str]:
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> None:
     except BuildFailed as error:
         answer = {'reason': error.reason}
     except MemoryError:
-        answer = {'reason': f'the image takes more than {memory // 2**20} MiB of memory to be looked at'}
+        answer = {'reason': f'the inspection of the image needs more than {memory // 2**20} MiB of memory'}
     sys.stdout.write(json.dumps(answer))
     sys.stdout.flush()
     if answer.get('format') == 'qcow2':
