@@ -489,7 +489,7 @@ def test_ended_instance_is_not_built_again(older: object) -> None:
     assert last is not None
     assert last.state == GONE
     assert last.stages['gone'] == NOW
-    assert last.fault == 'it had ended before etcd forgot that'
+    assert last.fault == 'it had finished before etcd was restored'
 
 
 @pytest.mark.parametrize(

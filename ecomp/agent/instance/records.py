@@ -94,7 +94,7 @@ class Records:
                 self._cache[instance] = RecordEntry(
                     None, get_revision(stored.get(own)), get_revision(stored.get(older))
                 )
-                log.warning('%s; a destroy of it was accepted, and goes by its request', error)
+                log.warning('instance %s: its destroy ignores its malformed record: %s', instance, error)
             return None
 
     def forget(self, instance: str) -> None:
@@ -198,7 +198,7 @@ class Records:
                 revision,
                 lambda host: self._store.commit([host, *conditions, *name_conditions], operations),
             )
-            log.warning('instance %s: no record of its end is kept: %s', instance, error)
+            log.warning('instance %s: its end is not recorded: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
         self._memory.record_end(instance)
@@ -303,10 +303,10 @@ def get_revision(entry: Entry | None) -> int:
 MAX_TRIES = 5
 
 END_STATES = frozenset({GONE, ERROR})
-ENDED_BEFORE_FAULT = 'it had ended before etcd forgot that'
+ENDED_BEFORE_FAULT = 'it had finished before etcd was restored'
 CLAIMED_ELSEWHERE = (
     'instance %s is claimed on compute %s: the guest here is kept, and unmanaged. '
-    'Fix: look at both guests, then remove this domain manually'
+    'Fix: compare both guests, then remove this domain manually'
 )
 
 
@@ -401,18 +401,18 @@ def republish(
             else:
                 raise _make_conflict_error(instance)
         except Unreadable as error:
-            log.error('instance %s is not published: %s', instance, error)  # the others are published
+            log.error('instance %s is not republished: %s', instance, error)  # the others are published
             continue
         if isinstance(step, Drop):
             memory.record_end(instance)
-            log.warning('instance %s ran here and is not here any more: not published', instance)
+            log.warning('instance %s is not republished: it ran here and no longer exists', instance)
         published += isinstance(step, Publish)
     for instance in memory.get_ended() - set(local_instances):  # a guest that is here is kept
         try:
             _end_again(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
-            log.error('instance %s had ended: %s', instance, error)
-    log.info('published again: %d instances', published)
+            log.error('instance %s had finished, but cannot be ended again: %s', instance, error)
+    log.info('instances republished: %d', published)
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
@@ -431,7 +431,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
     was_asked_for = retry_until_committed(attempt, _make_conflict_error(instance), MAX_TRIES)
     if was_asked_for or queued:
-        log.info('instance %s had ended: it is not built again', instance)
+        log.info('instance %s had finished: it is not built again', instance)
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
@@ -603,9 +603,9 @@ def _ensure_claim(placement: Placement, request: Request) -> str:
             return f'it is here without a claim: {error}'
         return ''
 
-    conflict = Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
+    conflict = Unreachable(f'instance {request.instance}: its claim changed concurrently in each of {MAX_TRIES} tries')
     return retry_until_committed(attempt, conflict, MAX_TRIES)
 
 
 def _make_conflict_error(instance: str) -> Unreachable:
-    return Unreachable(f'instance {instance}: its keys are changed by somebody else all the time')
+    return Unreachable(f'instance {instance}: its keys changed concurrently in each of {MAX_TRIES} tries')
