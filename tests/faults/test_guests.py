@@ -107,7 +107,7 @@ def test_qemu_start_failure_leaves_nothing(host: Hypervisor) -> None:
     record = host.wait_state(instance, 'error')
     assert record['error']['stage'] == 'started'
     assert 'qcow2' in record['error']['reason']
-    assert record['error']['cleaned'] == 'nothing of it is left: no domain, disk or allocation'
+    assert record['error']['cleaned'] == 'nothing remains: no domain, disk or allocation'
     host.assert_removed(instance)
     host.check_settled()
 

@@ -205,7 +205,9 @@ def test_keys_without_a_uuid_are_logged_and_kept(cluster: Control, compute: Ecom
     for key in planted:
         cluster.etcd.put(key, json.dumps(make_request()))  # type: ignore[arg-type]  # b64() takes bytes as well
     wait_until(
-        lambda: len(find_log_lines(compute, 'is not a uuid', 'it stays there')) == len(names), 20, 'each is named'
+        lambda: len(find_log_lines(compute, 'is not a uuid', 'Fix: remove this key with etcdctl')) == len(names),
+        20,
+        'each is named',
     )
     later = check_valid_request(cluster, compute)
     # Each is logged once, however often plans are made; nothing was built for them or removed.

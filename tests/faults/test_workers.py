@@ -38,7 +38,7 @@ def test_worker_killed_during_a_build(host: Hypervisor, step: str) -> None:
     record = host.wait_state(instance, 'active')
     assert host.fired_failpoints == [step]
     assert record['attempts'] == 1
-    assert len(host.find_log_lines('worker', 'ended with -9')) == 1
+    assert len(host.find_log_lines('worker', 'ended with exit code -9')) == 1
     host.check_settled()
 
 
@@ -50,7 +50,7 @@ def test_worker_killed_during_a_destroy(host: Hypervisor, step: str) -> None:
     host.request_destroy(instance)
     host.wait_state(instance, 'gone')
     assert host.fired_failpoints == [step]
-    assert len(host.find_log_lines('worker', 'ended with -9')) == 1
+    assert len(host.find_log_lines('worker', 'ended with exit code -9')) == 1
     host.assert_removed(instance)
     host.check_settled()
 
@@ -63,7 +63,7 @@ def test_every_worker_of_a_build_killed(host: Hypervisor, step: str) -> None:
     record = host.wait_state(instance, 'error')
     assert host.fired_failpoints == [step] * 3
     assert record['attempts'] == 3
-    assert 'worker process ended in the middle of it (-9), 3 times' in record['error']['reason']
+    assert '3 attempts failed: its worker process ended during the job (exit code -9)' in record['error']['reason']
     host.assert_removed(instance)
     host.check_settled()
 

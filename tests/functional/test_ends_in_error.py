@@ -110,7 +110,7 @@ def test_deferred_build_ends_after_its_request_is_deleted(cloud: Cloud, tmp_path
         assert [item.instance for item in hypervisor.list_reservations().values()] == [kept_instance]
         assert list(hypervisor._guests) == [kept_instance]
         one.instances.records.forget(kept_instance)
-        record, reason = one.read_record(kept_instance), 'its request was deleted while it was being built'
+        record, reason = one.read_record(kept_instance), 'its request was deleted during its build'
         assert (record.state, record.fault) == (ACTIVE, reason)
         assert cloud.server.read_allocations(kept_instance) != {}
         assert one.read_failure(disk_only)[1].reason == reason

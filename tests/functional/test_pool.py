@@ -123,7 +123,7 @@ def test_killed_worker_fails_its_job_and_is_replaced(pool_of_two: TendedPool) ->
     error = pool_of_two.wait_for_error(killed_result)
     assert time.monotonic() - began < SLOWDOWN_FACTOR * 1.0
     assert isinstance(error, WorkerDied)
-    assert 'ended in the middle of it (-9)' in str(error)
+    assert 'ended during the job (exit code -9)' in str(error)
     # A new worker replaced it, and the other worker was not affected.
     assert pool_of_two.wait_for_result(pool_of_two.submit(make_job('good'))) == ALL_STAGES
     assert not neighbour_result.done()

@@ -162,7 +162,7 @@ def test_lost_user_data_of_a_set_is_reported(cluster: Control, tmp_path: Path) -
     compute.resume()
     for _, instance in parse_notices(done.stdout):
         failed_record = wait_state(cluster, instance, 'error')
-        assert 'its user-data is not in etcd any more' in failed_record['error']['reason']
+        assert 'its user-data is no longer in etcd' in failed_record['error']['reason']
     check_settled(cluster, compute)
 
 

@@ -57,7 +57,7 @@ RECORD = Record(
     stages={'requested': NOW},
 )
 ADDRESSED = replace(RECORD, addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1'),))
-FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server answers HTTP 404', 'nothing of it is left'))
+FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server returned HTTP 404', 'nothing remains'))
 
 
 @given(st.lists(st.lists(st.text(alphabet='ab c', max_size=5), min_size=3, max_size=3), min_size=1, max_size=5))
@@ -174,8 +174,8 @@ def test_details_show_every_field() -> None:
     for part in (INSTANCE, 'web1', COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
         assert part in shown
     failed = render(make_record_details(FAILED))
-    assert 'at stage image: the server answers HTTP 404' in failed
-    assert 'nothing of it is left' in failed
+    assert 'at stage image: the server returned HTTP 404' in failed
+    assert 'nothing remains' in failed
 
 
 def test_power_is_shown_only_while_it_is_switched() -> None:

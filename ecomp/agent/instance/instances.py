@@ -179,11 +179,11 @@ def load_user_data(store: Store, request: Request) -> Request:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
     if entry is None:
-        raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
+        raise BuildFailed('scheduled', 'its user-data is no longer in etcd: the user-data of a set is kept for a week')
     try:
         return replace(request, user_data=parse_shared_user_data(entry.value, request.user_data_sha256))
     except ValueError as error:
-        raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
+        raise BuildFailed('scheduled', f'its user-data at {entry.key} is malformed: {error}') from error
 
 
 # Attempts at a build that fails in an unknown way, and at a build or start during which a worker dies.
@@ -337,7 +337,7 @@ class Instances:
                 elif event != 'started':
                     record = self._record_progress(record.enter_state(BUILDING, self.now(), event), revision)
         except Cancelled:
-            log.info('instance %s: its build was stopped and is undone', instance)
+            log.info('instance %s: its build was cancelled and undone', instance)
             self._release_host_data(instance)
             raise Superseded from None
         except BuildFailed as error:
@@ -357,7 +357,8 @@ class Instances:
             if record.attempts < MAX_ATTEMPTS:
                 self.records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            fail(record, revision, Failure('started', f'{error}, {MAX_ATTEMPTS} times', ''), remove_guest=must_remove)
+            reason = f'{MAX_ATTEMPTS} attempts failed: {error}'
+            fail(record, revision, Failure('started', reason, ''), remove_guest=must_remove)
         else:
             failpoint('built')
             record = self.records.write(self._make_running_record(record), revision)
@@ -392,19 +393,19 @@ class Instances:
         instance, reason = wish.instance, wish.reason
         if not keys.is_uuid(instance):
             name = make_printable(keys.request(self.compute, instance), 200)
-            log.error('%s: %s; it stays there until somebody removes it', name, reason)
+            log.error('%s: %s. Fix: remove this key with etcdctl', name, reason)
             return
         record = self.records.get(instance)
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
             record = self._make_current_record(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
-            log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
-            fault = f'its request is unreadable: {reason}'
+            log.error('instance %s: its request became malformed and is ignored: %s', instance, reason)
+            fault = f'its request is malformed: {reason}'
             if record.fault != fault:
                 self.records.write(replace(record, fault=fault), revision)
             return
         if guest is not None and (record is None or guest.is_built):
-            log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
+            log.error('instance %s: its request is malformed and its guest is kept: %s', instance, reason)
             return
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
@@ -421,7 +422,7 @@ class Instances:
         last = record or (remembered.record if remembered else None)
         if last is None or last.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
-        reason = 'its request was deleted while it was being built'
+        reason = 'its request was deleted during its build'
         if guest is not None and guest.is_built:
             if record is not None:
                 self.records.write(replace(self._make_current_record(record, guest), fault=reason), 0)
@@ -445,7 +446,7 @@ class Instances:
         record = self.records.get_existing(instance)
         self._remove(instance, RemoveLeftovers(instance, self.compute))
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=DOMAIN_AND_DISK_GONE), revision)
-        log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
+        log.warning('instance %s is gone: its domain and its disk were removed outside ecomp', instance)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Record the guest's addresses, by MAC; the first interface's also at /booted, as in 2019.
@@ -468,7 +469,7 @@ class Instances:
         self.records.write(record, revision, operations)
         failpoint('addressed')
         for interface in interfaces:
-            log.info('instance %s has address %s on %s', instance, interface.address or 'none yet', interface.network)
+            log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
         """Record that cloud-init has finished or failed, and the host keys that the guest reported.
@@ -520,18 +521,18 @@ class Instances:
         Unreachable passes.
         """
         if self._record_phase(request, revision, SHUTDOWN_ASKED):
-            log.info('SHUT DOWN INSTANCE %s: its %s was asked for', request.instance, _get_power(request).action)
+            log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
             self._run_power_step(Shutdown(request.instance, self.compute))
         except Unreachable:
             raise
         except EcompError as error:
-            log.warning('instance %s cannot be asked to turn itself off: %s', request.instance, error)
+            log.warning('instance %s: its guest cannot be asked to shut down: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
         """Switch off a guest that did not shut down when asked; the next plan finds it off."""
         self._record_phase(request, revision, SHUTDOWN_ASKED)
-        log.warning('SWITCH OFF INSTANCE %s: it was asked to turn itself off, and did not', request.instance)
+        log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
@@ -541,7 +542,7 @@ class Instances:
         """
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
-        log.info('START INSTANCE %s: its %s was asked for', request.instance, power.action)
+        log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
         self._start(self.records.get_existing(request.instance), revision, power.id, power.action, START_FAILED)
 
     def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
@@ -552,7 +553,7 @@ class Instances:
         )
         self.records.write(record, revision)
         self.memory.remember(request, record)
-        log.info('instance %s is %s, as was asked', request.instance, record.state)
+        log.info('instance %s is %s, as requested', request.instance, record.state)
 
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
@@ -624,7 +625,7 @@ class Instances:
         except Superseded:
             self.runner.cancel(record.instance)
         except Unreachable as error:
-            log.debug('how far %s is is written later: %s', record.instance, error)
+            log.debug('instance %s: its progress is written later: %s', record.instance, error)
         return record
 
     def _fail(
@@ -638,7 +639,7 @@ class Instances:
         self.memory.remember(request, record, failure)
         failpoint('failing')
         self._remove(record.instance, Destroy(record.instance, self.compute) if remove_guest else None)
-        cleaned = 'nothing of it is left: no domain, disk or allocation'
+        cleaned = 'nothing remains: no domain, disk or allocation'
         record = replace(
             record.enter_state(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=()
         )
@@ -673,8 +674,8 @@ class Instances:
         def attempt() -> bool | None:
             return release(self.placement, [instance], find_claims_elsewhere)[instance] is not False or None
 
-        conflict = Unreachable(f'the claim of {instance} is changed by somebody else all the time')
-        retry_until_committed(attempt, conflict, MAX_RELEASE_TRIES)
+        reason = f'its claim changed concurrently in each of {MAX_RELEASE_TRIES} tries'
+        retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
         """Record and remember the phase of a power action; return False if it was recorded before.
@@ -709,7 +710,7 @@ class Instances:
 
         Nothing is removed on failure: the guest may have run while etcd could not be written.
         """
-        log.info('START INSTANCE %s: its build had got as far as its domain', record.instance)
+        log.info('START INSTANCE %s: its build had defined its domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{START_FAILED}: {reason}'
 

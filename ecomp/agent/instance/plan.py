@@ -102,13 +102,13 @@ def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     error).
     """
     if record is not None and record.state == GONE:
-        return Kind.CLEAR, 'it is gone, and a uuid is never used twice'
+        return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
     if isinstance(wish, InvalidRequest):
         return Kind.REFUSE, wish.reason
     if wish.is_tombstone:
-        return Kind.DESTROY, 'its destroy was asked for'
+        return Kind.DESTROY, 'its destroy was requested'
     if record is not None and record.state == ERROR:
-        return Kind.CLEAR, 'it failed, and a uuid is never used twice'
+        return Kind.CLEAR, 'the instance failed, and a uuid is never used twice'
     return None
 
 
@@ -123,7 +123,7 @@ def _plan_power(
     """
     if power is None or power.is_done(record.power) or guest is None:
         return None
-    reason = f'its {power.action} was asked for'
+    reason = f'its {power.action} was requested'
     if not guest.running:
         return (Kind.DONE, f'it is off: {reason}') if power.action == STOP else (Kind.START, reason)
     # A guest that was asked to shut down may do so late, so a newer request waits until it is off.
@@ -131,7 +131,7 @@ def _plan_power(
     if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
     if shutdown_action is ShutdownAction.SWITCH_OFF:
-        return Kind.SWITCH_OFF, f'{reason}, and it did not turn itself off'
+        return Kind.SWITCH_OFF, f'{reason}, and the guest did not shut down in time'
     return None if shutdown_action is ShutdownAction.WAIT else (Kind.SHUTDOWN, reason)
 
 
@@ -143,7 +143,7 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
-        return Kind.BUILD, 'it was asked for and is not there yet'
+        return Kind.BUILD, 'it was requested and does not exist yet'
     if guest is None and instance in observations.vanished:
         return Kind.VANISHED, DOMAIN_AND_DISK_GONE
     running = guest is not None and guest.running
@@ -156,7 +156,7 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
     if has_new_address(record, observations.addresses.get(instance, {}), observations.now):
         return Kind.ADDRESS, 'its address is known'
     if instance in observations.ready and is_unready(record):
-        return Kind.READY, 'its cloud-init is through'
+        return Kind.READY, 'its cloud-init has finished'
     return None
 
 

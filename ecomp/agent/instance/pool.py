@@ -543,7 +543,7 @@ class Workers:
             worker.tickets.clear()
         code = worker.process.exitcode
         worker.outbox.put(None)
-        log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
+        log.error('worker %s ended with exit code %s; a new worker replaces it', worker.process.pid, code)
         # A worker that died young would die again: defer its successor, or this loop does nothing but start workers.
         if time.monotonic() - worker.started_at < MIN_LIFETIME_SECONDS:
             self._defer_start()
@@ -551,7 +551,7 @@ class Workers:
             self._backoff.reset()
             self._start_at = 0.0
         for ticket in unfinished:
-            ticket.events.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
+            ticket.events.put(('failed', WorkerDied(f'its worker process ended during the job (exit code {code})')))
 
 
 Runner = InlineRunner | Workers
