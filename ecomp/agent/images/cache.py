@@ -1,12 +1,10 @@
 """The image cache: one base volume for each content, downloaded once for all workers.
 
 A download goes to a `.part` file, is hashed as it arrives, checked, made durable and renamed, so a file with a base
-volume's name is complete. The server of a cached image is asked whether it still has the same one, unless the URL has
-#sha256=. Base volumes are read again once a day, because all overlays share them: one whose content is not what its
-name says is used for no new disk.
+volume's name is complete. Unless its URL has #sha256=, the server of a cached image is asked whether the image has
+changed. Overlays share base volumes, so each is read again once a day; a changed one is used for no new disk.
 
-base-<SHA-256 of its content>.<format>  a base volume. Its mtime is that of its last use. Its users hold an flock of it
-                                        until an overlay refers to it
+base-<SHA-256 of its content>.<format>  a base volume; mtime: last use. Users flock it until an overlay refers to it
 base-<hash of its URL>.part             a download; as long as it will be, or as room is reserved for it
 .url-<hash of its URL>.json             the image that the URL had when its server was last asked
 .asked-<hash of its URL>                when the server was asked what it answered last, and in which boot
@@ -92,10 +90,7 @@ class BaseVolumes:
         self.note_time(ASKED_PREFIX, url, asked_at)
 
     def note_time(self, prefix: str, url: str, moment: float) -> None:
-        """Write a monotonic time, which all processes of a boot share, if possible.
-
-        ASKED_PREFIX: when a check began that the server answered. UNREACHABLE_PREFIX: when a check got no answer.
-        """
+        """Write a monotonic time, which all processes of a boot share, if possible (prefix: module docstring)."""
         with suppress(OSError):
             self._get_note_path(prefix, _hash_url(url)).write_text(f'{read_boot_id()} {moment}')
 
@@ -122,10 +117,7 @@ class BaseVolumes:
         self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
 
     def hold(self, sha256: str, size: int | None = None) -> BaseHold | None:
-        """Hold the base volume with this content and size (None: any); None if missing or bad.
-
-        Its time of last use becomes now.
-        """
+        """Hold the base volume of this content and size (None: any) and touch it; None if it is missing or bad."""
         with self._hold_lock():
             if self._get_note_path(BAD_PREFIX, sha256).exists():
                 return None
@@ -136,10 +128,7 @@ class BaseVolumes:
         return None
 
     def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
-        """Make a whole download a base volume, unless its content is one, and hold it. OSError.
-
-        `part` is renamed, or stays if a good volume with its content and size exists.
-        """
+        """Rename a download to a base volume, unless a good one has its content and size; hold that. OSError."""
         path = self._get_base_path(sha256, image_format)
         with self._hold_lock():
             is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
@@ -157,8 +146,7 @@ class BaseVolumes:
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
         """Extend an open download to `size_bytes`, evicting volumes for it; return its length.
 
-        Up to `ahead_bytes` are added without evictions, at most a quarter of the free room. Raises OSError; BuildFailed
-        if it is larger than the cache, or volumes in use leave too little room.
+        Adds up to `ahead_bytes`, at most a quarter of the free room. OSError; BuildFailed if there is too little room.
         """
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
@@ -176,11 +164,10 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict until `more_bytes` of a download fit; return how much of the limit is free then.
+        """Evict until `more_bytes` of a download fit; return how many further bytes are free then.
 
-        The returned bytes do not include `more_bytes`. The least recently used volumes go first, only as many as
-        needed, none that is held or has an overlay. Raises BuildFailed, with nothing evicted, if `size_bytes`, the
-        whole length of the download, exceeds the limit, or if eviction cannot free enough.
+        The least recently used volumes go first, none that is held or has an overlay. BuildFailed, with nothing
+        evicted, if `size_bytes`, the whole download, exceeds the limit, or if eviction frees too little.
         """
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
@@ -248,10 +235,7 @@ class BaseVolumes:
     def _hold_lock(
         self, name: str = 'bases', pause_seconds: float = 0.002, checkpoint: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold a lock, retried every `pause_seconds` without a timeout.
-
-        `checkpoint` is called before each retry. `bases` is for finding, adding and evicting.
-        """
+        """Hold a lock, without a timeout; call `checkpoint` before each retry. `bases`: to find, add and evict."""
         while (lock := try_lock(self._directory / LOCK_FILE, name)) is None:
             checkpoint()
             time.sleep(pause_seconds)
@@ -291,10 +275,7 @@ def lock_if_idle(part: Path) -> Iterator[bool]:
 
 
 def _read_url_file(path: Path) -> tuple[str, Download]:
-    """Read the URL and image in a file of record_url().
-
-    Raises OSError, ValueError, KeyError or TypeError if it is unreadable or malformed.
-    """
+    """Read a file of record_url(); OSError, ValueError, KeyError or TypeError if unreadable or malformed."""
     data = load_object(path.read_bytes())
     entry, version = data['found'], Version(**data['found']['version'])
     texts = version.etag, version.modified, version.answered
@@ -352,8 +333,7 @@ log = logging.getLogger(__name__)
 DAY_SECONDS = 86_400.0
 HOUR_SECONDS = 3_600.0
 CHUNK_BYTES = 4 * 2**20  # bytes of one read
-# Bytes read in a second: few enough not to disturb guests.
-SCRUB_BYTES_PER_SECOND = 64 * 2**20
+SCRUB_BYTES_PER_SECOND = 64 * 2**20  # few enough not to disturb guests
 BASE_NAME = re.compile(rf'base-([0-9a-f]{{64}})\.(?:{"|".join(FORMATS)})')
 
 
@@ -377,10 +357,7 @@ class Scrubber:
             self._thread.join()
 
     def scrub(self, now: float) -> None:
-        """Read each base volume that was not read within a day of `now` (since the epoch).
-
-        One whose content has changed is noted as bad and logged; an unreadable one is logged. stop() ends it early.
-        """
+        """Read volumes unread for a day at `now` (epoch); log unreadable ones; log changed ones, note them as bad."""
         for path in sorted(self._directory.glob('base-*')):
             match = BASE_NAME.fullmatch(path.name)
             # A read in the future is of a clock that was set back since; beyond a day it counts as old.
@@ -446,11 +423,10 @@ class CacheLimits:
 
 @dataclass(eq=False)
 class ImageCache:
-    """The base volumes in `directory`, and their download.
+    """The base volumes in `directory`, and their download. Methods raise BuildFailed('image', reason).
 
-    `inspect` reads a file's format and size, and calls the checkpoint while it does. file:// URLs may point into
-    `local_directory` (None: nowhere), other URLs to what `egress` allows. Methods raise BuildFailed('image', reason),
-    the EcompError of `inspect`, and what a checkpoint raises.
+    `inspect` reads a file's format and size, calling the checkpoint; errors of both pass. file:// URLs may point into
+    `local_directory` (None: nowhere), others to what `egress` allows.
     """
 
     directory: Path
@@ -468,11 +444,10 @@ class ImageCache:
     ) -> Iterator[Iterator[BaseImage | None]]:
         """Yield the base volumes to make a disk on, each held until the next one is requested.
 
-        The last one has the URL's image. Before it may come the cached image, to be used while its server is asked for
-        a newer one; if there is one, None follows: remove the disk, because the new image may need its room.
-        `checkpoint` is called at least once a second while the server is asked or the image downloaded;
-        `report_progress` gets the progress of the download. The server is not asked if another process began to ask it
-        after `requested_at` (monotonic).
+        The last one has the URL's image. Before it may come the cached image, for use while its server is asked; if
+        that has a newer one, None follows: remove the disk, because the new image may need its room. `checkpoint` is
+        called at least once a second; `report_progress` gets the download's progress. The server is not asked if
+        another process began to ask it after `requested_at` (monotonic).
         """
         try:
             bare, pin = split_pin(check_image(url))
@@ -489,10 +464,7 @@ class ImageCache:
     def _iter_bases(
         self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Generator[BaseImage | None, None, None]:
-        """Yield what hold() describes; an OSError becomes BuildFailed.
-
-        `url` has no fragment; `pin` is the SHA-256 that was in it, or None.
-        """
+        """Yield as hold(), for a URL without fragment and its pinned SHA-256 or None; OSErrors become BuildFailed."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if pin is not None:
@@ -505,9 +477,8 @@ class ImageCache:
                 with self._bases.lock_url(url, checkpoint):
                     entry = self._bases.read_url_entry(url)
                     hold = self._bases.hold(entry.sha256, entry.size) if entry else None
-                    # Do not ask if another process asked during the wait for the lock, or if the server gave no answer
-                    # recently: the builds of all workers would wait for one timeout after the other. Nor if it was
-                    # asked after this build was requested: a pool starts its builds one by one.
+                    # Do not ask if another process did during the wait for the lock or after this build was requested
+                    # (a pool starts builds one by one), nor if the server gave no answer lately: timeouts would add up.
                     asked_at = self._bases.read_time(ASKED_PREFIX, url)
                     is_away = time.monotonic() - self._bases.read_time(UNREACHABLE_PREFIX, url) < UNREACHABLE_SECONDS
                     must_ask = asked_at == asked_before and asked_at <= requested_at and not is_away
@@ -526,9 +497,8 @@ class ImageCache:
     ) -> Generator[BaseImage | None, None, bool]:
         """Yield the cached image while its server is asked; if outdated, None and the newer one.
 
-        At None the caller removes its disk on the cached image, which is held no more and may be evicted for room.
-        Returns False if the server went away during the download of the newer image; True otherwise, also if it gave no
-        answer when asked.
+        At None the caller removes its disk: the cached image is no longer held and may be evicted. Returns False if the
+        server went away during the download of the newer image; else True, also if it gave no answer when asked.
         """
         with self._open_transfer(url, None, entry.version) as transfer:
             with closing(hold):
@@ -579,11 +549,7 @@ class ImageCache:
     def _download(
         self, url: str, transfer: Transfer, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> BaseHold:
-        """Download, inspect and keep the image; return it held.
-
-        BuildFailed also if its disk would be larger than this host's room for disks. If the URL cannot be noted, that
-        is only logged.
-        """
+        """Download, inspect, keep and hold the image; BuildFailed also if it exceeds this host's room for disks."""
         fetched = transfer.run(checkpoint, report_progress)
         part = self._bases.get_part_path(url)
         image = self.inspect(part, checkpoint)

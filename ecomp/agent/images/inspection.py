@@ -1,8 +1,7 @@
 """Inspect a downloaded file within limits: its tables may be forged.
 
-A child process inspects it (main), so that a destroy, a SIGTERM or a timeout can end it at any moment. The limits are
-Nova's for `qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor time, 1 GiB. At the end the child
-becomes a qemu-img that opens the image as a guest's QEMU does, within the same limits.
+A child process (main) inspects it, so that a destroy, a SIGTERM or a timeout can end it. Its limits are Nova's for
+`qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor time, 1 GiB. It then becomes a qemu-img.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ EXIT_NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command t
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     """Return what virt.image.inspect() returns for the file at `path`, within the limits.
 
-    Raises BuildFailed if the image is refused or exceeds a limit, EcompError if the child could not work, which may be
-    temporary, and what `checkpoint` raises, which ends the child.
+    BuildFailed if it is refused or exceeds a limit; EcompError, maybe temporary, if the child could not work; what
+    `checkpoint` raises, which ends the child.
     """
     limits = [str(os.getpid()), str(MAX_SECONDS), str(MAX_ADDRESS_SPACE_BYTES), str(MAX_QEMU_DATA_BYTES)]
     deadline = time.monotonic() + MAX_SECONDS
@@ -72,10 +71,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
 
 
 def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Callable[[], None]) -> bytes:
-    """Return the child's output once it has ended; BuildFailed after `deadline` (monotonic).
-
-    `checkpoint` is called every CHECKPOINT_SECONDS; its errors pass.
-    """
+    """Return the child's output at its end; BuildFailed after `deadline` (monotonic). Errors of `checkpoint` pass."""
     while True:
         checkpoint()
         try:
@@ -98,9 +94,8 @@ def _make_environment() -> dict[str, str]:
 def main(arguments: Sequence[str]) -> None:
     """Run the child: print what the file is, within the limits in the arguments.
 
-    The arguments are the file, the pid of the parent, and the limits: seconds of processor time, bytes of address
-    space, and bytes of data for QEMU. It prints a JSON object with `format` and `virtual_size`, or the `reason` against
-    the image. For a qcow2 the exit status is that of a qemu-img that opens it.
+    Arguments: the file, the parent's pid, seconds of processor time, bytes of address space and of QEMU's data. It
+    prints JSON: `format` and `virtual_size`, or the `reason` against it. For a qcow2 it exits as qemu-img does.
     """
     path, (parent, seconds, memory, qemu_memory) = arguments[0], map(int, arguments[1:])
     die_with_parent(parent)
@@ -122,10 +117,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _become_qemu_img(path: str, data_bytes: int) -> None:
-    """Replace this process by a qemu-img that opens the file read-only and as a whole.
+    """Replace this process by a qemu-img that opens the whole file; exit EXIT_NO_QEMU_IMG without it.
 
-    `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it. Without
-    a qemu-img it exits with EXIT_NO_QEMU_IMG.
+    `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it.
     """
     program = shutil.which('qemu-img')
     if program is None:
@@ -140,10 +134,7 @@ def _become_qemu_img(path: str, data_bytes: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, by prctl(2).
-
-    If the process `parent_pid`, which started it, has ended already, this one exits with 1.
-    """
+    """Have the kernel kill this process (prctl(2)) when its starting thread ends; exit 1 if `parent_pid` has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl() was called
         os._exit(1)
