@@ -1,8 +1,7 @@
 """The connections for image downloads; each address is checked when it is connected to.
 
-A host name is resolved once, in urllib3's `_new_conn`, for http and https alike: TLS, with the name in SNI and against
-the certificate, and HTTP are above it. A check before the request could see another answer of the name server. Another
-thread can close all connections.
+A host name is resolved once, in urllib3's `_new_conn`, below HTTP and TLS, which uses the name: a check before the
+request could see another answer of the name server. Another thread can close all connections.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encodi
 
 @dataclass(frozen=True)
 class EgressPolicy:
-    """The hosts that images may be fetched from.
+    """The hosts that images may be fetched from; none at `control_endpoints` (etcd, placement).
 
-    `sources` None allows every address that is not refused in general. No image comes from `control_endpoints`, the
-    hosts and ports of etcd and placement. An HTTP proxy resolves names itself, so only a name's text is checked.
+    `sources` None allows what no general rule refuses. A proxy resolves names, so only their text is checked.
     """
 
     sources: ImageSources | None = None
@@ -100,8 +98,7 @@ class Connections:
     ) -> BaseHTTPResponse:
         """Send a request, without retries; return any response, its body unread, also a redirect.
 
-        Raises AddressRefused, BuildFailed (unreadable authorities) or urllib3's HTTPError. `timeouts`, in seconds: to
-        connect, to read.
+        `timeouts`: seconds to connect, to read. AddressRefused, BuildFailed (unreadable authorities) or HTTPError.
         """
         parts = urlsplit(url)
         if self._egress.proxy_url is not None:
@@ -152,8 +149,7 @@ class Connections:
     def open_socket(self, connection: HTTPConnection) -> socket.socket:
         """Connect to the first address of the host that answers; with a proxy, of the proxy.
 
-        Raises AddressRefused if any address is refused, otherwise HTTPError: the last failure, or that stop() was
-        called.
+        AddressRefused if any address is refused, otherwise HTTPError: the last failure, or that stop() was called.
         """
         host, port = connection.host.strip('[]'), connection.port
         failure: Exception = NewConnectionError(connection, 'the download was abandoned')
@@ -174,10 +170,7 @@ class Connections:
         raise failure
 
     def _resolve(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
-        """Resolve a host, and check each address unless it is the proxy's.
-
-        Raises AddressRefused, NameResolutionError or NewConnectionError.
-        """
+        """Resolve a host, and check each address unless it is the proxy's. Raises AddressRefused or HTTPError."""
         try:
             resolved = resolve_addresses(host)
         except socket.gaierror as error:
@@ -190,10 +183,7 @@ class Connections:
         return resolved
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused if `image_sources:` or the general rules refuse this address.
-
-        Refused are also etcd and placement at `port`, and this host's own addresses unless listed by themselves.
-        """
+        """Raise AddressRefused by `image_sources:`, general rules, for etcd, placement and unlisted own addresses."""
         reason = find_address_refusal(host, address, self._egress.sources)
         if reason is None and self._is_control(port, address):
             reason = CONTROL_PLANE
@@ -208,10 +198,7 @@ class Connections:
             raise AddressRefused(f'{host} is {address}', reason)
 
     def _is_control(self, port: int, address: Address) -> bool:
-        """Return whether etcd or placement is at this port and address; resolves their names.
-
-        If one is on loopback, every address of this host counts. One that cannot be resolved now is skipped.
-        """
+        """Return whether etcd or placement, resolved now, is there; if on loopback, at any address of this host."""
         target_addresses = set(expand_address(address))
         for host, control_port in self._egress.control_endpoints:
             if control_port == port:
@@ -227,10 +214,7 @@ class Connections:
         return False
 
     def _check_for_proxy(self, host: str, port: int) -> None:
-        """Raise AddressRefused if the host's text is refused: the proxy resolves the name.
-
-        A numeric address is checked as an address.
-        """
+        """Raise AddressRefused if the host's text or numeric address is refused: the proxy resolves names."""
         try:
             numeric_addresses = resolve_addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
@@ -274,10 +258,7 @@ class _HttpsConnection(_HttpConnection, HTTPSConnection):
 
 
 def load_tls_context() -> ssl.SSLContext:
-    """Return the TLS context for image servers; BuildFailed if the authorities are unreadable.
-
-    They are read from the first path in CA_VARIABLES, else certifi's, again if it was modified.
-    """
+    """Return the TLS context with the authorities of CA_VARIABLES, or certifi's; BuildFailed if unreadable."""
     path = next(filter(None, map(os.environ.get, CA_VARIABLES)), None) or certifi.where()
     try:
         return _load_tls_context(path, Path(path).stat().st_mtime_ns)

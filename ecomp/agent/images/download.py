@@ -1,8 +1,7 @@
 """Check and download images, from a web server (urllib3) or a directory of this host.
 
-A source is asked with the cached version; it returns a stream of the image, or None if it still has that version. Reads
-from a server and DNS lookups block and cannot be interrupted, but a destroy must not wait for them. So a thread of its
-own does both, and its caller may abandon that thread.
+A source is asked with the cached version; it returns a stream, or None if it still has that version. Reads and DNS
+lookups cannot be interrupted, but a destroy must not wait for them: a thread does both, and its caller may abandon it.
 """
 
 from __future__ import annotations
@@ -64,13 +63,11 @@ MAX_ANSWER_SECONDS = 60.0
 # A download that is slower than this rate for this period fails.
 MIN_BYTES_PER_SECOND = 64 * 2**10
 SLOW_PERIOD_SECONDS = 60.0
-# Room that is reserved in advance if a server sends no length: reads are small, and each reservation lists the whole
-# directory.
+# Room reserved in advance if a server sends no length: reads are small, and a reservation lists the whole directory.
 RESERVE_AHEAD_BYTES = 64 * 2**20
 # Time for an answer about a cached image; then the cached one is used.
 MAX_CHECK_SECONDS = 10.0
-# Head start of the thread that uses the cached image: libvirt takes longer for a disk than the check takes, and in
-# Python two busy threads share one processor.
+# Head start of the thread that uses the cached image: libvirt takes longer than the check, and threads share the GIL.
 HEAD_START_SECONDS = 0.001
 CHECKPOINT_SECONDS = 0.2  # seconds between two calls of the checkpoint
 REPORT_SECONDS = 1.0  # seconds between two calls of a ProgressCallback
@@ -87,8 +84,7 @@ class ServerUnavailable(BuildFailed):
 class Version:
     """A version of the image at a URL: its server's ETag, its date, and the length in bytes.
 
-    '' and None: the server does not say. `answered` is the URL after redirects, without its query, which may be a
-    signature; '' in files of an older ecomp.
+    '' and None: unknown. `answered`: URL after redirects, without query (a signature?); '' from an older ecomp.
     """
 
     etag: str = ''
@@ -99,8 +95,8 @@ class Version:
     def is_same(self, other: Version) -> bool:
         """Compare the ETags; without ETags compare date and length, if either is known.
 
-        ETags of two URLs, such as the mirrors that a URL is redirected to, cannot be compared (RFC 9110, 8.8.3). Then,
-        and if only one version has an ETag, date and length must be known and the same.
+        ETags of two URLs, as of mirrors after redirects, cannot be compared (RFC 9110, 8.8.3). Then, and if only one
+        version has an ETag, date and length must be known and the same.
         """
         moved = bool(self.answered and other.answered) and self.answered != other.answered
         if self.etag and other.etag and (self.etag == other.etag or not moved):
@@ -137,10 +133,7 @@ class LocalSource:
         self._directory = directory
 
     def open(self, cached_version: Version | None) -> Stream | None:
-        """Return a stream of the file, or None if it still is `cached_version`.
-
-        BuildFailed if it is refused, missing or unreadable.
-        """
+        """Return a stream, or None if it still is `cached_version`; BuildFailed if refused, missing or unreadable."""
         with _translate_errors(self._url):
             path = self._path()
             if not path.is_file():
@@ -195,16 +188,12 @@ class RemoteSource:
     def open(self, cached_version: Version | None) -> Stream | None:
         """Return a stream of the image, or None if the server still has `cached_version`.
 
-        Raises ServerUnavailable (no answer, HTTP 5xx, 429) or BuildFailed. Follows up to MAX_REDIRECTS redirects; no
-        retries.
+        ServerUnavailable (no answer, HTTP 5xx, 429) or BuildFailed. Follows up to MAX_REDIRECTS redirects; no retries.
         """
         return self._open_url(self._url, cached_version)
 
     def is_still(self, version: Version) -> bool:
-        """Return whether the server still has this version, at the URL that open() was answered by.
-
-        If that URL fails, as a signed one that has expired, the image's own URL is asked. Raises what open() raises.
-        """
+        """Return whether the URL that answered open(), or else the image's own, has this version; raise as open()."""
         # Ask that URL, because a redirect may lead to another mirror each time.
         try:
             newer = self._open_url(self._found_at, version)
@@ -219,10 +208,7 @@ class RemoteSource:
         return newer is None
 
     def _open_url(self, url: str, cached_version: Version | None) -> Stream | None:
-        """Do as open(), from `url`, and note which URL answered.
-
-        For a version with a date and no ETag a HEAD is sent first.
-        """
+        """Do as open(), from `url`, and note which URL answered; with a date and no ETag send a HEAD first."""
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': cached_version.etag} if cached_version is not None and cached_version.etag else {}
         if (
@@ -239,16 +225,12 @@ class RemoteSource:
                 return None
             if answer.status != 200:
                 raise self._make_status_error(answer)
-            # Undecoded: gzip could be a bomb. read1, because a slow server could keep one read waiting past the
-            # deadline.
+            # Undecoded: gzip could be a bomb. read1: a slow server could keep one read waiting past the deadline.
             read = _translate_errors(self._url)(partial(answer.read1, CHUNK_BYTES, decode_content=False))
             return _close_if_cached(cached_version, Stream(_parse_version(answer, self._found_at), read, answer.close))
 
     def _is_unchanged_by_head(self, url: str, cached_version: Version) -> bool:
-        """Return whether a HEAD confirms the cached version; False on any failure.
-
-        Not every server answers it as a GET.
-        """
+        """Return whether a HEAD confirms the cached version; False on failure: some servers treat it unlike a GET."""
         with suppress(BuildFailed), _translate_errors(self._url):
             answer, found_at = self._request('HEAD', url, {})
             answer.close()
@@ -256,9 +238,9 @@ class RemoteSource:
         return False
 
     def read_sums(self) -> str | None:
-        """Return the text of SHA256SUMS in the image's directory; None if absent (HTTP 4xx).
+        """Return SHA256SUMS in the image's directory; None if absent (HTTP 4xx but 429).
 
-        Raises what open() raises, also for 429, and BuildFailed if it is longer than MAX_SUMS_BYTES.
+        Raises what open() raises, and BuildFailed if it is longer than MAX_SUMS_BYTES.
         """
         url = urljoin(self._url, SUMS_FILE)
         with _translate_errors(url):
@@ -284,10 +266,7 @@ class RemoteSource:
         self._connections.close()
 
     def _make_status_error(self, answer: BaseHTTPResponse, prefix: str = '') -> BuildFailed:
-        """Close the answer; make its error: ServerUnavailable for 5xx and 429, else BuildFailed.
-
-        `prefix` replaces the URL at the beginning of the reason.
-        """
+        """Close the answer; make ServerUnavailable for 5xx and 429, else BuildFailed. `prefix` replaces the URL."""
         answer.close()
         reason = f'{prefix or self._url + ": "}the server returned HTTP {_format_status(answer.status)}'
         is_temporary = answer.status >= 500 or answer.status == 429
@@ -296,8 +275,7 @@ class RemoteSource:
     def _request(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
         """Return the response, of any status, and the URL that sent it, after up to MAX_REDIRECTS.
 
-        Each redirect is checked like a first URL. Raises ServerUnavailable if there is no answer; BuildFailed if an
-        address is refused, or for a Content-Encoding.
+        Redirects are checked like a first URL. ServerUnavailable: no answer. BuildFailed: refused, Content-Encoding.
         """
         current_url, timeout = url, HEAD_TIMEOUT_SECONDS if method == 'HEAD' else TIMEOUT_SECONDS
         for hop in range(MAX_REDIRECTS + 1):
@@ -323,8 +301,7 @@ class RemoteSource:
         raise BuildFailed('image', f'{url}: more than {MAX_REDIRECTS} redirects')
 
 
-# A place that images come from. Raises ServerUnavailable and BuildFailed('image', reason); no reason quotes a server's
-# answer.
+# Raises ServerUnavailable and BuildFailed('image', reason); no reason quotes a server's answer.
 Source = LocalSource | RemoteSource
 
 
@@ -355,10 +332,7 @@ def _close_if_cached(cached_version: Version | None, stream: Stream) -> Stream |
 
 @contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Turn errors of the block into BuildFailed or ServerUnavailable with a reason for users.
-
-    An HTTPError of urllib3 becomes ServerUnavailable; OSError, ValueError and RuntimeError become BuildFailed.
-    """
+    """Turn HTTPErrors into ServerUnavailable; OSError, ValueError and RuntimeError into BuildFailed."""
     try:
         yield
     except HTTPError as error:
@@ -429,8 +403,8 @@ def _resolve_redirect(url: str, current_url: str, location: str) -> str:
 class Transfer:
     """A check of the image of `url`, and its download to `part` if the cached one is outdated.
 
-    `pin` is the SHA-256 that the content must have, None for any. `reserve(descriptor, size, ahead)` is called before
-    the file grows to `size` bytes, and returns to how many it may grow, at most `ahead` more. `asked_at` is the time of
+    `pin` is the SHA-256 of the content, None for any. `reserve(descriptor, size, ahead)` is called before the file
+    grows to `size` bytes and returns the size that it may grow to, at most `ahead` more. `asked_at` is the time of
     start() (monotonic). Without a `cached_version` it always downloads.
     """
 
@@ -484,11 +458,9 @@ class Transfer:
         self.source.stop()
 
     def _wait(self, event: threading.Event, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> None:
-        """Wait for `event` and raise the thread's error, if any; ServerUnavailable at a time limit.
+        """Wait for `event` and raise the thread's error; ServerUnavailable at a limit of this module.
 
-        The limits are those of this module: of a check, an answer, the rate and the whole download. Every
-        CHECKPOINT_SECONDS `checkpoint` is called, and its errors pass; `report_progress` every REPORT_SECONDS if bytes
-        have arrived.
+        `checkpoint` is called every CHECKPOINT_SECONDS (errors pass), `report_progress` every REPORT_SECONDS.
         """
         reported_at = time.monotonic()
         reported = 0
@@ -530,10 +502,7 @@ class Transfer:
             self._has_answered.set()
 
     def _fetch(self) -> Download | None:
-        """Ask the source; return None if the cached image is current, else download it after run().
-
-        Raises _Abandoned if abandon() came first.
-        """
+        """Return None if the cached image is current, else download it after run(); _Abandoned after abandon()."""
         with self._limit_wait('answer'):
             stream = self.source.open(self.cached_version)
         if stream is None:
@@ -547,10 +516,7 @@ class Transfer:
                 return self._fetch_into(file, stream)
 
     def _fetch_into(self, file: IO[bytes], stream: Stream) -> Download:
-        """Download into `file`, checked against the pin, or else what SHA256SUMS has for the URL.
-
-        Without either the server is asked again, and a changed version is downloaded again.
-        """
+        """Download into `file`; check the pin or SHA256SUMS; without these do it again if the version changes."""
         expected = self.pin
         if expected is None:
             with self._limit_wait(SUMS_FILE):
@@ -581,8 +547,7 @@ class Transfer:
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
         """Write the stream to `file`, durably; `expected` is its SHA-256, or None for any.
 
-        BuildFailed if it is empty, not as long as announced, or not `expected`; raises _Abandoned and what `reserve`
-        raises.
+        BuildFailed if empty, not as long as announced, or not `expected`; _Abandoned, and what `reserve` raises.
         """
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
@@ -616,10 +581,7 @@ class Transfer:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _is_still(self, version: Version) -> bool:
-        """Return whether the server still has this version; True if unversioned or unavailable.
-
-        Any other BuildFailed passes.
-        """
+        """Return whether the server has this version, gives none, or is unavailable; other BuildFaileds pass."""
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):
@@ -644,10 +606,7 @@ class _PaceMonitor:
         self._done_bytes = 0
 
     def is_slow(self, now: float, done_bytes: int) -> bool:
-        """Return whether the period that ends at `now` was too slow; `done_bytes` came in all.
-
-        `now` is monotonic. False within a period, and for the first call.
-        """
+        """Return whether the period that ends at `now` (monotonic) was too slow; False within it and at first."""
         if self._period_start is not None and now - self._period_start < SLOW_PERIOD_SECONDS:
             return False
         # Fewer bytes than before mean that a second download began.
