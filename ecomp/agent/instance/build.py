@@ -20,15 +20,12 @@ class WorkerDied(EcompError):
 
 
 class Cancelled(Exception):
-    """The build was cancelled, by a destroy or stop_builds(), and nothing of it is left."""
+    """The build was cancelled, by a destroy or stop_builds(), and undone."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to build from the image at the URL `image`.
-
-    `requested_at` is monotonic, which all processes of a boot share.
-    """
+    """A guest to build from the image at the URL `image`; `requested_at` is monotonic, shared by a boot's processes."""
 
     spec: GuestSpec
     image: str
@@ -94,8 +91,7 @@ class RemoveLeftovers(Step):
 
 # Steps that stop or remove a guest: they are short, and do not wait for builds.
 STOPPING_STEPS = (Destroy, Shutdown, SwitchOff)
-# STOPPING_STEPS that one worker runs concurrently: libvirt serves no more calls of one connection, and polls every 200
-# ms for the end of a QEMU process.
+# For one worker: libvirt serves no more calls of a connection at a time, and polls every 200 ms for the end of QEMU.
 MAX_CONCURRENT_STOPS = 5
 Job = Build | Step
 # A running job's event: the name of a stage that it has reached, or its progress within a stage.
@@ -111,13 +107,11 @@ def carry_out(
 ) -> None:
     """Run a job; a build returns once the domain runs, or undoes its steps and raises.
 
-    A domain of this instance that already runs is accepted as it is: the same request was built before a restart.
-    `report` gets 'image', 'disk' and 'started' when they are done, and the Progress of the download. `checkpoint` is
-    called before each step of a build and while it waits for the image, and raises Cancelled to stop it. A Step does
-    not report and cannot be cancelled.
-
-    Raises BuildFailed if the guest cannot be built, Conflict if a domain or volume of its name is not ecomp's or is
-    another compute's, and EcompError if the hypervisor is unreachable or the image could not be inspected.
+    A domain that already runs is accepted as it is: the same request was built before a restart. `report` gets 'image',
+    'disk', 'started' and the Progress of the download. `checkpoint` is called before each step of a build and while it
+    waits for the image; it raises Cancelled to stop it. A Step calls neither. Raises BuildFailed (cannot be built),
+    Conflict (a domain or volume of its name is not ecomp's, or is another compute's) and EcompError (the hypervisor is
+    unreachable, or the image could not be inspected).
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)
@@ -132,8 +126,7 @@ def carry_out(
         with images.hold(
             job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.requested_at
         ) as bases:
-            # Registered before the step: a step that fails halfway leaves something too, and removing nothing is
-            # harmless.
+            # Registered before the step: one that fails halfway leaves something, and removing nothing is harmless.
             undo.callback(hypervisor.delete_disk, instance)
             for base in bases:
                 if base is None:

@@ -81,10 +81,7 @@ log = logging.getLogger(__name__)
 
 
 def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
-    """Return a malformed request with its holdings; read them from etcd if they are empty.
-
-    Unchanged if its key is gone.
-    """
+    """Return a malformed request with its holdings, read from etcd if empty; unchanged if its key is gone."""
     entry = store.get(keys.request(compute, wish.instance)) if wish.holdings == Holdings() else None
     return (
         wish if entry is None else wish._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
@@ -92,10 +89,7 @@ def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequ
 
 
 def query_aside(query: Callable[[], Consumer]) -> Future[Consumer]:
-    """Query placement in a new thread, or in this one if none can be started.
-
-    The future gets the result or the exception; nothing is raised here.
-    """
+    """Query placement in a new thread, or here if none can be started; only the future raises errors."""
     future: Future[Consumer] = Future()
 
     def complete() -> None:
@@ -145,11 +139,10 @@ class HostServices:
 
 @dataclass(frozen=True)
 class GuestTemplate:
-    """The properties that all guests of this compute share.
+    """The properties that all guests of this compute share; `hostname` is for a console's address.
 
-    With `resize` False a disk is as large as its image. `hostname` is the host in a console's address. `make_seed`
-    returns the files of the NoCloud disk of the guest with this MAC, or raises BuildFailed; it is None if guests get no
-    such disk.
+    Without `resize` a disk is as large as its image. `make_seed` returns the files of the NoCloud disk of the guest
+    with this MAC, or raises BuildFailed; None: guests get no such disk.
     """
 
     virt_type: str
@@ -191,11 +184,10 @@ MAX_ATTEMPTS = 3
 
 
 class Shutdowns:
-    """The guests that were asked to shut down, and when; used by the planning thread only.
+    """When guests were asked to shut down (monotonic, not stored); for the planning thread only.
 
-    A guest is asked again every `retry_seconds`, because one that is booting ignores the request, and switched off
-    after `grace_seconds`. All times are monotonic and not stored: after a restart of ecompute the grace period begins
-    again.
+    A guest is asked again every `retry_seconds`, because one that boots ignores the request, and switched off after
+    `grace_seconds`, which begin again after a restart of ecompute.
     """
 
     def __init__(self, grace_seconds: float, retry_seconds: float) -> None:
@@ -245,10 +237,9 @@ MAX_RELEASE_TRIES = 5
 
 
 class Instances:
-    """The tasks of one compute.
+    """The tasks of one compute; an instance is worked on by one thread at a time.
 
-    One thread at a time works on an instance; instances are worked on in parallel. Every task may raise Superseded (the
-    request has changed: plan again), or EcompError or OSError (retry it later).
+    Every task may raise Superseded (the request has changed: plan again), or EcompError or OSError (retry it later).
     """
 
     def __init__(self, control: ControlPlane, host: HostServices, template: GuestTemplate, memory: Memory) -> None:
@@ -265,10 +256,7 @@ class Instances:
         self.records = Records(control.compute, control.store, memory)
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return the guests by instance, with the trouble of those that are refused metadata.
-
-        Only running ones get it. Refusals of MACs that no guest here has are deleted.
-        """
+        """Return the guests; a running one refused metadata has that trouble. Refusals of unknown MACs are deleted."""
         guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
@@ -280,10 +268,10 @@ class Instances:
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Build the guest once placement confirms its claim (rule 2), and record it as active.
 
-        No-op if its record is active or stopped. A guest that may have run is adopted; a removal after an earlier
-        failure is completed. Unreachable passes, to be retried without limit; an unknown failure is raised as
-        EcompError, up to MAX_ATTEMPTS in all. The last of these and any other failure end the instance in error,
-        without raising. A cancelled build raises Superseded.
+        No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
+        is completed. Unreachable passes, for retries without limit; an unknown failure is raised as EcompError, up to
+        MAX_ATTEMPTS in all. The last of these and any other failure end the instance in error. A cancelled build raises
+        Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -415,8 +403,8 @@ class Instances:
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
         """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
 
-        No-op if the instance is not `building` or has a request. Without a record in etcd the instance may have ended
-        long ago, so only what was begun here is removed.
+        No-op if it is not `building` or has a request. Without a record it may have ended long ago, so only what was
+        begun here is removed.
         """
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
@@ -449,10 +437,7 @@ class Instances:
         log.warning('instance %s is gone: its domain and its disk were removed outside ecomp', instance)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
-        """Record the guest's addresses, by MAC; the first interface's also at /booted, as in 2019.
-
-        Interfaces whose MAC is not in `addresses` keep theirs.
-        """
+        """Record the addresses of these MACs; that of the first interface also at /booted, as in 2019."""
         record = self.records.get_existing(instance)
         interfaces = tuple(
             replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
@@ -472,10 +457,7 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record that cloud-init has finished or failed, and the host keys that the guest reported.
-
-        EcompError if its report cannot be read.
-        """
+        """Record that cloud-init ended, and the guest's host keys; EcompError if its report cannot be read."""
         previous, now = self.records.get_existing(instance), self.now()
         try:
             report = self.guest_data.read_report(instance)
@@ -504,10 +486,7 @@ class Instances:
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def resume(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down; a failure becomes its fault.
-
-        Unreachable and an early WorkerDied pass, as in start().
-        """
+        """Start a guest that ran when the host went down; a failure becomes its fault. Raises as start()."""
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
@@ -516,10 +495,7 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Ask a guest to shut down; a failure is logged, as if the guest had ignored the request.
-
-        Unreachable passes.
-        """
+        """Ask a guest to shut down; log a failure, as if the guest had ignored the request. Unreachable passes."""
         if self._record_phase(request, revision, SHUTDOWN_ASKED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
@@ -536,10 +512,7 @@ class Instances:
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Start a stopped guest as requested; a failure becomes its fault and is not retried.
-
-        Unreachable passes, and so does WorkerDied before the start number MAX_ATTEMPTS: these are retried.
-        """
+        """Start a stopped guest; a failure becomes its fault. Unreachable and, before MAX_ATTEMPTS, WorkerDied pass."""
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
@@ -558,9 +531,9 @@ class Instances:
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
     ) -> None:
-        """Record a guest that exists already; a difference from its claim becomes its fault.
+        """Record a guest that exists; `has_lost_record` and a difference from its claim become faults.
 
-        So does `has_lost_record`. With `start_if_off` it is started if it is off, unless the claim differs.
+        With `start_if_off` it is started if it is off, unless the claim differs.
         """
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
@@ -588,10 +561,7 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's DHCP addresses on libvirt's networks; return the record with them.
-
-        The record is not written. Raises BuildFailed.
-        """
+        """Reserve the guest's DHCP addresses on libvirt's networks; return the unwritten record. BuildFailed."""
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
@@ -616,10 +586,7 @@ class Instances:
         )
 
     def _record_progress(self, record: Record, revision: int) -> Record:
-        """Record how far a build is; if etcd is unreachable, the next write includes it.
-
-        If the request has changed, the build is cancelled. Returns the record; neither error is raised.
-        """
+        """Record a build's progress, or leave it to the next write; cancel it if the request has changed."""
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -631,10 +598,10 @@ class Instances:
     def _fail(
         self, record: Record, revision: int, failure: Failure, remove_guest: bool = True, request: Request | None = None
     ) -> None:
-        """End an instance in error: remove its leftovers, then record that.
+        """End an instance in error: remember the failure, remove its leftovers, then record that.
 
-        The failure is remembered first, with `request` (None: the remembered one), because the record may have to wait.
-        With `remove_guest` False domain and disk are not touched.
+        It is remembered with `request` (None: the remembered one), because the record may have to wait. With
+        `remove_guest` False domain and disk are not touched.
         """
         self.memory.remember(request, record, failure)
         failpoint('failing')
@@ -663,10 +630,7 @@ class Instances:
         self.hypervisor.release_addresses(instance)
 
     def _release_claim(self, instance: str) -> None:
-        """Release the instance's claim, unless it is on another compute.
-
-        Unreachable after MAX_RELEASE_TRIES conflicts.
-        """
+        """Release the claim, unless it is on another compute; Unreachable after MAX_RELEASE_TRIES conflicts."""
 
         def find_claims_elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
             return [consumer for consumer, held in holding.items() if self.compute not in held.allocations]
@@ -678,10 +642,7 @@ class Instances:
         retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
-        """Record and remember the phase of a power action; return False if it was recorded before.
-
-        A new phase resets `attempts`; SHUT_OFF also marks the record off.
-        """
+        """Record and remember a power action's phase, with 0 `attempts`; False if it was recorded before."""
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
@@ -692,10 +653,7 @@ class Instances:
         return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
-        """Start the guest and record it as active, or as off with why it failed as its fault.
-
-        `power` is recorded in both cases. Raises what _resume() raises.
-        """
+        """Start the guest; record it as active, or as off with a fault, with `power`. Raises as _resume()."""
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)
@@ -706,21 +664,17 @@ class Instances:
         self.records.write(record, revision)
 
     def _start_built(self, record: Record, revision: int) -> str | None:
-        """Start a guest whose build had defined its domain; return its fault, or None once it runs.
-
-        Nothing is removed on failure: the guest may have run while etcd could not be written.
-        """
+        """Start a guest whose domain was defined; return its fault or None. Nothing is removed: it may have run."""
         log.info('START INSTANCE %s: its build had defined its domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{START_FAILED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Start the domain; return None or why it failed.
+        """Remove the ready report of an earlier boot, start the domain; return None or why it failed.
 
-        The guest's ready report, of an earlier boot, is removed first. Unreachable passes, and WorkerDied, to have it
-        retried, before the start number MAX_ATTEMPTS.
+        Unreachable passes, and WorkerDied, to have it retried, before the start number MAX_ATTEMPTS.
         """
-        self.guest_data.remove_report(record.instance)  # its ready report is from an earlier boot
+        self.guest_data.remove_report(record.instance)
         try:
             self._run_power_step(Resume(record.instance, self.compute))
         except Unreachable:
@@ -743,10 +697,7 @@ class Instances:
         failpoint('powered')
 
     def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
-        """Return the record of a guest as observed; `boot_reason` counts if it is on and was off.
-
-        If it is off or None, its ready report is removed. Nothing is written.
-        """
+        """Return the unwritten record as observed, `boot_reason` if it came on; if off, remove its ready report."""
         if guest is not None and guest.running:
             observed = record.mark_running(boot_reason, self.now())
         else:

@@ -64,11 +64,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """The state of this host that a plan is based on, by instance.
+    """The state of this host that a plan is based on, by instance; `addresses` by MAC, if queried.
 
-    `addresses` are by MAC, of the instances whose addresses were queried. `vanished`: domain and disk were missing in
-    two checks at least CONFIRMATION_SECONDS (host/claims.py) apart. `before_reboot`: they were here when the host went
-    down and are not handled yet. `ready`: cloud-init has finished. `now` is the time of day in ISO 8601, '' if unknown.
+    `vanished`: domain and disk were missing in two checks at least CONFIRMATION_SECONDS (host/claims.py) apart.
+    `before_reboot`: here when the host went down, and not handled yet. `ready`: cloud-init has finished. `now`: ISO
+    8601, '' if unknown.
     """
 
     guests: Mapping[str, Guest]
@@ -98,8 +98,7 @@ def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations
 def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     """Return the task (kind, reason) that ends an instance or its request; None if it lives.
 
-    The first that applies: CLEAR (record is gone), REFUSE (malformed request), DESTROY (tombstone), CLEAR (record is in
-    error).
+    The first of CLEAR (record gone), REFUSE (malformed request), DESTROY (tombstone), CLEAR (record in error).
     """
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
@@ -117,9 +116,8 @@ def _plan_power(
 ) -> tuple[Kind, str] | None:
     """Return the next step of a requested power action; None if it is done or must wait.
 
-    It waits while the guest is missing, and while a shutdown has time. A guest that is off: DONE for STOP, else START.
-    One that runs: DONE for START, and for a reboot after SHUT_OFF was recorded; otherwise, and if it was asked to shut
-    down before, SHUTDOWN, at last SWITCH_OFF.
+    It waits for a missing guest, and for a shutdown in time. Off: DONE for STOP, else START. Running: DONE for START,
+    and for a reboot after SHUT_OFF was recorded; otherwise, and if it was asked before, SHUTDOWN, at last SWITCH_OFF.
     """
     if power is None or power.is_done(record.power) or guest is None:
         return None
@@ -138,8 +136,7 @@ def _plan_power(
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
     """Return the task that makes guest and record agree, power actions aside; None if they do.
 
-    The first that applies: BUILD (no active or stopped record), VANISHED, RESUME, POWER (state or fault differs),
-    ADDRESS, READY.
+    The first of BUILD (not active or stopped), VANISHED, RESUME, POWER (state or fault differs), ADDRESS, READY.
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
@@ -163,9 +160,8 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
 def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
     """Return whether there is an address to record: a new one, or the first since a boot.
 
-    The first since a boot counts on the first interface only, and unless its lease is older than the end of the boot
-    before. It counts in any case if one of these times is unknown, or if `now` (ISO 8601, '' if unknown) is before that
-    end.
+    The latter counts on the first interface only, and unless its lease is older than the end of the boot before. If one
+    of these times is unknown, or `now` (ISO 8601, '' if unknown) is before that end, it counts in any case.
     """
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
@@ -222,8 +218,7 @@ OBSERVED_FAULTS = (
 def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return the fault to record for a guest that was active before; None if there is none.
 
-    A recorded fault that a look at the guest cannot confirm or end is kept: a failed start, until the guest runs; a
-    crash, while it is off.
+    A fault that the guest cannot confirm or end is kept: a failed start until it runs, a crash while it is off.
     """
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
@@ -237,10 +232,9 @@ def find_fault(record: Record, guest: Guest | None) -> str | None:
 
 
 def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return what a look at the guest shows to be wrong; None if nothing is.
+    """Return what is observed to be wrong with the guest; None if nothing is.
 
-    No guest means that domain and disk are gone. Its trouble and size count only if it has both; its disk may be
-    smaller than claimed.
+    `guest` None: domain and disk are gone. Its trouble and size count only if it has both.
     """
     if guest is None:
         return DOMAIN_AND_DISK_GONE
