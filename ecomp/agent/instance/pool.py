@@ -1,15 +1,12 @@
 """Run jobs in worker processes (Workers), or in the calling thread (InlineRunner).
 
-A worker is long-lived and spawned, never forked: libvirt does not survive a fork. It has its own libvirt connection and
-never talks to etcd or placement.
-
-Messages to a worker: ('job', number, Job), ('cancel', number). From a worker: ('begun', number), ('waits', number)
+A worker is spawned, never forked: libvirt does not survive a fork. It has its own libvirt connection, and none to etcd
+or placement. Messages to it: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number)
 while another process works on the same instance, ('news', number, JobEvent), ('done', number), ('failed', number,
 exception).
 
 multiprocessing.Pool never reports a job whose worker was killed, so it is not used. Any thread submits jobs. Only the
-thread that calls tend(), the main thread, starts, reads and reaps the processes, because a worker's parent-death signal
-follows the thread that started it.
+main thread, by tend(), starts, reads and reaps processes: a parent-death signal follows the thread that started them.
 """
 
 from __future__ import annotations
@@ -74,10 +71,7 @@ class InlineRunner:
         return iter(news)
 
     def cancel(self, instance: str | None) -> None:
-        """Cancel an instance's build at its next step, or every build until allow_builds() (None).
-
-        An instance without a build in flight has its next build cancelled.
-        """
+        """Cancel an instance's current or next build at its next step, or (None) all builds until allow_builds()."""
         self._cancelled.add(instance)
 
     def allow_builds(self) -> None:
@@ -143,10 +137,7 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-    """Run jobs until the pipe is closed: STOPPING_STEPS in threads, each other job in this one.
-
-    Messages other than jobs are dropped here; a job in flight reads its own. Closes `hypervisor` at the end.
-    """
+    """Run jobs until the pipe closes, STOPPING_STEPS in threads; drop other messages. Closes `hypervisor`."""
     desk = JobExecutor(pipe, hypervisor, images, locks)
     with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads:
         while True:
@@ -174,10 +165,7 @@ class JobExecutor:
         self._sending = threading.Lock()
 
     def execute(self, number: int, job: Job) -> None:
-        """Run a job and send its events and its end; an error is sent, not raised.
-
-        The job holds its instance's lock. An unexpected exception is logged and sent as an EcompError.
-        """
+        """Run a job under its instance's lock; send its events and end, or its error. Log unexpected errors."""
         has_reported = False
 
         def checkpoint() -> None:
@@ -247,10 +235,7 @@ class _Ticket:
         return self.job.image if isinstance(self.job, Build) else None
 
     def iter_events(self) -> Iterator[JobEvent]:
-        """Wait for the job's events and yield them until it is done; raise what it raised.
-
-        Progress is skipped if a newer event is queued.
-        """
+        """Yield the job's events until it is done, raise what it raised; skip progress if a newer event is queued."""
         while True:
             kind, payload = self.events.get()
             if kind == 'news':
@@ -265,23 +250,17 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, and this end of its pipe. `started_at` is monotonic.
-
-    `tickets` are its jobs in flight, by number; `is_stop_only`: it gets only STOPPING_STEPS.
-    """
+    """A worker process, our end of its pipe, and its jobs in flight by number; `started_at` is monotonic."""
 
     process: SpawnProcess
     pipe: Connection
     started_at: float
-    is_stop_only: bool
+    is_stop_only: bool  # gets only STOPPING_STEPS
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
     def get_download_time(self) -> float:
-        """Return when its job counts as downloading (monotonic), which may be past.
-
-        inf if it has its image, is no build or was not begun.
-        """
+        """Return when its job counts as downloading (monotonic, maybe past); inf if it awaits no image."""
         return min(
             (ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in self.tickets.values() if ticket.image_in_flight),
             default=math.inf,
@@ -302,13 +281,9 @@ class Workers:
     """Worker processes: `size` for one job of any kind each, and one for STOPPING_STEPS.
 
     The last one stops guests while the others download, up to MAX_CONCURRENT_STOPS concurrently because one may be
-    slow.
-
-    Jobs start in order, STOPPING_STEPS first. Builds of an image that a worker is downloading wait for that download
-    and share its outcome. While other jobs are queued, an extra worker makes up for each that downloads, so that slow
-    image servers do not delay builds whose image is here.
-
-    `waker` interrupts tend(), also from a signal handler.
+    slow. Jobs start in order, STOPPING_STEPS first. Builds of an image that a worker is downloading wait for it and
+    share its outcome. While other jobs are queued, an extra worker makes up for each that downloads, so that slow image
+    servers do not delay builds whose image is here. `waker` interrupts tend(), also from a signal handler.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:
@@ -328,8 +303,7 @@ class Workers:
     def run(self, job: Job) -> Iterator[JobEvent]:
         """Submit a job; return an iterator over its events, which raises what the job raised.
 
-        Progress is skipped if a newer event is waiting. Raises WorkerDied if the worker was killed or the pool is
-        stopped, Cancelled for a build after cancel(None).
+        Outdated progress is skipped. WorkerDied: worker killed, or pool stopped; Cancelled: a build after cancel(None).
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
@@ -340,10 +314,7 @@ class Workers:
         return ticket.iter_events()
 
     def cancel(self, instance: str | None) -> None:
-        """Cancel an instance's build at its next step, or every build until allow_builds() (None).
-
-        A queued build fails with Cancelled immediately. No-op for an instance without a build.
-        """
+        """Cancel an instance's build, now if queued, else at its next step; None: every build until allow_builds()."""
         with self._lock:
             self._cancels_builds |= instance is None
             for ticket in list(self._waiting):
@@ -402,10 +373,7 @@ class Workers:
         self.waker.close()
 
     def _adjust_size(self, now: float) -> tuple[int, float]:
-        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic).
-
-        inf if no worker is about to count as downloading.
-        """
+        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic), or inf."""
         with self._lock:
             times = [worker.get_download_time() for worker in self._workers]
             extra = min(len([moment for moment in times if moment <= now]), MAX_EXTRA_WORKERS)
@@ -426,10 +394,7 @@ class Workers:
         return {ticket.image_in_flight for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
     def _try_start(self) -> bool:
-        """Start a worker; on failure defer the next start, log the first failure and return False.
-
-        Returns True on success.
-        """
+        """Start a worker; if that fails, defer the next start, log a first failure and return False."""
         try:
             self._start()
         except (OSError, RuntimeError) as error:
@@ -442,10 +407,7 @@ class Workers:
         return True
 
     def _start(self) -> None:
-        """Start a worker process and its sender thread. Raises OSError or RuntimeError.
-
-        It is stop-only if it fills the pool's size and no other worker is.
-        """
+        """Start a worker and its sender; stop-only if it fills the size and no other is. OSError or RuntimeError."""
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
@@ -483,10 +445,7 @@ class Workers:
                     worker.outbox.put(('job', ticket.number, ticket.job))
 
     def _find_next(self, worker: _Worker) -> _Ticket | None:
-        """Return the queued job that the worker is to take next; None if there is none for it.
-
-        STOPPING_STEPS come first; builds of an image that a worker is downloading wait. The caller holds the lock.
-        """
+        """Return the worker's next queued job: STOPPING_STEPS first, no image in flight. The caller holds the lock."""
         stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
         if stopping is not None or worker.is_stop_only:
             return stopping
@@ -494,10 +453,7 @@ class Workers:
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _receive(self, worker: _Worker) -> None:
-        """Read the worker's messages without waiting: update its tickets and pass their events on.
-
-        A broken pipe ends this silently.
-        """
+        """Read the worker's messages without waiting, update its tickets, pass events on; end at a broken pipe."""
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()
@@ -518,10 +474,7 @@ class Workers:
             return  # its sentinel reports its death, too
 
     def _share_download(self, ticket: _Ticket, kind: str, payload: object) -> None:
-        """Pass a download's progress or failure on to all queued builds of the same image.
-
-        Builds that failed so leave the queue. No-op for other messages. The caller holds the lock.
-        """
+        """Pass a download's progress or failure to queued builds of its image; failed ones leave. Needs the lock."""
         failed = kind == 'failed' and isinstance(payload, BuildFailed) and payload.stage == 'image'
         if ticket.image_in_flight is None or not (failed or isinstance(payload, Progress)):
             return
@@ -531,10 +484,7 @@ class Workers:
                 self._waiting.remove(other)
 
     def _reap(self, worker: _Worker) -> None:
-        """Remove a worker whose process has ended, and log that; its jobs fail with WorkerDied.
-
-        The next start is deferred if the worker lived for less than MIN_LIFETIME_SECONDS.
-        """
+        """Remove and log an ended worker; its jobs fail with WorkerDied. Defer the next start if it ended young."""
         self._receive(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:

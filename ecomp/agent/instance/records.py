@@ -1,10 +1,8 @@
 """The records of a compute's instances, written while their request is unchanged (rule 5).
 
-A record that ecomp 1.0 wrote of a running guest is moved to its new key when it is read, if both keys are unchanged;
-that of an instance being built or destroyed is moved by its next write.
-
-After etcd was restored the records are republished: the memory of this compute is newer than the restored etcd, and no
-other process writes its records. Only a tombstone in etcd takes precedence.
+A record that ecomp 1.0 wrote of a running guest is moved to its new key when it is read, that of an instance being
+built or destroyed by its next write. After etcd was restored the records are republished: this compute's memory is
+newer, and no other process writes its records. Only a tombstone in etcd takes precedence.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ class Superseded(Exception):
 
 
 class RecordEntry(NamedTuple):
-    """A cached record (None: none, or malformed), and the revisions of its new and old key.
-
-    A revision of 0 means that the key is absent.
-    """
+    """A cached record (None: none, or malformed), and the revisions of its new and old key (0: absent)."""
 
     record: Record | None = None
     revision: int = 0
@@ -79,10 +74,7 @@ class Records:
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Return the record to end; None if absent or malformed; Unreadable if newer.
-
-        A malformed one is logged, and overwritten by the next write.
-        """
+        """Return the record to end; None if absent or malformed (logged, overwritten later); Unreadable if newer."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -102,10 +94,9 @@ class Records:
         self._cache.pop(instance, None)
 
     def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
-        """Forget, and return, the instances whose record another process has changed or removed.
+        """Forget, and return, the cached instances whose record another process changed or removed.
 
-        Only cached ones are checked. An unchanged active or stopped instance is remembered, in case the state directory
-        could not be written.
+        Unchanged active or stopped ones are remembered, in case the state directory could not be written.
         """
         to_check = {instance: cached for instance in wishes if (cached := self._cache.get(instance)) is not None}
         if not to_check:
@@ -134,10 +125,10 @@ class Records:
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
-        """Put the record, with `extra` in the same transaction, if the request is at `revision`.
+        """Put the record, with `extra` in one transaction, if the request is at `revision`; return it.
 
-        Returns `record`. A revision of 0 means that there is no request. Superseded if request or record has changed.
-        The old key is deleted; an active, stopped or destroying instance is remembered.
+        Revision 0: there is no request. Superseded if request or record has changed. The old key is deleted; an active,
+        stopped or destroying instance is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
@@ -149,11 +140,10 @@ class Records:
         return record
 
     def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
-        """Delete the address at /booted of an instance that has no record.
+        """Delete the address at /booted of an instance without record: its end would leave it.
 
-        Its end deletes only an address that its record has. With `is_here` False (it cannot have been built here) only
-        one that is remembered is deleted. It stays if another compute has a request, too. A running guest's is written
-        again.
+        With `is_here` False (it cannot have been built here) only a remembered one is deleted. It stays if another
+        compute has a request, too. A running guest's is written again.
         """
         remembered = self._memory.get_entries().get(instance)
         may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
@@ -164,11 +154,11 @@ class Records:
     def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and release the instance's keys in one transaction.
 
-        These are its request, name, group slot and quota charge, and its address if this compute wrote it: any other
-        may be another compute's. In error the name is not deleted but moves to the record's lease. If another compute
-        has a request for an instance in error, it needs name, group and quota, so they stay; if the instance never ends
-        there, `audit --fix` releases them. If etcd is full, NoSpace passes for an instance in error. One that is not in
-        error then ends without a record, and leaves group and quota to the audit. The end is remembered.
+        These are its request, name, group slot and quota charge, and its address if this compute wrote it. In error the
+        name moves to the record's lease. If another compute has a request for an instance in error, it needs name,
+        group and quota, so they stay; if the instance never ends there, `audit --fix` releases them. If etcd is full,
+        NoSpace passes for an instance in error; any other ends without a record, and leaves group and quota to the
+        audit. The end is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
@@ -204,10 +194,7 @@ class Records:
         self._memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, kept_name: str | None) -> None:
-        """Delete the request of an ended instance, and its name, unless that is `kept_name`.
-
-        Superseded if the request has changed.
-        """
+        """Delete the request of an ended instance, and its name unless `kept_name`; Superseded if it changed."""
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
@@ -219,8 +206,7 @@ class Records:
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is at `revision`; return the new revision or raise Superseded.
 
-        `commit` returns None if its conditions do not hold. The cached record is dropped then, and at an
-        UnknownOutcome.
+        The cached record is dropped if `commit` returns None (conditions do not hold), and at an UnknownOutcome.
         """
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
@@ -254,8 +240,7 @@ class Records:
     def _migrate(self, record: Record, entry: Entry) -> RecordEntry:
         """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
 
-        An ended one stays, on its lease. A move that fails is left to the next write. Roles come after all have moved:
-        they forbid writes to the old key.
+        A failed move is left to the next write. Roles come after all have moved: they forbid writes to the old key.
         """
         own, older = self._get_keys(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
@@ -267,10 +252,9 @@ class Records:
         return RecordEntry(record, 0, entry.revision)
 
     def _find_other_request(self, instance: str) -> list[Exists]:
-        """Return the condition that another compute has a request, too, or [] (rule 12).
+        """Return the condition that another compute (a uuid) has a request, too, or [] (rule 12).
 
-        One such key is enough, with any value: its compute may rewrite it often, and etcd takes at most 128 conditions.
-        A key that names no compute does not count.
+        One key, with any value, is enough: its compute may rewrite it often, and etcd takes at most 128 conditions.
         """
         all_requests = find_by_listing(self._store, instance).requests
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
@@ -321,10 +305,7 @@ class EtcdView:
 
 @dataclass(frozen=True)
 class Publish:
-    """The decision to write record and `request`, and before that to claim for `claim`.
-
-    `request` None leaves the request as it is; `claim` None makes no claim.
-    """
+    """The decision to claim for `claim` (None: no claim), then to write record and `request` (None: unchanged)."""
 
     request: Request | None
     record: Record
@@ -342,7 +323,7 @@ def decide_republish(
     """Decide what to republish of an instance that had not ended; None for nothing. Pure.
 
     None if etcd has its end, another compute's record, a malformed request or a tombstone. Drop if it was started, and
-    is neither here nor requested in etcd. An accepted destroy is published as a tombstone.
+    is neither here nor requested. An accepted destroy is published as a tombstone.
     """
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
@@ -365,7 +346,7 @@ def decide_republish(
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
     """Make the record of an instance that ended here within a day; None if not needed. Pure.
 
-    It is needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
+    Needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
     """
     if not isinstance(etcd_view.wish, Request) or etcd_view.wish.is_tombstone:
         return None
@@ -380,9 +361,9 @@ def republish(
 ) -> None:
     """Write every instance that this compute remembers to a new etcd. Idempotent.
 
-    `local_instances` have a domain or a disk on this host. An Unreadable record is logged and skipped; an instance that
-    is claimed on another compute is skipped, and logged if it is here. An Unreachable, also after MAX_TRIES conflicts,
-    or other EcompError may leave a part written.
+    `local_instances` have a domain or a disk on this host. Skipped are Unreadable records (logged) and instances
+    claimed on another compute (logged if here). Unreachable, also after MAX_TRIES conflicts, or other EcompErrors may
+    leave a part written.
     """
     published = 0
     queued = _list_queued(store)
@@ -416,10 +397,7 @@ def republish(
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
-    """End an instance again if an older etcd requests it here, or queues it (`queued`).
-
-    Unreachable after MAX_TRIES conflicts.
-    """
+    """End an instance again if an older etcd requests or queues it; Unreachable after MAX_TRIES conflicts."""
 
     def attempt() -> bool | None:
         """Return whether it was requested here, once it is ended; None on a conflict."""
@@ -435,10 +413,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd has in a queue, taken or not; False on a conflict.
-
-    True also if the entry is gone or malformed.
-    """
+    """End an instance that an older etcd has queued, taken or not; False on a conflict, True if gone or malformed."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -484,10 +459,7 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with the change that `make_shared` returns; False on a conflict or a lost answer.
-
-        If the record is written, that at its old key is deleted.
-        """
+        """Commit with make_shared()'s change, and the move of an old record; False on a conflict or lost answer."""
         if self.record_key in {operation.key for operation in operations}:
             operations = [*operations, *map(Delete, self._list_moved_keys())]
         with suppress(UnknownOutcome):
@@ -522,10 +494,7 @@ def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
 
 
 def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Carry out `step`; delete the `queued` entries of an older etcd. False on a conflict.
-
-    A wrong claim and a name that another instance has are logged, and become the record's fault.
-    """
+    """Carry out `step`, delete `queued`; False on a conflict. A wrong claim and a lost name are logged as faults."""
     record = step.record
     if step.claim is not None:
         fault = _ensure_claim(placement, step.claim)
@@ -576,19 +545,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
-    """Return the compute that holds the claim, if it is another one, or ''.
-
-    It got the claim while this host was off.
-    """
+    """Return the compute that got the claim while this host was off, or ''."""
     claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
     return claimed_on if claimed_on != compute else ''
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
-    """Claim for the request if nothing is held; return '' or the fault, in words, to record.
-
-    A refused claim is a fault; Unreachable passes, also after too many conflicts.
-    """
+    """Claim for the request if nothing is held; return '' or the fault to record. Unreachable passes."""
 
     def attempt() -> str:
         consumer = allocations.read_consumer(placement, request.instance)
