@@ -47,7 +47,7 @@ def read_candidates(placement: Placement, query: str) -> Offer:
     malformed, has a control character, or names a class or trait that placement does not know.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
-        raise PlacementRefusal('the query has a control character in it')
+        raise PlacementRefusal('the query contains a control character')
     start = time.monotonic()
     # The part after a # would not be sent: half of the query would be silently lost.
     try:
@@ -212,7 +212,7 @@ def claim(  # noqa: PLR0913
             if isinstance(error, GenerationConflict):
                 raise
             raise UnknownOutcome(
-                f'{failure}; whether {summarize_instances(requested_allocations)} holds its claim is not known'
+                f'{failure}; it is unknown whether {summarize_instances(requested_allocations)} holds its claim'
             ) from failure
         # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
         # and one of the two claims finds that the generation has changed.

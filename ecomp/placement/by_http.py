@@ -78,7 +78,7 @@ def _read_token(path: Path, placement: str) -> str:
         why = error.strerror if isinstance(error, OSError) else 'not ASCII'
         raise Unreachable(f'token_file {path}: {why}', backend) from error
     if not token or not token.isprintable() or ' ' in token:
-        raise Unreachable(f'token_file {path}: must hold one word', backend)
+        raise Unreachable(f'token_file {path}: must contain one token, without spaces', backend)
     return token
 
 
@@ -102,7 +102,7 @@ class AnswerTooLong(OSError):
 
 
 # Maximum bytes of each answer to this thread's call, and its deadline on the monotonic clock.
-_CALL_LIMITS: ContextVar[tuple[int, float]] = ContextVar('what is left of the call of this thread')
+_CALL_LIMITS: ContextVar[tuple[int, float]] = ContextVar('limits of the current call')
 
 
 def _start_limits(limits: AnswerLimits) -> float:
@@ -127,7 +127,7 @@ class _LimitedReader(io.RawIOBase):
         """Read as io.RawIOBase does; raise TimeoutError or AnswerTooLong."""
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
-            raise TimeoutError('no whole answer in time')
+            raise TimeoutError('no complete answer in time')
         if seconds < self._timeout_seconds:
             self._sock.settimeout(seconds)
         count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ class Connections:
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
-        return error_type(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
+        return error_type(f'{self.endpoint} answers, but not as placement does (check `placement:`)', self.name)
 
     def make_lost_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
         """Return the error for a call without an answer."""
@@ -195,14 +195,14 @@ class Connections:
     def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
         """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
-        question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
-        return self.make_lost_error(error_type, f'the connection broke{question}')
+        doubt = ' (it may reject our certificate)' if self.endpoint.startswith('https:') else ''
+        return self.make_lost_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
         """Return the error for a late answer: by the timeout, or after `deadline` (monotonic)."""
         if time.monotonic() < deadline:
             return error_type(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
-        return error_type(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
+        return error_type(f'{self.name} gave no complete answer in {self._limits.seconds:g} s', self.name)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
@@ -313,8 +313,8 @@ class Connections:
                     path.open('rb').close()  # ssl does not name the file that it cannot read
         except OSError as error:
             # Its `backend` is another one, as for a token: see _read_token().
-            name, why = self.name, f'{error.filename}: {error.strerror}'
-            raise Unreachable(f'{name} cannot be asked: {why}', f'{name} (its certificates)') from error
+            name, why = self.name, f'certificate {error.filename}: {error.strerror}'
+            raise Unreachable(f'{name} cannot be reached: {why}', f'{name} (its certificates)') from error
         try:
             context = ssl.create_default_context(cafile=config.ca_cert)
             context.hostname_checks_common_name = False

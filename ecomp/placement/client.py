@@ -74,7 +74,7 @@ def check_number(value: object) -> float:
 def check_text(value: object) -> str:
     """Return the value if it is text that UTF-8 can encode, '' included; else raise ValueError."""
     if not isinstance(value, str) or not is_utf8_text(value):
-        raise ValueError('not a text')
+        raise ValueError('not text')
     return value
 
 
@@ -105,12 +105,12 @@ DETAIL_SCHEMA_START = 'Failed validating'
 
 
 def shorten_detail(detail: str) -> str:
-    """Return 'placement refuses it: ' and a 400's detail without common preamble and schema.
+    """Return 'placement refuses the request: ' and a 400's detail without common preamble and schema.
 
     The whole detail if nothing else is left.
     """
     reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
-    return f'placement refuses it: {reason or detail}'
+    return f'placement refuses the request: {reason or detail}'
 
 
 class ServerInfo(NamedTuple):
@@ -240,7 +240,7 @@ class Placement:
         """Make an answer's error: `no_answer_error` for a 5xx, Unreachable if it is foreign."""
         status = answer.status_code
         if status >= 500:
-            return no_answer_error(f'{self.name} fails with HTTP {status}: see its log', self.name)
+            return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)
         try:
             first = parse_object(answer.content)['errors'][0]
             code, detail = (
@@ -253,7 +253,7 @@ class Placement:
             # A server in front of placement rejects a certificate or token in this way; nginx answers 400.
             is_secured = self.endpoint.startswith('https:') and status in (400, 401, 403)
             settings = 'token_file, cert_cert and `placement:`' if is_secured else '`placement:`'
-            why = f'answers HTTP {status}, but not as placement does: is {settings} right?'
+            why = f'returned HTTP {status}, but not as placement does (check {settings})'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
             return PlacementRefusal(shorten_detail(detail))
@@ -267,5 +267,5 @@ class Placement:
                 return Conflict(detail)
             return NoCapacity(detail)
         if status == 406:
-            return EcompError(f'placement at {self.endpoint} is too old: microversion {MICROVERSION} is needed')
-        return EcompError(f'placement at {self.endpoint} refuses with HTTP {status}: {detail}')
+            return EcompError(f'placement at {self.endpoint} is too old: ecomp needs microversion {MICROVERSION}')
+        return EcompError(f'placement at {self.endpoint} returned HTTP {status}: {detail}')

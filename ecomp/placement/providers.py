@@ -247,7 +247,7 @@ def delete_provider(placement: Placement, provider: str) -> bool:
             if read_provider_name(placement, provider) is not None:
                 continue
         return True
-    raise UnknownOutcome(f'{placement.name}: whether provider {provider} is removed is not known', placement.name)
+    raise UnknownOutcome(f'{placement.name}: it is unknown whether provider {provider} is deleted', placement.name)
 
 
 def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
@@ -264,7 +264,7 @@ def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
-        raise ValueError('nothing is a multiple of less than 1')
+        raise ValueError('step_size is less than 1')
     return dict(fields)
 
 

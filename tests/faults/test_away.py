@@ -243,7 +243,7 @@ def test_placement_lost_after_it_stored_the_claim(
             result = command.wait(PLACEMENT_SECONDS)
     message = f'placement at {gate.url}'
     result = strip_waiting_line(result, gate.url) if how == 'frozen' else result
-    assert_one_line(result, 7, message, f'whether {instance} holds its claim is not known', f'with --uuid {instance}')
+    assert_one_line(result, 7, message, f'it is unknown whether {instance} holds its claim', f'with --uuid {instance}')
     restore_server(own_control.placement, how)
     assert set(own_control.placement.read_allocations(instance)) == {compute.uuid}
     assert parse_notice(own_control.eschedule(SMALL_QUERY, '--uuid', instance)) == (compute.uuid, instance)

@@ -127,15 +127,20 @@ def test_client_with_certificate_and_token_reads_and_writes(tls_client: Placemen
 
 def test_token_file_is_read_for_each_call(tls_client: Placement, config: PlacementConfig, front: TlsFront) -> None:
     front.token = 'another'
-    with pytest.raises(EcompError, match='refuses with HTTP 401: who are you'):
+    with pytest.raises(EcompError, match='returned HTTP 401: who are you'):
         tls_client.get('/resource_providers')
     front.denial = b'<html>'
-    with pytest.raises(EcompError, match='answers HTTP 401.* is token_file, cert_cert and `placement:` right'):
+    with pytest.raises(EcompError, match=r'returned HTTP 401.* \(check token_file, cert_cert and `placement:`\)'):
         tls_client.get('/resource_providers')
     assert config.token_file is not None
     config.token_file.write_text('another')
     assert 'resource_providers' in tls_client.get('/resource_providers')
-    for content, hint in ((b'', 'one word'), (b'two words', 'one word'), (b'\xff', 'not ASCII'), (b'a\nb', 'one word')):
+    for content, hint in (
+        (b'', 'one token'),
+        (b'two words', 'one token'),
+        (b'\xff', 'not ASCII'),
+        (b'a\nb', 'one token'),
+    ):
         config.token_file.write_bytes(content)
         with pytest.raises(Unreachable, match=f'token_file {config.token_file}: .*{hint}'):
             tls_client.get('/resource_providers')
@@ -327,7 +332,7 @@ NOT_PLACEMENT = [
 @pytest.mark.parametrize('says', NOT_PLACEMENT)
 def test_read_from_another_server_is_unreachable(says: tuple[int, str, bytes]) -> None:
     with serve_answers(says) as server, open_client(server.url) as client:
-        with pytest.raises(Unreachable, match='not as placement does: is `placement:` right'):
+        with pytest.raises(Unreachable, match=r'not as placement does \(check `placement:`\)'):
             client.get('/resource_providers')
         assert server.requests == ['GET /resource_providers']
 
@@ -475,10 +480,10 @@ def test_error_code_determines_exception_and_one_line_message(
 
 def test_http_500_is_not_retried() -> None:
     with serve_answers((500, 'text/html', HTML)) as server, open_client(server.url) as client:
-        with pytest.raises(Unreachable, match='fails with HTTP 500') as caught:
+        with pytest.raises(Unreachable, match='returned HTTP 500') as caught:
             client.get('/x')
         assert not isinstance(caught.value, UnknownOutcome)
-        with pytest.raises(UnknownOutcome, match='fails with HTTP 500'):
+        with pytest.raises(UnknownOutcome, match='returned HTTP 500'):
             client.write('PUT', '/x', {})
         assert server.requests == ['GET /x', 'PUT /x']
 

@@ -207,7 +207,7 @@ def test_wrong_ecompute_arguments_are_refused_in_one_line(tmp_path: Path, words:
         ('resources=VCPUS:1,DISK_GB:1,MEMORY_MB:1', 'no resource class VCPUS (did you mean VCPU?)'),
         (f'{SMALL_QUERY}&required=NO_SUCH_TRAIT', 'placement knows no trait NO_SUCH_TRAIT'),
         (f'{SMALL_QUERY}&required=!HW_CPU_X86_AVX22', 'no trait HW_CPU_X86_AVX22 (did you mean HW_CPU_X86_AVX2?)'),
-        (f'{SMALL_QUERY}&in_tree=nonsense', 'placement refuses it: '),
+        (f'{SMALL_QUERY}&in_tree=nonsense', 'placement refuses the request: '),
         (f'{SMALL_QUERY}&nonsense=1', 'nonsense'),
         (f'{SMALL_QUERY}&limit=0', 'limit'),
         (f'{SMALL_QUERY}&group_policy=all', 'group_policy'),
@@ -416,7 +416,7 @@ def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> Non
 def test_other_server_at_the_url_of_placement_is_reported(cluster: Control) -> None:
     cluster.ecompute()
     config = write_config(cluster.directory / 'odd.yaml', cluster.etcd.endpoint, f'http://{cluster.etcd.endpoint}')
-    assert_one_line(run_eschedule_process(config, SMALL_QUERY), 7, cluster.etcd.endpoint, 'is `placement:` right?')
+    assert_one_line(run_eschedule_process(config, SMALL_QUERY), 7, cluster.etcd.endpoint, '(check `placement:`)')
     assert cluster.etcd.list_keys('/requests/') == []
 
 

@@ -103,7 +103,7 @@ DRIPS = [
 @pytest.mark.parametrize('pieces', DRIPS, ids=range(len(DRIPS)))
 def test_slow_answer_times_out(pieces: Callable[[], Iterator[bytes]]) -> None:
     """An endless answer of a byte a second blocked ecompute's planner thread (ENEMY 13)."""
-    assert assert_refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
+    assert assert_refused(pieces, 'gave no complete answer in 1 s|not as placement does') < 5
 
 
 @pytest.mark.parametrize('length', [b'-1', b'-1e999', b'-' + 20 * b'f', 20 * b'f', b'x', b''])

@@ -306,9 +306,15 @@ def test_token_file_failure_is_a_separate_loss(info_log: pytest.LogCaptureFixtur
     """The log must not call placement unreachable when it is the token file that is wrong."""
     complaints = FailureLog()
     complaints.report_failure('one', Unreachable('no connection', 'placement'))
-    complaints.report_failure('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
-    complaints.report_failure('two', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
-    assert info_log.messages[1:] == ['token_file /t: must hold one word; trying again until it is back']
+    complaints.report_failure(
+        'one', Unreachable('token_file /t: must contain one token, without spaces', 'placement (token_file /t)')
+    )
+    complaints.report_failure(
+        'two', Unreachable('token_file /t: must contain one token, without spaces', 'placement (token_file /t)')
+    )
+    assert info_log.messages[1:] == [
+        'token_file /t: must contain one token, without spaces; trying again until it is back'
+    ]
     complaints.report_success('one')
     assert info_log.messages[2:] == ['placement (token_file /t) is back']
 
