@@ -171,7 +171,7 @@ def describe_difference(requested: Allocations, held: Allocations) -> str | None
     parts = []
     for provider in sorted({*requested, *held}):
         if provider not in held:
-            parts.append(f'nothing is held on {provider}')
+            parts.append(f'placement holds nothing on {provider}')
         elif provider not in requested:
             parts.append(f'{format_resources(held[provider])} held on {provider} was not requested')
         elif dict(requested[provider]) != dict(held[provider]):

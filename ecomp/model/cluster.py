@@ -65,23 +65,23 @@ def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | N
     cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
     """
     if remembered.cluster and header.cluster != remembered.cluster:
-        return f'its cluster id is {header.cluster:x}, and {remembered.cluster:x} was known'
+        return f'its cluster id is {header.cluster:x}, not {remembered.cluster:x} as before'
     if header.revision < remembered.revision:
-        return f'it is at revision {header.revision}, and {remembered.revision} was seen'
+        return f'its revision is {header.revision}, and was {remembered.revision} before'
     if header.term < remembered.term:
-        return f'it is at raft term {header.term}, and {remembered.term} was seen'
+        return f'its raft term is {header.term}, and was {remembered.term} before'
     return None
 
 
 def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> str | None:
     """Explain why a value of /cluster (None: no key) is not the remembered one; else None."""
     if value is None:
-        return f'{keys.CLUSTER} is not there, and identity {remembered.identity} was known'
+        return f'its {keys.CLUSTER} is missing, and had identity {remembered.identity} before'
     try:
         current = read_identity(value)
     except ValueError as error:
-        return f'{keys.CLUSTER} cannot be read ({error}), and identity {remembered.identity} was known'
-    return None if current == remembered.identity else f'its identity is {current}, and {remembered.identity} was known'
+        return f'its {keys.CLUSTER} is malformed ({error}), and had identity {remembered.identity} before'
+    return None if current == remembered.identity else f'its identity is {current}, not {remembered.identity} as before'
 
 
 def make_identity_value(identity: str, now: str) -> str:
@@ -93,7 +93,7 @@ def read_identity(value: bytes) -> str:
     """Return the identity in a value of /cluster; ValueError if it is malformed or has none."""
     text = load_object(value).get('identity')
     if not isinstance(text, str) or not keys.is_uuid(text):
-        raise ValueError('it holds no identity')
+        raise ValueError('it has no valid identity')
     return text
 
 
@@ -107,9 +107,9 @@ def from_json(value: bytes) -> KnownCluster:
     data = load_object(value)
     types = {name: type(default) for name, default in {'version': VERSION, **asdict(KnownCluster())}.items()}
     if {name: type(field) for name, field in data.items()} != types or data.pop('version') != VERSION:
-        raise ValueError('not what an ecompute of this version remembers')
+        raise ValueError('its fields are not those of this version')
     if not keys.is_uuid(data['identity']):
-        raise ValueError('it holds no identity')
+        raise ValueError('it has no valid identity')
     return KnownCluster(**data)
 
 
@@ -122,11 +122,10 @@ def describe_vulnerabilities(version: str) -> str | None:
     if parts is None:
         return None
     major, minor, patch = (int(part) for part in parts.groups())
-    cure = (
-        f'{", ".join(f"{m}.{n}.{fixed}" for (m, n), fixed in FIXED_PATCHES.items())} and newer have none that is known'
-    )
+    fixed = ', '.join(f'{m}.{n}.{patch}' for (m, n), patch in FIXED_PATCHES.items())
+    cure = f'{fixed} and newer have no known vulnerabilities'
     if (major, minor) < min(FIXED_PATCHES):
-        return f'etcd {version} is end-of-life, and its roles are no boundary: {cure}'
+        return f'etcd {version} is end-of-life, and its roles do not protect its keys: {cure}'
     if patch < FIXED_PATCHES.get((major, minor), 0):
-        return f'etcd {version} has holes that are known: {cure}'
+        return f'etcd {version} has known vulnerabilities: {cure}'
     return None

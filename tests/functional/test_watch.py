@@ -344,16 +344,16 @@ def test_refused_watch_is_retried_less_and_less_often() -> None:
 @pytest.mark.parametrize(
     ('header', 'value', 'said'),
     [
-        ((1, 9, 2), CLUSTER_VALUE, 'it is at revision 9, and 10 was seen'),
-        ((1, 10, 1), CLUSTER_VALUE, 'it is at raft term 1, and 2 was seen'),
-        ((2, 10, 2), CLUSTER_VALUE, 'its cluster id is 2, and 1 was known'),
+        ((1, 9, 2), CLUSTER_VALUE, 'its revision is 9, and was 10 before'),
+        ((1, 10, 1), CLUSTER_VALUE, 'its raft term is 1, and was 2 before'),
+        ((2, 10, 2), CLUSTER_VALUE, 'its cluster id is 2, not 1 as before'),
         (
             (1, 10, 2),
             cluster.make_identity_value(OTHER_IDENTITY, 'now').encode(),
-            f'its identity is {OTHER_IDENTITY}, and {IDENTITY} was known',
+            f'its identity is {OTHER_IDENTITY}, not {IDENTITY} as before',
         ),
-        ((1, 10, 2), None, f'/cluster is not there, and identity {IDENTITY} was known'),
-        ((1, 10, 2), b'?', '/cluster cannot be read'),
+        ((1, 10, 2), None, f'its /cluster is missing, and had identity {IDENTITY} before'),
+        ((1, 10, 2), b'?', 'its /cluster is malformed'),
     ],
 )
 def test_list_of_another_etcd_is_strange(header: tuple[int, int, int], value: bytes | None, said: str) -> None:
@@ -378,7 +378,7 @@ def test_etcd_that_falls_behind_between_two_lists_is_strange() -> None:
         fake.watches.put([fake.make_frame(created=True), fake.make_put_frame(b'/t/a', b'2', header=(1, 12, 3)), None])
         with GuardedFollower(fake.endpoint) as recorder:
             wait_until(lambda: recorder.complaints, 10, 'the second list is behind the first')
-            assert 'it is at revision 10, and 12 was seen' in recorder.complaints[0]
+            assert 'its revision is 10, and was 12 before' in recorder.complaints[0]
             assert recorder.states == [{'/t/a': b'1'}, {'/t/a': b'2'}]
 
 
@@ -404,7 +404,7 @@ def test_raft_term_of_a_candidate_is_not_strange() -> None:
     guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
     assert guard.known_cluster == KnownCluster(IDENTITY, 1, 12, 2)
     guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 3), 'e')
-    with pytest.raises(StrangeEtcd, match='raft term 2, and 3 was seen'):
+    with pytest.raises(StrangeEtcd, match='raft term is 2, and was 3 before'):
         guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
 
 

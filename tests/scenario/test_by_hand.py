@@ -108,7 +108,9 @@ def test_request_with_allocation_on_another_compute_is_not_built(cluster: Contro
     foreign = str(uuid.uuid4())
     claim(cluster, other.uuid, foreign)
     write_request(cluster, compute.uuid, foreign, make_request(compute.uuid, foreign))
-    expect_refusal(cluster, compute.uuid, foreign, f'nothing is held on {compute.uuid}', f'held on {other.uuid}')
+    expect_refusal(
+        cluster, compute.uuid, foreign, f'placement holds nothing on {compute.uuid}', f'held on {other.uuid}'
+    )
     assert cluster.placement.read_allocations(foreign) == {other.uuid: RESOURCES}
     check_invariants(cluster, compute, other, foreign=[foreign])
     cluster.placement.call('DELETE', f'/allocations/{foreign}')

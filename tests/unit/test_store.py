@@ -321,16 +321,17 @@ def test_unknown_cluster_accepts_any_header() -> None:
 
 def test_reason_contains_the_actual_and_the_expected_value() -> None:
     expected = KnownCluster(IDENTITY, 0xABC, 345, 7)
-    assert cluster.explain_header_mismatch(expected, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
-    assert cluster.explain_header_mismatch(expected, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
+    assert cluster.explain_header_mismatch(expected, Header(0xABC, 12, 7)) == 'its revision is 12, and was 345 before'
+    assert cluster.explain_header_mismatch(expected, Header(0xABC, 400, 2)) == 'its raft term is 2, and was 7 before'
     assert (
-        cluster.explain_header_mismatch(expected, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
+        cluster.explain_header_mismatch(expected, Header(0xDEF, 400, 7)) == 'its cluster id is def, not abc as before'
     )
     assert (
-        cluster.explain_identity_mismatch(expected, None) == f'/cluster is not there, and identity {IDENTITY} was known'
+        cluster.explain_identity_mismatch(expected, None)
+        == f'its /cluster is missing, and had identity {IDENTITY} before'
     )
     other = cluster.make_identity_value(OTHER, 'now').encode()
-    assert cluster.explain_identity_mismatch(expected, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
+    assert cluster.explain_identity_mismatch(expected, other) == f'its identity is {OTHER}, not {IDENTITY} as before'
     assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
 
 
@@ -340,7 +341,7 @@ def test_reason_contains_the_actual_and_the_expected_value() -> None:
 def test_value_without_an_identity_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match='.'):
         cluster.read_identity(value)
-    assert 'cannot be read' in (cluster.explain_identity_mismatch(KnownCluster(IDENTITY), value) or '')
+    assert 'is malformed' in (cluster.explain_identity_mismatch(KnownCluster(IDENTITY), value) or '')
 
 
 def test_new_cluster_value() -> None:
@@ -385,12 +386,12 @@ def test_safe_versions_give_no_warning(version: str) -> None:
 
 @pytest.mark.parametrize('version', ['3.5.32', '3.5.16', '3.6.13', '3.7.0', '3.7.0-rc.0'])
 def test_versions_with_holes_give_a_warning(version: str) -> None:
-    cure = '3.5.33, 3.6.14, 3.7.1 and newer have none that is known'
-    assert describe_vulnerabilities(version) == f'etcd {version} has holes that are known: {cure}'
+    cure = '3.5.33, 3.6.14, 3.7.1 and newer have no known vulnerabilities'
+    assert describe_vulnerabilities(version) == f'etcd {version} has known vulnerabilities: {cure}'
 
 
 @pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
 def test_end_of_life_versions_give_a_warning(version: str) -> None:
     warning = describe_vulnerabilities(version)
     assert warning is not None
-    assert warning.startswith(f'etcd {version} is end-of-life, and its roles are no boundary: ')
+    assert warning.startswith(f'etcd {version} is end-of-life, and its roles do not protect its keys: ')
