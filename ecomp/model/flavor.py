@@ -42,7 +42,7 @@ def check_flavor_name(name: str) -> str:
 
     The first character is a letter or digit.
     """
-    return check_plain_name(name, 'a flavor')
+    return check_plain_name(name, 'flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
@@ -66,11 +66,11 @@ def parse_flavor(name: str, text: str) -> Flavor:
                     _check_class_name('trait', trait.removeprefix('!'))
                 )
         else:
-            raise ValueError(f'{part[:80]!r}: a flavor has resources=… and required=…, and nothing else')
+            raise ValueError(f'{part[:80]!r}: a flavor accepts only resources=… and required=…')
     if not resources:
-        raise ValueError('it asks for no resources: say it like resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
+        raise ValueError('resources= is missing. Fix: add resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
     if set(required) & set(forbidden):
-        raise ValueError(f'{", ".join(sorted(set(required) & set(forbidden)))}: required and forbidden at once')
+        raise ValueError(f'{", ".join(sorted(set(required) & set(forbidden)))}: both required and forbidden')
     return Flavor(name, resources, tuple(dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
 
 
@@ -113,7 +113,7 @@ def from_json(name: str, value: bytes) -> Flavor:
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'version {version!r:.40} of a flavor is not known here')
+        raise ValueError(f'a flavor of version {version!r:.40}: this ecomp reads up to {VERSION}')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
         raise ValueError('expected resources, required and forbidden')
@@ -145,5 +145,5 @@ def _parse_amount(name: str, text: str) -> int:
 def _check_class_name(kind: str, text: str) -> str:
     """Return the text unchanged; ValueError unless is_class(); `kind` is for its message."""
     if not is_class(text):
-        raise ValueError(f'{text[:80]!r} is no {kind}: those are of A-Z, 0-9 and _')
+        raise ValueError(f'{text[:80]!r} is not a valid {kind}: a name has only A-Z, 0-9 and _')
     return text

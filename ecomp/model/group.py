@@ -113,7 +113,7 @@ def check_group_name(name: str) -> str:
 
     The first character is a letter or digit.
     """
-    return check_plain_name(name, 'a group')
+    return check_plain_name(name, 'group')
 
 
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
@@ -125,10 +125,13 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
     name = membership.name
     if existing is None:
         if membership.policy is None:
-            raise UsageError(f'there is no group {name} yet: --policy {" or ".join(POLICIES)} says what it is')
+            raise UsageError(f'group {name} does not exist. Fix: add --policy {" or --policy ".join(POLICIES)}')
         return Group(name, membership.policy, membership.strict is not False)
     if membership.policy not in (None, existing.policy) or membership.strict not in (None, existing.strict):
-        raise Conflict(f'group {name} is {existing.rule}, as its first member said, until its last one has gone')
+        raise Conflict(
+            f'group {name} is {existing.rule}, and its policy cannot change while it has members. '
+            'Fix: remove --policy, --strict and --soft, or give another group'
+        )
     return existing
 
 
@@ -160,7 +163,7 @@ def from_json(name: str, value: bytes) -> Group:
         raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
-        raise ValueError('not a group: members is no object of instances and computes')
+        raise ValueError('not a group: members is not an object of instances and computes')
     return Group(check_group_name(name), *_parse_rule(data), dict(members))
 
 

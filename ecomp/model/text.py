@@ -80,23 +80,23 @@ def check_name(text: str) -> str:
     shown = repr(text[:80])
     if not is_label(text):
         if is_label(text.lower()):
-            raise ValueError(f'{shown} is no name: use lower case')
+            raise ValueError(f'{shown} is not a valid name. Fix: use lower case')
         rule = '1 to 63 letters, digits and -, and no - at either end'
-        raise ValueError(f'{shown} is no name: it becomes a host name, which has {rule}')
+        raise ValueError(f'{shown} is not a valid name: it becomes a host name, which has {rule}')
     if _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')):
-        raise ValueError(f'{shown} is no name: of 32 digits or more, 0-9 and a-f alone, it looks like a uuid')
+        raise ValueError(f'{shown} is not a valid name: with 32 or more digits, all 0-9 and a-f, it looks like a uuid')
     if text in RESERVED:
-        raise ValueError(f'{shown} is no name: it is reserved for a command')
+        raise ValueError(f'{shown} is not a valid name: it is reserved for a command')
     return text
 
 
 def check_plain_name(text: str, kind: str) -> str:
-    """Return the name of a group or flavor (`kind`: `a group`); ValueError if it is invalid.
+    """Return the name of a group or flavor (`kind`: `group`); ValueError if it is invalid.
 
     Valid are 1 to 63 letters, digits, ., _ and -, beginning with a letter or digit.
     """
     if not _PLAIN_NAME_PATTERN.fullmatch(text):
-        raise ValueError(f'{text[:80]!r} is no name of {kind}: it has 1 to 63 letters, digits, ., _ and -')
+        raise ValueError(f'{text[:80]!r} is not a valid {kind} name: a name has 1 to 63 letters, digits, ., _ and -')
     return text
 
 

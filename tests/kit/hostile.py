@@ -125,7 +125,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     *((make_request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
     (make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
     (make_request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
-    (make_request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is no name of a group'),
+    (make_request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is not a valid group name'),
     *(
         (make_request(resources=junk), 'resources: expected an object of amounts')
         for junk in ([], {'VCPU': 0}, {'VCPU': True}, {'VCPU': '1'}, {'VCPU': 2**31}, None)

@@ -287,7 +287,7 @@ ROWS = [
     Row(PLACEMENT_COMMANDS, Conflict, 'it failed; destroy it', is_existing),
     Row(PLACEMENT_COMMANDS, Conflict, 'is at it: try again when that has ended', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, 'is the name of instance', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'as its first member said', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'its policy cannot change while it has members', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, '(changed by somebody else|at this uuid) all the time', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and [0-9]+ at most)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),

@@ -470,12 +470,18 @@ def test_flavors_of_schedule_yaml_come_first(cluster: Control) -> None:
     assert 'lacks HW_CPU_X86_AVX512F' in refused.stderr
     nowhere = 'etcd.invalid:1', 'http://placement.invalid'
     bad = write_config(cluster.directory / 'bad.yaml', *nowhere, flavors={'bad': 'x'})
-    assert_one_line(run_eschedule_process(bad, 'list'), 2, 'bad.yaml', 'flavors: bad', 'nothing else')
+    assert_one_line(
+        run_eschedule_process(bad, 'list'),
+        2,
+        'bad.yaml',
+        'flavors: bad',
+        'a flavor accepts only resources=… and required=…',
+    )
 
 
 def test_wrong_flavor_commands_are_refused(cluster: Control) -> None:
     assert_one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'give a name and what it asks for')
-    assert_one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL_QUERY), 2, 'is no name of a flavor')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL_QUERY), 2, 'is not a valid flavor name')
     assert_one_line(cluster.eschedule('flavor', 'delete'), 2, 'which flavor?')
     assert_one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
     assert_one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor does not go with this form')
