@@ -87,7 +87,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
             constraints += _parse_aggregates(value)
         constraints += [Requirement('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
     except (KeyError, ValueError) as error:
-        raise UnsupportedQueryError('it is not as placement writes one') from error
+        raise UnsupportedQueryError('its syntax is not that of placement') from error
     return tuple(dict.fromkeys(constraints))
 
 
@@ -220,22 +220,22 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
         kind = _find_parameter(key)
         if kind is None:
             suggestion = format_suggestion(key, (*GROUPABLE_PARAMETERS, *OTHER_PARAMETERS))
-            raise ValueError(f'{key[:40]!r} is nothing that placement asks for{suggestion}')
+            raise ValueError(f'placement has no parameter {key[:40]!r}{suggestion}')
         if key in present and kind in LAST_WINS_PARAMETERS:
-            raise ValueError(f'{key}= is there twice: say all of it in one')
+            raise ValueError(f'{key}= is given more than once. Fix: give all of it in one {key}=')
         present.add(key)
         if kind == 'in_tree' and has_on_option:
-            raise ValueError(f'--on is said in place of {key}=, not beside it: leave one of them out')
+            raise ValueError(f'--on and {key}= exclude each other. Fix: remove one of them')
         if kind == 'resources':
             _check_amounts(key, value)
         elif kind == 'limit' and not (
             value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS and int(value)
         ):
-            raise ValueError(f'limit={value[:40]}: a limit is a whole number from 1 on')
+            raise ValueError(f'limit={value[:40]}: a limit is a whole number of at least 1')
         elif kind == 'group_policy' and value not in ('none', 'isolate'):
-            raise ValueError(f'group_policy={value[:40]}: it is none or isolate')
+            raise ValueError(f'group_policy={value[:40]}: must be none or isolate')
     if needs_resources and not any(_find_parameter(key) == 'resources' for key in present):
-        raise ValueError('it asks for no resources: say it like resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
+        raise ValueError('resources= is missing. Fix: add resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
     return query
 
 
@@ -271,18 +271,18 @@ def _find_parameter(key: str) -> str | None:
 def _check_amounts(key: str, value: str) -> None:
     """Raise ValueError unless the value is CLASS:AMOUNT,...: each class once, 1 to MAX_AMOUNT."""
     if any(character.isspace() for character in value):
-        raise ValueError(f'there is a blank in {key}=: write VCPU:1,MEMORY_MB:256 with none')
+        raise ValueError(f'{key}= contains a blank. Fix: write it like VCPU:1,MEMORY_MB:256')
     class_names = set()
     for part in value.split(','):
         name, colon, amount = part.partition(':')
         if not colon:
             raise ValueError(f'{part[:80]!r} is not CLASS:AMOUNT, like VCPU:1')
         if not is_class(name):
-            raise ValueError(f'{name[:80]!r} is no resource class{format_suggestion(name, REQUIRED_CLASSES)}')
+            raise ValueError(f'{name[:80]!r} is not a valid resource class{format_suggestion(name, REQUIRED_CLASSES)}')
         if not (amount.isascii() and amount.isdecimal()):
             raise ValueError(f'{name}: {amount[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
         if not amount.strip('0') or len(amount) > MAX_DIGITS or int(amount) > MAX_AMOUNT:
             raise ValueError(f'{name}: {amount[:40]} is not from 1 to {MAX_AMOUNT}')
         if name in class_names:
-            raise ValueError(f'{name} is there twice: say its amount once')
+            raise ValueError(f'{name} is given more than once')
         class_names.add(name)

@@ -28,7 +28,7 @@ class Excess(NamedTuple):
     requested: int
 
     def __str__(self) -> str:
-        return f'{self.name}: limit {self.limit}, used {self.used}, asked {self.requested}'
+        return f'{self.name}: limit {self.limit}, used {self.used}, requested {self.requested}'
 
 
 class Quota(NamedTuple):
@@ -112,7 +112,7 @@ def multiply_amounts(amounts: Mapping[str, int], count: int) -> dict[str, int]:
 
 def describe_excesses(project: str, excesses: Sequence[Excess]) -> str:
     """Return one sentence that the quota does not allow this."""
-    return f'the quota of project {project} does not allow it: {"; ".join(map(str, excesses))}'
+    return f'the quota of project {project} does not allow this request: {"; ".join(map(str, excesses))}'
 
 
 def list_classes(quota: Quota) -> list[str]:
@@ -138,14 +138,14 @@ def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
     for word in arguments:
         name, _, text = word.partition('=')
         if name != INSTANCES and not is_class(name):
-            problem = f'{word[:80]!r} is no limit{format_suggestion(name, (*REQUIRED_CLASSES, INSTANCES))}'
-            raise ValueError(f'{problem}: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
+            problem = f'{word[:80]!r} is not a valid limit{format_suggestion(name, (*REQUIRED_CLASSES, INSTANCES))}'
+            raise ValueError(f'{problem}. Fix: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
         if text != 'none' and not (
             text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS and int(text) <= MAX_AMOUNT
         ):
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {MAX_AMOUNT}, or none')
         if name in limits:
-            raise ValueError(f'{name} is given twice')
+            raise ValueError(f'{name} is given more than once')
         limits[name] = None if text == 'none' else int(text)
     return limits
 
@@ -165,6 +165,6 @@ def from_json(project: str, value: bytes) -> Quota:
     for part in ('limits', 'used'):
         amounts = data.get(part)
         if not isinstance(amounts, dict) or not all(map(is_amount, amounts.values())):
-            raise ValueError(f'not a quota: {part} is no object of amounts')
+            raise ValueError(f'not a quota: {part} is not an object of amounts')
         parts.append(amounts)
     return Quota(project, *parts)

@@ -95,7 +95,9 @@ def test_frozen_eschedule_is_refused_by_an_exhausted_quota(cluster: Control) -> 
         _, first = place(cluster, SMALL_QUERY, '--project', 'web')
         frozen.resume()
         assert_one_line(
-            frozen.wait(), 3, 'the quota of project web does not allow it: instances: limit 1, used 1, asked 1'
+            frozen.wait(),
+            3,
+            'the quota of project web does not allow this request: instances: limit 1, used 1, requested 1',
         )
     assert cluster.placement.read_consumers(compute.uuid).keys() == {first}
     check_settled(cluster, compute)

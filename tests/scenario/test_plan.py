@@ -96,7 +96,7 @@ def test_plan_refuses_what_create_refuses(cluster: Control) -> None:
         assert real.code == planned.code != 0
         assert (planned.stdout, planned.stderr) == (real.stdout, real.stderr)
     done = cluster.eschedule('plan', SMALL_QUERY, '--project', 'shop', '--count', '2')
-    assert 'instances: limit 2, used 1, asked 2' in done.stderr
+    assert 'instances: limit 2, used 1, requested 2' in done.stderr
     assert cluster.eschedule('plan', SMALL_QUERY, '--project', 'other', '--count', '2').code == 0
     for query in ('resources=VCPU:1', 'resources=VCPU:1,MEMORY_MB:64'):
         real, planned = cluster.eschedule(query), cluster.eschedule('plan', query)

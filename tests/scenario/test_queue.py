@@ -443,7 +443,10 @@ def test_queued_requests_obey_groups_and_quotas(small_cluster: Control) -> None:
     enqueue_request(small_cluster, '--project', 'shop')
     refused = run_in_process(small_cluster, '--queue', '--flavor', 'small', '--project', 'shop')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    assert 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1' in refused.stderr
+    assert (
+        'the quota of project shop does not allow this request: instances: limit 4, used 4, requested 1'
+        in refused.stderr
+    )
     first_compute, second_compute = small_cluster.ecompute(TOY, queues=True), small_cluster.ecompute(TOY, queues=True)
     allocated = wait_until(
         lambda: len(list_waiting(small_cluster)) == 1 and read_allocations(small_cluster), 30, 'all but one are taken'

@@ -347,7 +347,9 @@ def test_quota_refusal_names_limit_used_and_requested(cluster: Control) -> None:
     _, second = place(cluster, SMALL_QUERY, '--project', 'web')
     refused = run_in_process(cluster, SMALL_QUERY, '--count', '2', '--project', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    assert_one_line(refused, 3, 'the quota of project web does not allow it: VCPU: limit 3, used 2, asked 2')
+    assert_one_line(
+        refused, 3, 'the quota of project web does not allow this request: VCPU: limit 3, used 2, requested 2'
+    )
     assert len(cluster.placement.read_consumers(computes[0].uuid)) == 3
     # With --min 1, one of the two is placed.
     assert (

@@ -203,13 +203,15 @@ amounts = st.dictionaries(st.sampled_from(['VCPU', 'MEMORY_MB', 'CUSTOM_X', 'ins
 def test_excess_names_limit_used_and_requested() -> None:
     quota = Quota('web', {'VCPU': 10, 'instances': 5, 'DISK_GB': 0}, {'VCPU': 9, 'instances': 4})
     (excess,) = quota.list_excesses(SMALL)
-    assert str(excess) == 'VCPU: limit 10, used 9, asked 2'
-    assert describe_excesses('web', [excess]).startswith('the quota of project web does not allow it: VCPU: limit 10')
+    assert str(excess) == 'VCPU: limit 10, used 9, requested 2'
+    assert describe_excesses('web', [excess]).startswith(
+        'the quota of project web does not allow this request: VCPU: limit 10'
+    )
     # A class that is not requested is not refused, even if its use exceeds a limit that was set later.
     assert Quota('web', {'DISK_GB': 1}, {'DISK_GB': 9}).list_excesses(SMALL) == []
     assert quota.list_excesses(make_charge({})) == []
     assert [str(item) for item in quota.list_excesses(multiply_amounts(make_charge({}), 2))] == [
-        'instances: limit 5, used 4, asked 2'
+        'instances: limit 5, used 4, requested 2'
     ]
 
 
@@ -255,15 +257,15 @@ def test_malformed_quota_is_refused(change: dict[str, object]) -> None:
 def test_parse_limits() -> None:
     assert parse_limits(['VCPU=10', 'instances=0', 'DISK_GB=none']) == {'VCPU': 10, 'instances': 0, 'DISK_GB': None}
     for arguments, message in (
-        (['vcpu=1'], r'is no limit \(did you mean VCPU\?\): give '),
-        (['instnaces=5'], r'is no limit \(did you mean instances\?\): give '),
+        (['vcpu=1'], r'is not a valid limit \(did you mean VCPU\?\). Fix: give '),
+        (['instnaces=5'], r'is not a valid limit \(did you mean instances\?\). Fix: give '),
         (['VCPU'], 'a whole number from 0'),
         (['VCPU='], 'a whole number'),
         (['VCPU=-1'], 'a whole number'),
         (['VCPU=1.5'], 'a whole number'),
         (['VCPU=\u00b2'], 'a whole number'),
         (['VCPU=2147483648'], 'from 0 to 2147483647'),
-        (['VCPU=1', 'VCPU=2'], 'VCPU is given twice'),
+        (['VCPU=1', 'VCPU=2'], 'VCPU is given more than once'),
     ):
         with pytest.raises(ValueError, match=message):
             parse_limits(arguments)
