@@ -152,11 +152,11 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
     try:
         data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError('it cannot be read') from error
+        raise ValueError('it is malformed') from error
     if len(data) > MAX_USER_DATA_BYTES:
         raise ValueError(f'it has {len(data)} bytes; the limit is {MAX_USER_DATA_BYTES}')
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError('it has another hash')
+        raise ValueError('its SHA-256 is not that of its key')
     return data
 
 
@@ -173,9 +173,11 @@ def check_user_data(data: bytes) -> bytes:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b'\n', 0, error.start) + 1
-        raise ValueError(f'line {line}: is neither text in UTF-8 nor gzip: cloud-init takes no other binary') from error
+        raise ValueError(
+            f'line {line}: is neither text in UTF-8 nor gzip, and cloud-init accepts nothing else'
+        ) from error
     if '\0' in text:
-        raise ValueError(f'line {text.count(chr(10), 0, text.index(chr(0))) + 1}: has a NUL, so it is no text')
+        raise ValueError(f'line {text.count(chr(10), 0, text.index(chr(0))) + 1}: contains a NUL, so it is not text')
     return data
 
 
@@ -225,7 +227,7 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
             except ValueError as error:
                 raise ValueError(f'line {number}: {error}') from error
     if not accepted:
-        raise ValueError('has no key in it')
+        raise ValueError('contains no key')
     return tuple(dict.fromkeys(accepted))
 
 
@@ -237,10 +239,10 @@ def parse_public_key(fields: list[str]) -> str:
     """
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
-        raise ValueError('is a private key: name the public one, whose file ends in .pub')
+        raise ValueError('is a private key. Fix: give the public key, whose file ends in .pub')
     if key.startswith('---- BEGIN SSH2 PUBLIC KEY'):
-        raise ValueError("is a key in another format than OpenSSH's: ssh-keygen -i -f FILE converts it")
-    wrong = 'is not an OpenSSH public key: it is one line that begins like ssh-ed25519 AAAA'
+        raise ValueError("is a key in another format than OpenSSH's. Fix: convert it with `ssh-keygen -i -f FILE`")
+    wrong = 'is not an OpenSSH public key: such a key is one line that begins like ssh-ed25519 AAAA'
     if len(fields) < 2 or not key.isprintable():
         raise ValueError(wrong)
     kind = fields[0].encode()
@@ -252,7 +254,7 @@ def parse_public_key(fields: list[str]) -> str:
         raise ValueError(wrong)
     # A certificate's blob is not checked, because it also contains plain numbers.
     if b'-cert-v' not in kind and not _is_complete_blob(blob):
-        raise ValueError('is a part of a public key only: copy the whole line')
+        raise ValueError('is only a part of a public key. Fix: copy the whole line')
     return key
 
 
@@ -372,5 +374,5 @@ def make_mac_conflict(mac: str, other: str) -> BuildFailed:
 
     Its stage is `scheduled`; it is not raised here.
     """
-    reason = f'its MAC {mac} is that of instance {other} here'
-    return BuildFailed('scheduled', f'{reason}: ask again, a new uuid has another')
+    reason = f'its MAC {mac} is also that of instance {other} on this host'
+    return BuildFailed('scheduled', f'{reason}. Fix: create it again; a new uuid has another MAC')

@@ -34,8 +34,8 @@ def check_image(url: str) -> str:
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
     if USERINFO_PATTERN.match(url):
         raise ValueError(
-            'the image has a user or a password in its URL, which everybody could read: put it where its server asks '
-            'for none, or name a file of its compute (file:///…)'
+            'the image has a user or a password in its URL, which every user could read. Fix: serve it without a '
+            'password, or give a file of its compute (file:///…)'
         )
     try:
         url.encode()  # half of a surrogate pair can neither be sent nor hashed for the cached file's name
@@ -49,7 +49,7 @@ def check_image(url: str) -> str:
         if parts.netloc or not parts.path.startswith('/'):
             raise ValueError(f'the image {url} must name an absolute path: file:///directory/image.qcow2')
     elif not parts.hostname:
-        raise ValueError(f'the image {url} names no host')
+        raise ValueError(f'the image {url} must name a host')
     # Any other fragment would be ignored, and so would a mistyped checksum.
     if parts.fragment and not PIN_PATTERN.fullmatch(parts.fragment):
         raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
@@ -67,7 +67,7 @@ def check_source(text: str) -> str:
     except ValueError:
         if HOST_PATTERN.fullmatch(text) and not text.replace('.', '').isdecimal():
             return text.lower().rstrip('.')
-    raise ValueError('must be the name of a host, or a network like 10.1.0.0/16')
+    raise ValueError('must be a host name, or a network like 10.1.0.0/16')
 
 
 def split_pin(url: str) -> tuple[str, str | None]:

@@ -144,7 +144,10 @@ def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hy
     address = hypervisor.reserve_address(first, mac, 'default')
     assert address is not None
     try:
-        with pytest.raises(BuildFailed, match=f'scheduled: its MAC {mac} is that of instance {first} here: ask again'):
+        with pytest.raises(
+            BuildFailed,
+            match=f'scheduled: its MAC {mac} is also that of instance {first} on this host. Fix: create it again',
+        ):
             hypervisor.reserve_address(second, mac, 'default')
         hypervisor.release_addresses(second)
         assert hypervisor.reserve_address(first, mac, 'default') == address

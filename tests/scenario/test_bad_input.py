@@ -112,7 +112,7 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         ([SMALL_QUERY, 'http://images.invalid/a', 'http://images.invalid/b'], 'http://images.invalid/b'),
         ([SMALL_QUERY, 'ftp://images.invalid/a.img'], 'ftp://images.invalid/a.img'),
         ([SMALL_QUERY, 'images.invalid/a.img'], 'images.invalid/a.img'),
-        ([SMALL_QUERY, 'http://'], 'names no host'),
+        ([SMALL_QUERY, 'http://'], 'must name a host'),
         ([SMALL_QUERY, ''], 'image'),
         ([''], 'neither a command nor an instance'),
         (['--name', '', SMALL_QUERY], '--name'),

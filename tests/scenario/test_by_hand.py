@@ -155,7 +155,7 @@ def test_malformed_requests_are_refused_with_a_reason(cluster: Control, compute:
         ({'image': 'ftp://images.invalid/a.img'}, ['ftp://', 'http://']),
         ({'image': '/etc/passwd'}, ['/etc/passwd', 'http://']),
         ({'image': 'e9bedb97-917a-4f4e-9a69-8ad21840267f'}, ['http://']),
-        ({'image': 'http:///nothing'}, ['names no host']),
+        ({'image': 'http:///nothing'}, ['must name a host']),
         ({'image': 'http://images.invalid/\n'}, ['control character']),
         ({'version': 2}, ['version 2']),
         ({'version': 'new'}, ["version 'new'"]),

@@ -211,7 +211,7 @@ def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
         ('--user-data', b'#!/bin/sh\n\xff\xfe canary', 'line 2: is neither text in UTF-8 nor gzip'),
         ('--ssh-key', f'{KEY}\n-----BEGIN OPENSSH PRIVATE KEY-----\ncanary\n'.encode(), 'line 2: is a private key'),
         ('--ssh-key', b'canary', 'line 1: is not an OpenSSH public key'),
-        ('--ssh-key', KEY[:40].encode(), 'line 1: is a part of a public key only'),
+        ('--ssh-key', KEY[:40].encode(), 'line 1: is only a part of a public key'),
         ('--ssh-key', (KEY + '\n').encode() * 400, '32768 (32 KiB) is the limit'),
     ],
 )
@@ -266,7 +266,7 @@ def test_schedule_yaml_gives_default_keys_and_user_data(cluster: Control, comput
     Path(file['key']).unlink()
     assert cluster.eschedule('list').code == 0
     assert_one_line(cluster.eschedule(SMALL_QUERY), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
-    assert_one_line(cluster.eschedule(SMALL_QUERY, '--ssh-key', other['empty']), 2, 'has no key in it')
+    assert_one_line(cluster.eschedule(SMALL_QUERY, '--ssh-key', other['empty']), 2, 'contains no key')
 
 
 def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> None:

@@ -62,7 +62,7 @@ REASON_WITH_WEIGHT = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
 @pytest.mark.parametrize('number', [INFINITE_NUMBER, NEGATIVE_INFINITE_NUMBER, LONG_NUMBER, '1e400', '-' + LONG_NUMBER])
 def test_invalid_numbers_are_refused_in_all_values(number: str) -> None:
     """`"weight": 1e999` made an instance that could be neither shown nor destroyed (ENEMY 6)."""
-    with pytest.raises(ValueError, match='too large a number|a number of 430. digits'):
+    with pytest.raises(ValueError, match='the number .* is too large|a number of 430. digits'):
         load_object(insert_number({'why': REASON_WITH_WEIGHT}, number))
     parsed = parse_request(COMPUTE, KEY, insert_number(make_request(why=REASON_WITH_WEIGHT), number))
     assert isinstance(parsed, InvalidRequest)
@@ -173,7 +173,7 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
         value = b'{"version": 1, "pages": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
         with pytest.raises(ValueError, match='nested too deeply'):
             planes.from_pages([value])
-        with pytest.raises(ValueError, match='cannot be read'):
+        with pytest.raises(ValueError, match='it is malformed'):
             parse_shared_user_data(value, 'x')
 
 
@@ -291,7 +291,7 @@ def test_malformed_shared_user_data_is_refused() -> None:
         b'{"user_data": ' + b'9' * 5000 + b'}',
         b' ' * (MAX_VALUE_BYTES + 1),
     ):
-        with pytest.raises(ValueError, match='it cannot be read'):
+        with pytest.raises(ValueError, match='it is malformed'):
             parse_shared_user_data(value, shared.sha256)
 
 

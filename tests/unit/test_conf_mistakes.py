@@ -19,7 +19,7 @@ from ecomp.conf import DEFAULT_USER_ID, EtcdConfig, ScheduleConfig, load_schedul
 from ecomp.errors import UsageError
 from tests.unit.conf_text import UUID
 
-IMAGE_SOURCE_FORM = 'must be the name of a host, or a network like 10.1.0.0/16'
+IMAGE_SOURCE_FORM = 'must be a host name, or a network like 10.1.0.0/16'
 NETWORKS_FORM = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
 INTERFACE_FORM = 'must be the name of a network interface (at most 15 characters), not'
 PASSWORD_REFUSED = 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)'

@@ -65,7 +65,7 @@ SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 
         (b'', 'is empty'),
         (b'\x89PNG\r\n', 'line 1: is neither text'),
         (b'#!/bin/sh\n\xff', 'line 2: is neither text'),
-        (b'#!/bin/sh\n\n\0', 'line 3: has a NUL'),
+        (b'#!/bin/sh\n\n\0', 'line 3: contains a NUL'),
     ],
 )
 def test_invalid_user_data_is_refused_with_its_line(data: bytes, reason: str) -> None:
@@ -102,8 +102,8 @@ def test_file_of_several_keys_is_read() -> None:
 @pytest.mark.parametrize(
     ('text', 'reason'),
     [
-        ('', 'has no key in it'),
-        ('# nothing\n\n', 'has no key in it'),
+        ('', 'contains no key'),
+        ('# nothing\n\n', 'contains no key'),
         (PRIVATE, 'line 1: is a private key'),
         (f'{make_key()}\n{PRIVATE}', 'line 2: is a private key'),
         (f'PuTTY-User-Key-File-3: ssh-ed25519\n{CANARY}', 'line 1: is a private key'),
@@ -115,8 +115,8 @@ def test_file_of_several_keys_is_read() -> None:
         (f'ssh-rsa {encode_blob(b"ssh-ed25519", bytes(32))}', 'line 1: is not an OpenSSH public key'),
         (f'no-pty {make_key()}', 'line 1: is not an OpenSSH public key'),
         (make_key() + ' \x1b[2J', 'line 1: is not an OpenSSH public key'),
-        (f'{make_key()}\n{make_key()[:40]}', 'line 2: is a part of a public key only'),
-        (f'ssh-ed25519 {encode_blob(b"ssh-ed25519")}', 'line 1: is a part of a public key only'),
+        (f'{make_key()}\n{make_key()[:40]}', 'line 2: is only a part of a public key'),
+        (f'ssh-ed25519 {encode_blob(b"ssh-ed25519")}', 'line 1: is only a part of a public key'),
         ('\ufeff' + make_key(), 'line 1: is not an OpenSSH public key'),
     ],
 )
@@ -154,11 +154,15 @@ LARGE = SharedUserData.from_bytes(bytes(MAX_USER_DATA_BYTES + 1))
 @pytest.mark.parametrize(
     ('value', 'sha256', 'why'),
     [
-        (SharedUserData.from_bytes(b'a').text.encode(), SharedUserData.from_bytes(b'b').sha256, 'it has another hash'),
+        (
+            SharedUserData.from_bytes(b'a').text.encode(),
+            SharedUserData.from_bytes(b'b').sha256,
+            'its SHA-256 is not that of its key',
+        ),
         (LARGE.text.encode(), LARGE.sha256, f'it has {MAX_USER_DATA_BYTES + 1} bytes'),
-        *((junk, 'f' * 64, 'it cannot be read') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),
-        (b'{"user_data": 7}', 'f' * 64, 'it cannot be read'),
-        (b'{"user_data": "%%%"}', 'f' * 64, 'it cannot be read'),
+        *((junk, 'f' * 64, 'it is malformed') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),
+        (b'{"user_data": 7}', 'f' * 64, 'it is malformed'),
+        (b'{"user_data": "%%%"}', 'f' * 64, 'it is malformed'),
     ],
 )
 def test_invalid_shared_user_data_is_refused(value: bytes, sha256: str, why: str) -> None:
