@@ -345,13 +345,13 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     """
     pages = [load_object(page_value) for page_value in values]
     if not pages:
-        raise ValueError('no page is there')
+        raise ValueError('it has no pages')
     for parsed_page in pages:
         _check_version(parsed_page, 'digest')
     if pages[0].get('error'):
         raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
     if pages[0].get('pages') != len(pages):
-        raise ValueError(f'{len(pages)} of its {make_printable(str(pages[0].get("pages")), 20)} pages are there')
+        raise ValueError(f'it has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} pages')
     try:
         guests = [_make_guest(**entry) for page in pages for entry in page.get('guests', [])]
         dictionaries = {
@@ -382,7 +382,7 @@ def cleared_from_json(value: bytes) -> list[str]:
     """Parse a compute's lines about what it removed, a JSON list; ValueError if malformed."""
     lines = load(value)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError('it does not say what it removed')
+        raise ValueError('its answer is not a list of texts')
     return lines
 
 
@@ -396,7 +396,7 @@ def _check_version(data: Mapping[str, Any], kind: str) -> None:
 def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
     """Make a Guest; TypeError if a value has another type."""
     if not all(isinstance(each, bool) for each in (defined, running, disk)):
-        raise TypeError('whether a guest is defined, runs and has a disk is true or false')
+        raise TypeError('defined, running and disk must be true or false')
     return Guest(_check_text(instance), None if compute is None else _check_text(compute), defined, running, disk)
 
 

@@ -83,7 +83,7 @@ def parse_reach(text: str) -> ReachCommand:
     except ValueError as error:
         raise ValueError(f'is not a command: {error}') from error
     if not any(HOST_PLACEHOLDER in word for word in words[1:]):
-        raise ValueError(f'must be a command with {HOST_PLACEHOLDER} in it, such as `ssh root@{HOST_PLACEHOLDER}`')
+        raise ValueError(f'must be a command that contains {HOST_PLACEHOLDER}, such as `ssh root@{HOST_PLACEHOLDER}`')
     return ReachCommand(words)
 
 
@@ -98,7 +98,7 @@ def check_user(text: str) -> str:
     Valid are 1 to 32 letters, digits, _, . and -, beginning with a letter or _.
     """
     if not re.fullmatch(_USER, text):
-        raise ValueError(f'{text[:40]!r} is no name of a user')
+        raise ValueError(f'{text[:40]!r} is not a valid user name: a name has 1 to 32 letters, digits, _, . and -')
     return text
 
 
@@ -111,7 +111,7 @@ def parse_console_path(instance: str, console: str) -> str:
     assert keys.is_uuid(instance)
     path = console.partition(':')[2]
     if not re.fullmatch(rf'({_PATH_SEGMENT})*/console/{instance}\.log', path) or '/../' in path or '/./' in path:
-        raise ValueError('its record names another file than its console')
+        raise ValueError('its record names a file that is not its console')
     return path
 
 

@@ -269,7 +269,7 @@ def _parse_record(data: Mapping[str, Any]) -> Record:
     """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}, install a newer one')
+        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION} (install a newer one)')
     state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
     if state not in STATES:
         raise ValueError(f'not a record: state is {state!r}')
@@ -385,8 +385,8 @@ def _parse_progress(data: Any) -> Progress | None:
 
 # What an instance waits for before each stage, in the user's words.
 WAIT_REASONS = {
-    'requested': 'its compute to take it',
-    'scheduled': 'its compute to take it',
+    'requested': 'its compute to accept it',
+    'scheduled': 'its compute to accept it',
     'image': 'its image',
     'disk': 'its disk',
     'started': 'its domain to start',
@@ -405,7 +405,7 @@ def describe_wait(record: Record | None) -> str:
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
     if record is not None and record.state == STOPPED:
-        return 'somebody to start it: it is stopped'
+        return 'a user to start it (it is stopped)'
     reached = record.reached_stages if record else {}
     stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
     progress = record.progress if record else None
@@ -425,5 +425,5 @@ def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> s
     """Return `instance` and, in cloud-init's words, why its guest will never be ready."""
     return (
         make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
-        + '; the guest goes on'
+        + '; the guest keeps running'
     )

@@ -350,7 +350,7 @@ def test_log_prints_and_follows_the_console_file(guest: SshGuest) -> None:
         end_result = process.wait(30)
     assert (end_result.code, end_result.stderr) == (0, '')
     guest.write_record(replace(guest.record, console='hv1:/etc/shadow'))
-    assert guest.run_eschedule('log', instance).stderr.endswith('its record names another file than its console\n')
+    assert guest.run_eschedule('log', instance).stderr.endswith('its record names a file that is not its console\n')
     guest.write_record(replace(guest.record, console=None))
     assert guest.run_eschedule('log', instance).code == guest.run_eschedule('console', instance).code == 4
 

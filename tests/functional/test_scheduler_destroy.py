@@ -384,7 +384,7 @@ def test_wait_reports_the_steps_of_a_reboot(cloud: Cloud) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
-        wait_until(lambda: is_waiting_for('its compute to take it'), 10, 'nobody is at it')
+        wait_until(lambda: is_waiting_for('its compute to accept it'), 10, 'nobody is at it')
         write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_ASKED))
         wait_until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
         write_record(cloud, compute, instance, STOPPED, reboot.format_phase(SHUT_OFF))
@@ -401,7 +401,7 @@ def test_wait_for_a_failed_power_action_ends(cloud: Cloud) -> None:
     def wait(seconds: float = 20) -> Record:
         return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
-    with pytest.raises(StillGoing, match='waiting for: its compute to take it; it goes on'):
+    with pytest.raises(StillGoing, match='waiting for: its compute to accept it; it goes on'):
         wait(0.1)
     write_record(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
     with pytest.raises(EcompError, match='it could not be started: no room') as caught:

@@ -222,7 +222,7 @@ def test_frozen_host_is_a_finding_and_the_other_passes(cluster: Control) -> None
     frozen.pause()
     result = run_canaries(cluster, '--timeout', '2')
     timed_out, remains = list_canary_findings(result)
-    assert timed_out[0].endswith(': 2 s are up, still waiting for: its compute to take it')
+    assert timed_out[0].endswith(': 2 s are up, still waiting for: its compute to accept it')
     assert timed_out[1].startswith('systemctl restart ecompute')
     outcomes = {outcome['compute']: outcome for outcome in read_report(result)['canaries']}
     name, instance = outcomes[frozen.uuid]['name'], outcomes[frozen.uuid]['instance']

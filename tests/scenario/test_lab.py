@@ -369,7 +369,7 @@ def test_failed_user_data_is_reported_and_the_guest_keeps_running(lab: Lab, tmp_
     script.write_text('#!/bin/sh\necho "ecomp-guest: broke"\nexit 3\n')
     options = ('--name', 'breaks', '--user-data', str(script), '--wait=ready')
     done = lab.eschedule(QUERY, lab.make_url('guest.qcow2'), *options)
-    problem = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest goes on'
+    problem = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest keeps running'
     assert (done.code, problem in done.stderr) == (1, True), done
     record = _show_record(lab, 'breaks')
     assert (record['state'], 'ready' in record['stages']) == ('active', False)

@@ -69,7 +69,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     compute.pause()
     assert cluster.eschedule('reboot', instance).code == 0
     # The first boot got its address long ago; the boot of the reboot has none yet.
-    assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'waiting for: its compute to take it')
+    assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'waiting for: its compute to accept it')
     assert cluster.eschedule('wait', instance, '--for', 'disk') == (0, '', '')
     compute.resume()
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
@@ -77,7 +77,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     stopped_result = cluster.eschedule(instance)
     assert (stopped_result.code, stopped_result.stdout) == (0, f'{address}\n')
     assert_one_line(stopped_result, 0, instance, 'it is stopped, since 20')
-    assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'somebody to start it: it is stopped')
+    assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'a user to start it (it is stopped)')
     switch(cluster, 'start', instance)
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
     boots = (read_record(cluster, instance) or {})['boots']
@@ -137,7 +137,7 @@ def test_silent_compute_carries_out_the_last_action_later(cluster: Control, comp
     assert timed_out.code == 6
     repeated, waited = timed_out.stderr.splitlines()
     assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in repeated
-    assert '0 s are up, still waiting for: its compute to take it; it goes on' in waited
+    assert '0 s are up, still waiting for: its compute to accept it; it goes on' in waited
     # Only the last request counts; a request that never began has no effect.
     assert_one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
     assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')

@@ -68,7 +68,7 @@ def test_wait_for_several_instances(cluster: Control, compute: Ecompute) -> None
     assert_one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'is being destroyed')
     unseen = place(cluster)[1]
     late_result = cluster.eschedule('wait', unseen, '--timeout', '0.5')
-    assert_one_line(late_result, 6, '0.5 s are up', 'waiting for: its compute to take it', 'it goes on')
+    assert_one_line(late_result, 6, '0.5 s are up', 'waiting for: its compute to accept it', 'it goes on')
     compute.resume()
     wait_state(cluster, instances[0], 'gone')
     assert_one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
