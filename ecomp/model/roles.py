@@ -166,7 +166,7 @@ def list_computes_without_role(computes: Collection[str], current: Roles, target
 
 
 def describe_change(change: Change) -> str:
-    """Describe a change for the user: `user operator-ann: has role root no more`."""
+    """Describe a change for the user: `user operator-ann: no longer has role root`."""
     match change:
         case AddRole(role):
             return f'role {role}: added'
@@ -177,9 +177,9 @@ def describe_change(change: Change) -> str:
         case GrantRole(user, role):
             return f'user {user}: has role {role}'
         case RevokeRole(user, role):
-            return f'user {user}: has role {role} no more'
+            return f'user {user}: no longer has role {role}'
         case RevokePermission(role, permission):
-            return f'role {role}: may no more {_describe_permission(permission)}'
+            return f'role {role}: may no longer {_describe_permission(permission)}'
 
 
 def _describe_permission(permission: Permission) -> str:

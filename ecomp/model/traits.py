@@ -60,10 +60,12 @@ def check_trait(name: str) -> str:
     It may give those of os-traits but STATUS_TRAITS, and CUSTOM_ names. The reason has no subject ("must be ...").
     """
     if name in STATUS_TRAITS:
-        raise ValueError('is not for configurations: eschedule host disable sets it, and host enable takes it off')
+        raise ValueError(
+            'is not allowed here. Fix: use `eschedule host disable` and `host enable`, which set and remove it'
+        )
     if name.startswith(CUSTOM_PREFIX):
         if not re.fullmatch('[A-Z0-9_]{8,255}', name):
-            raise ValueError('must be CUSTOM_ and then capitals, digits and _, 255 in all at most')
+            raise ValueError('must be CUSTOM_ followed by capitals, digits and _, at most 255 characters in total')
     elif name not in os_traits.get_traits():
-        raise ValueError('is none of os-traits, and one of your own begins with CUSTOM_')
+        raise ValueError('is not in os-traits, and a trait of your own must begin with CUSTOM_')
     return name

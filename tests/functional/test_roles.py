@@ -126,8 +126,8 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
     )
     assert cloud.enable() == [
         'role scheduler: may write /hosts/',
-        'role compute-hv1: may no more write /instances/',
-        'user compute-hv2: has role root no more',
+        'role compute-hv1: may no longer write /instances/',
+        'user compute-hv2: no longer has role root',
         warning,
     ]
     expect_denied(cloud, '/instances/x')
@@ -144,7 +144,7 @@ def test_changed_compute_uuid_changes_its_permissions(cloud: EtcdWithRoles) -> N
     path.write_text(path.read_text().replace(old, new))
     lines = cloud.enable()
     assert [line.rpartition(' ')[0] for line in lines] == 6 * ['role compute-hv1: may write'] + 6 * [
-        'role compute-hv1: may no more write'
+        'role compute-hv1: may no longer write'
     ]
     put_key(cloud, f'/hosts/{new}/x')
     expect_denied(cloud, f'/hosts/{old}/x')

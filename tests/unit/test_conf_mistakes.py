@@ -135,16 +135,19 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ),
         (
             'traits: [HW_CPU_X86_AVX2, HW_CPU_X86_AVX3]',
-            'traits: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
+            'traits: HW_CPU_X86_AVX3 is not in os-traits, and a trait of your own must begin with CUSTOM_',
         ),
-        ('traits: [CUSTOM_x]', 'traits: CUSTOM_x must be CUSTOM_ and then capitals, digits and _, 255 in all at most'),
+        (
+            'traits: [CUSTOM_x]',
+            'traits: CUSTOM_x must be CUSTOM_ followed by capitals, digits and _, at most 255 characters in total',
+        ),
         ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: CUSTOM_X is there twice'),
         ('traits: [7]', 'traits: must be text; put 7 in quotes'),
         *(
             (
                 f'traits: [{name}]',
-                f'traits: {name} is not for configurations: '
-                'eschedule host disable sets it, and host enable takes it off',
+                f'traits: {name} is not allowed here. '
+                'Fix: use `eschedule host disable` and `host enable`, which set and remove it',
             )
             for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
         ),

@@ -291,10 +291,10 @@ def test_without_role_lists_computes_without_a_role() -> None:
         (AddRole('r'), 'role r: added'),
         (AddUser('u'), 'user u: added'),
         (GrantRole('u', 'r'), 'user u: has role r'),
-        (RevokeRole('u', 'r'), 'user u: has role r no more'),
+        (RevokeRole('u', 'r'), 'user u: no longer has role r'),
         (GrantPermission('r', make_prefix_permission('/hosts/')), 'role r: may write /hosts/'),
         (GrantPermission('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
-        (RevokePermission('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no more readwrite /a to /b'),
+        (RevokePermission('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no longer readwrite /a to /b'),
     ],
 )
 def test_described_change_as_text(change: Change, words: str) -> None:
