@@ -173,9 +173,7 @@ def check_user_data(data: bytes) -> bytes:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b'\n', 0, error.start) + 1
-        raise ValueError(
-            f'line {line}: is neither text in UTF-8 nor gzip, and cloud-init accepts nothing else'
-        ) from error
+        raise ValueError(f'line {line}: is neither text in UTF-8 nor gzip: cloud-init accepts nothing else') from error
     if '\0' in text:
         raise ValueError(f'line {text.count(chr(10), 0, text.index(chr(0))) + 1}: contains a NUL, so it is not text')
     return data

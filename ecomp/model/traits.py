@@ -60,9 +60,7 @@ def check_trait(name: str) -> str:
     It may give those of os-traits but STATUS_TRAITS, and CUSTOM_ names. The reason has no subject ("must be ...").
     """
     if name in STATUS_TRAITS:
-        raise ValueError(
-            'is not allowed here. Fix: use `eschedule host disable` and `host enable`, which set and remove it'
-        )
+        raise ValueError('is not allowed here. Fix: use `eschedule host disable`, which sets it')
     if name.startswith(CUSTOM_PREFIX):
         if not re.fullmatch('[A-Z0-9_]{8,255}', name):
             raise ValueError('must be CUSTOM_ followed by capitals, digits and _, at most 255 characters in total')

@@ -40,7 +40,8 @@ def test_second_instance_fails_and_the_first_is_kept(cloud: Cloud, tmp_path: Pat
         assert {reservation.instance for reservation in reserved.values()} == ({FIRST} if kind == 'network' else set())
         assert read_owners(tmp_path / 'metadata') == {MAC: FIRST}
         failure = compute.read_failure(SECOND)[1]
-        reason = f'its MAC {MAC} is also that of instance {FIRST} on this host. Fix: create it again; a new uuid has another MAC'
+        reason = f'its MAC {MAC} is also that of instance {FIRST} on this host'
+        reason += '. Fix: create it again; a new uuid has another MAC'
         assert (failure.stage, failure.reason) == ('scheduled', reason)
         assert compute.hypervisor.list_guests().keys() == {FIRST}
 

@@ -146,8 +146,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         *(
             (
                 f'traits: [{name}]',
-                f'traits: {name} is not allowed here. '
-                'Fix: use `eschedule host disable` and `host enable`, which set and remove it',
+                f'traits: {name} is not allowed here. Fix: use `eschedule host disable`, which sets it',
             )
             for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
         ),

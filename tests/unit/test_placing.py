@@ -570,7 +570,8 @@ DIFFERENCES: list[tuple[Allocations, Allocations, str | None]] = [
     (
         {A: {'VCPU': 1}},
         {B: {'VCPU': 1}},
-        'the request and placement differ: placement holds nothing on provider-a; VCPU:1 held on provider-b was not requested',
+        'the request and placement differ: placement holds nothing on provider-a; '
+        'VCPU:1 held on provider-b was not requested',
     ),
     ({}, {B: {'VCPU': 1}}, 'the request and placement differ: VCPU:1 held on provider-b was not requested'),
 ]
