@@ -44,7 +44,7 @@ def read_candidates(placement: Placement, query: str) -> Offer:
     """Return the candidates for a query (the text after the ?); none is no error.
 
     Disabled providers are left out, unless the query names their trait. Raises PlacementRefusal if the query is
-    malformed, has a control character, or names a class or trait that placement does not know.
+    malformed or names a class or trait that placement does not know.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query contains a control character')
@@ -86,9 +86,8 @@ def claim_once(
 ) -> None:
     """Replace what an instance holds, in one call, all or nothing; {} releases it.
 
-    `generation` is that of the consumer as read; None: it must hold nothing yet. Raises NoCapacity (another claim was
-    faster), GenerationConflict (the instance holds something else, or too many claims compete for the provider) or
-    UnknownOutcome.
+    `generation` is the consumer's as read; None: it must hold nothing. Raises NoCapacity (another claim was faster),
+    UnknownOutcome, or GenerationConflict (it holds something else, or too many claims compete for the provider).
     """
     body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
@@ -101,10 +100,7 @@ def claim_set_once(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim for several instances, all or nothing, at a third of the cost; see claim_once().
-
-    Without an entry in `generations` an instance must hold nothing yet.
-    """
+    """Claim as claim_once() for several instances in one call, at a third of the cost; a missing generation is None."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
@@ -128,10 +124,7 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
 
 
 def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
-    """Return what each consumer holds of one provider: {consumer: {class: amount}}.
-
-    Raises NotFound if the provider does not exist.
-    """
+    """Return {consumer: {class: amount}} of what is held of one provider; raise NotFound if it does not exist."""
     path = f'/resource_providers/{provider}/allocations'
     return placement.get_parsed(path, lambda data: dict(parse_allocations(data['allocations'])))
 
@@ -150,12 +143,10 @@ log = logging.getLogger(__name__)
 
 # nova's number for provider conflicts; placement itself tries ten times before it answers 409.
 MAX_TRIES = 4
-# Seconds that a consumer must have a generation and hold nothing to count as left behind. Placement creates a consumer
-# in a transaction of its own, before its allocations; if it is killed between the two, an invisible consumer of
-# generation 0 remains. Sooner, it may be that of a claim in flight: if that claim is refused, placement deletes the
-# consumer, with whatever it then holds.
+# Seconds after which a consumer with a generation that holds nothing counts as left behind. Placement creates it in a
+# transaction before its allocations, and if it is killed in between, an invisible consumer of generation 0 remains.
+# Sooner, a claim may be in flight: if that is refused, placement deletes the consumer, with anything it then holds.
 EMPTY_CONSUMER_SECONDS = 3.0
-# Seconds between two reads of such a consumer.
 EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
 # Maximum consumers that are read, checked and released together, so that little time passes in between.
 MAX_RELEASE_BATCH = 20
@@ -176,11 +167,10 @@ def claim(  # noqa: PLR0913
     no longer belong to this attempt. `read_min_generation` returns, after each claim, the highest generation at which a
     claim of these instances was released (0 if no other attempt can have claimed): the new generation must be above it.
 
-    An earlier claim for an instance is replaced under its generation, so a late release by its owner gets a 409. It is
-    never released first: placement forgets a consumer with its last allocation and counts from 1 again, so a late
-    release could meet its own number once more. On another compute an earlier claim is replaced only if its instance is
-    in `movable_instances`: this attempt made that claim itself. The owner of any other claim may have built the guest
-    there, and a silent compute does not prove that it did not (rule 13).
+    An earlier claim is replaced under its generation, so a late release by its owner gets a 409. It is never released
+    first: placement forgets a consumer with its last allocation and counts from 1 again, so a late release could meet
+    its own number once more. On another compute only claims of `movable_instances`, made by this attempt, are replaced:
+    the owner of another one may have built the guest there, which a silent compute does not disprove (rule 13).
 
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
@@ -256,12 +246,11 @@ def release(
     find_wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
     note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
-    """Release what consumers hold; return {consumer: True if it holds nothing now}.
+    """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
 
-    None stands for one that is wanted, False for one that was changed concurrently. Generations are read first, then
-    `find_wanted` returns which of those that hold something are wanted, and the others are released under the
-    generations read (rule 11). `note_generations` gets these before, so that no other claim reuses the numbers (see
-    ecomp.store.sharing); omit it if nobody claims again. The first error passes, with some consumers released.
+    Generations are read first; then `find_wanted` returns which of those that hold something are wanted, and the others
+    are released under the generations read (rule 11). Before, `note_generations` gets these, so that no claim uses them
+    again (see ecomp.store.sharing); omit it if no process claims again. The first error passes, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()

@@ -1,7 +1,4 @@
-"""HTTP to placement with http.client and ssl alone: loading any HTTP library takes longer than a command.
-
-https://docs.python.org/3/library/http.client.html
-"""
+"""HTTP to placement with http.client and ssl alone: loading any HTTP library takes longer than a command."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
 
-# Maximum idle connections to placement per process.
 MAX_IDLE_CONNECTIONS = 16
 
 HEADERS = {
@@ -43,7 +39,6 @@ HEADERS = {
 # Characters of a path and its query that are sent unquoted, besides letters and digits; `%` begins a quoted one.
 SAFE_CHARACTERS = "!$&'()*+,;=:@/?~%-._"
 
-# Bytes of one read.
 READ_BYTES = 65536
 
 # Seconds that idle connections are kept: more than a minute, in which each compute sends one request, and less than the
@@ -66,10 +61,10 @@ class Answer(NamedTuple):
 
 
 def _read_token(path: Path, placement: str) -> str:
-    """Return the token in a file; raise Unreachable unless the file holds one ASCII word.
+    """Return the token in a file; raise Unreachable unless it holds one ASCII word.
 
-    Unreachable, because a file is missing or empty for a moment while it is exchanged. Its `backend` names the file:
-    else a caller that logs each backend's loss once would take it for an earlier loss of placement.
+    Unreachable, because a file is missing or empty while it is replaced. Its `backend` names the file: else a caller
+    that logs each backend's loss once would take it for an earlier loss of placement.
     """
     backend = f'{placement} (token_file {path})'
     try:
@@ -178,10 +173,7 @@ class Connections:
                 self._idle.pop()[1].close()
 
     def read_token(self) -> str:
-        """Return the token file's content, or `admin` without a file; raise Unreachable.
-
-        It is read for each call. A placement without authentication accepts `admin`.
-        """
+        """Return the token of token_file, else `admin`, for a placement without authentication; raise Unreachable."""
         return 'admin' if self._config.token_file is None else _read_token(self._config.token_file, self.name)
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
@@ -208,9 +200,8 @@ class Connections:
         """Send a request and return the answer, whatever its status.
 
         `path` includes the query; `body` is sent as JSON unless None. A GET is sent up to three times if the connection
-        breaks or the answer is no HTTP, and for BUSY_STATUSES, of which the last answer is returned. Raises Unreachable
-        if nothing was sent (no connection, token or certificate; these are not retried), and `no_answer_error` if the
-        request may have been carried out.
+        breaks, the answer is not HTTP, or its status is in BUSY_STATUSES. Raises Unreachable if nothing was sent (no
+        connection, token or certificate; not retried), and `no_answer_error` if it may have been carried out.
         """
         deadline = _start_limits(self._limits)
         path, content = quote_path(self._path + path), None
@@ -342,10 +333,7 @@ def _is_retryable(error: Exception) -> bool:
 
 
 def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """Read the body in pieces: its announced size may exceed memory.
-
-    Raises IncompleteRead if it is shorter than announced.
-    """
+    """Read the body in pieces, as its announced size may exceed memory; raise IncompleteRead if it is shorter."""
     body = bytearray()
     while piece := response.read(READ_BYTES):
         body += piece
