@@ -42,10 +42,7 @@ PARSE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeErr
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse an answer's body as a JSON object; raise ValueError for anything else.
-
-    Also for NaN, an infinity, or more than MAX_ANSWER_PARTS.
-    """
+    """Parse a JSON object; raise ValueError for anything else, NaN, an infinity, or more than MAX_ANSWER_PARTS."""
     if sum(map(body.count, (b',', b'[', b'{'))) > MAX_ANSWER_PARTS:
         raise ValueError(f'it has more than {MAX_ANSWER_PARTS} parts')
     try:
@@ -105,10 +102,7 @@ DETAIL_SCHEMA_START = 'Failed validating'
 
 
 def shorten_detail(detail: str) -> str:
-    """Return 'placement refuses the request: ' and a 400's detail without common preamble and schema.
-
-    The whole detail if nothing else is left.
-    """
+    """Return 'placement refuses the request: ' and a 400's detail without preamble and schema, if more is left."""
     reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
     return f'placement refuses the request: {reason or detail}'
 
@@ -143,8 +137,7 @@ class Placement:
     ) -> None:
         """Prepare the client, without a call; an endpoint alone has no token or certificates.
 
-        `timeout` is the seconds to connect, and between two bytes of an answer. `slow` reports late answers (None:
-        never).
+        `timeout` is the seconds to connect and between two bytes; `slow` reports late answers (None: never).
         """
         config = (
             endpoint_or_config
@@ -173,10 +166,7 @@ class Placement:
             raise self.make_foreign_error() from error
 
     def read_server_info(self) -> ServerInfo:
-        """Return placement's newest microversion and its clock; this does not use its database.
-
-        Raises Unreachable if there is no version in the answer.
-        """
+        """Return placement's newest microversion and clock, which need no database; Unreachable without a version."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
@@ -195,10 +185,7 @@ class Placement:
         return self._connections.make_foreign_error()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Send a POST, PUT or DELETE, once; `body` is sent as JSON unless None.
-
-        Raises UnknownOutcome if it was sent and got no valid answer.
-        """
+        """Send a POST, PUT or DELETE once, with `body` as JSON unless None; UnknownOutcome without a valid answer."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
@@ -209,10 +196,7 @@ class Placement:
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
-        """Return an answer that is a 201, a 204 or a 200 of JSON; else raise as the class says.
-
-        `no_answer_error` is raised for a 5xx, and if the request was sent and not answered.
-        """
+        """Return a 201, a 204 or a 200 of JSON; else raise as the class says: `no_answer_error` if a 5xx or lost."""
         with self._report_if_slow():
             answer = self._connections.send(method, path, body, no_answer_error)
         # A proxy's welcome page is a 200 as well, and confirms no claim.

@@ -43,10 +43,7 @@ def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room
 
 
 def ensure_provider(placement: Placement, provider: str) -> bool:
-    """Create the provider, named by its uuid; return False if it exists.
-
-    Raises NotFound if another provider has that name.
-    """
+    """Create the provider, named by its uuid; return False if it exists, raise NotFound if another has the name."""
     try:
         placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
     except Conflict:
@@ -67,10 +64,9 @@ def read_generation(placement: Placement, provider: str) -> int:
 def list_providers(
     placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
 ) -> dict[str, Parsed]:
-    """Return {uuid: what `parse` makes of its part of the answer} of the matching providers.
+    """Return {uuid: `parse` of its part of the answer} of the providers that match a query (without one: all).
 
-    All match without a query. One call, whose time grows with their number. Raises PlacementRefusal for an unknown
-    trait in the query, and Unreachable if `parse` raises one of PARSE_ERRORS.
+    One call, slower with their number. Raises PlacementRefusal for an unknown trait, Unreachable for PARSE_ERRORS.
     """
     path = '/resource_providers' + (query and f'?{query}')
     return placement.get_parsed(
@@ -90,13 +86,11 @@ def set_inventory(
     known_generation: int | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}.
+    """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}; return its new generation.
 
-    `known_generation` is the provider's, or None to read it. `is_cancelled` is called after that: a process that
-    cancels later also writes later, so this write is refused and `is_cancelled` is called again.
-
-    Returns the new generation, or None if it was cancelled. Raises GenerationConflict after MAX_TRIES lost races,
-    Conflict if a class in use would be removed, NotFound, and UnknownOutcome.
+    `known_generation` is the provider's, or None to read it. After that `is_cancelled` is called; if True, None is
+    returned. A process that cancels later also writes later, so this write is refused and `is_cancelled` called again.
+    Raises GenerationConflict after MAX_TRIES, Conflict if a class in use would be removed, NotFound, UnknownOutcome.
     """
 
     def write() -> int | None:
@@ -115,10 +109,9 @@ def set_inventory(
 
 
 def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
-    """Return what `write` returns, called again while it raises GenerationConflict.
+    """Return what `write` returns; call it up to MAX_TRIES times while it raises GenerationConflict.
 
-    That one passes at the last of MAX_TRIES, any other error immediately. A random pause of up to MAX_PAUSE_SECONDS
-    precedes each repetition.
+    Any other error, and the last one, passes. A random pause of up to MAX_PAUSE_SECONDS precedes each repetition.
     """
     for _ in range(MAX_TRIES - 1):
         try:
@@ -129,10 +122,7 @@ def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
 
 
 def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
-    """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers.
-
-    Raises NotFound.
-    """
+    """Return the inventory as in placement, {class: {'total', 'reserved', …}}, all numbers; raise NotFound."""
     path = f'/resource_providers/{provider}/inventories'
     return placement.get_parsed(
         path, lambda data: {check_text(k): _check_inventory(v) for k, v in data['inventories'].items()}
@@ -140,10 +130,7 @@ def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[st
 
 
 def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
-    """Return the provider's Inventory of each class; its usages are read if `used` is None.
-
-    Raises NotFound. A class that is not in `used` has a usage of 0.
-    """
+    """Return {class: Inventory} with the usages of `used` (a missing class: 0; None: read them). Raises NotFound."""
     amounts_by_class = read_raw_inventory(placement, provider)
     used = read_usages(placement, provider) if used is None else used
     field_names = [field for field in Inventory._fields if field != 'used']
@@ -157,10 +144,7 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
 
 
 def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Return whether the provider's inventory is as `expected`; None if it does not exist.
-
-    The classes must be the same; fields that are not in `expected` are not compared.
-    """
+    """Return whether the inventory has just these classes, each with these fields; None if there is no provider."""
     try:
         current = read_raw_inventory(placement, provider)
     except NotFound:
@@ -215,10 +199,7 @@ def read_provider_name(placement: Placement, provider: str) -> str | None:
 
 
 def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[str, dict[str, Room]]:
-    """Return the room of providers, by class; leave out those that do not exist.
-
-    One call reads all providers with a free VCPU; each of the others takes two.
-    """
+    """Return the room by class of the providers that exist: one call for all with a free VCPU, two for each other."""
     roomy = placement.get_parsed(
         '/allocation_candidates?resources=VCPU:1',
         lambda data: {uuid: parse_rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
@@ -282,8 +263,7 @@ def read_names(placement: Placement, provider: str, kind: str) -> Names:
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
     """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False if equal.
 
-    `update` is called again after each lost race, so it sees every state that is replaced. Raises NotFound,
-    PlacementRefusal (an unknown trait) or GenerationConflict after MAX_TRIES.
+    `update` is called again after a lost race. Raises NotFound, PlacementRefusal (unknown trait), GenerationConflict.
     """
 
     def write() -> bool:
@@ -299,10 +279,7 @@ def change_names(placement: Placement, provider: str, kind: str, update: Callabl
 
 
 def create_missing_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones.
-
-    No traits: no call. Raises UnknownOutcome.
-    """
+    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones. Raises UnknownOutcome."""
     if not traits:
         return frozenset()
     missing = frozenset(traits) - _read_known_traits(placement, traits)
@@ -350,10 +327,7 @@ def _parse_names(placement: Placement, data: dict[str, Any], kind: str) -> Names
 
 
 class UnknownNames(NamedTuple):
-    """A sentence about each kind of unknown name, '' for none.
-
-    `never` is about names that placement will not know; `yet` about CUSTOM_ ones, which a compute may bring.
-    """
+    """Sentences about unknown names, '' for none: `yet` about CUSTOM_ ones, `never` about others."""
 
     never: str
     yet: str
@@ -362,10 +336,7 @@ class UnknownNames(NamedTuple):
 def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
-    """Describe names that placement does not know; suggest names, also of `more_suggestions`.
-
-    Reads from placement all names of each kind in `query_names`.
-    """
+    """Read all names of the query's kinds; describe unknown ones, with suggestions, also of `more_suggestions`."""
     classes = _read_classes(placement) if query_names.classes else frozenset()
     traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
@@ -417,10 +388,7 @@ def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Return the providers that satisfy one constraint of a query, taken alone.
-
-    For in_tree: the uuids in it, without a call. Raises PlacementRefusal for an unknown class or trait.
-    """
+    """Return the providers that satisfy one constraint alone (in_tree: no call); PlacementRefusal for unknown names."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
