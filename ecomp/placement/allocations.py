@@ -111,8 +111,8 @@ def claim_set_once(
 def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     """Release what an instance holds if it is still as read; return False if it was changed.
 
-    If it held nothing: True, without a call. This is a PUT of {} with the generation, never a DELETE, which would also
-    remove a claim made since. Raises UnknownOutcome.
+    If it held nothing, return True without a call. It sends a PUT of {} with the generation: a DELETE would also remove
+    a newer claim. Raises UnknownOutcome.
     """
     if not held.allocations:
         return True

@@ -122,8 +122,7 @@ class Placement:
         NotFound: 404.
         GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
         Conflict, NoCapacity: 409 for a duplicate name or something in use; any other 409.
-        Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or an answer that is not
-            placement's.
+        Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or a foreign answer.
         UnknownOutcome: a write had no answer, a 5xx, or a 200 without a generation.
         EcompError: any other status, such as 401, 403 or 406.
     """

@@ -212,10 +212,7 @@ def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[st
 
 
 def delete_provider(placement: Placement, provider: str) -> bool:
-    """Delete an unused provider; return False if it does not exist.
-
-    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer.
-    """
+    """Delete a provider, False if it does not exist; Conflict if used or a parent, UnknownOutcome after two tries."""
     path = f'/resource_providers/{provider}'
     for _ in range(2):
         try:
