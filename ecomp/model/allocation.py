@@ -63,10 +63,7 @@ class Inventory(NamedTuple):
         return Room(self.capacity, self.used).free
 
     def find_nearest_amount(self, amount: int, room: int) -> int | None:
-        """Return the valid amount from 1 to `room` that is nearest to `amount`, or None.
-
-        Valid are multiples of step_size from min_unit to max_unit. Of two equally near ones the smaller is returned.
-        """
+        """Return the valid amount up to `room` nearest to `amount`, the smaller of two equally near ones, or None."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -111,8 +108,7 @@ def is_class(name: str) -> bool:
 def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
     """Convert placement's shape to {provider: {class: amount}}; raise ValueError if malformed.
 
-    An empty object is valid; a provider without resources, or an amount outside 1 to MAX_AMOUNT, is not. Names of
-    classes and further fields are not checked.
+    {} is valid, a provider without resources or an amount outside 1 to MAX_AMOUNT is not. Class names are not checked.
     """
     if not isinstance(value, dict):
         raise ValueError(f'allocations: expected an object, not {type(value).__name__}')

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Delays before retries: `initial_seconds`, then doubled each time up to `max_seconds`.
-
-    `delay_seconds` is the last delay, 0 before the first. Nothing here waits.
-    """
+    """Delays before retries: `initial_seconds`, then doubled up to `max_seconds`; `delay_seconds` is the last, or 0."""
 
     initial_seconds: float
     max_seconds: float

@@ -42,10 +42,7 @@ def infer_boots(boots: Boots, stages: Mapping[str, str]) -> Boots:
 
 
 def record_running(boots: Boots, reason: str, now: str) -> Boots:
-    """Return the boots of a running guest; a new one is added unless the last one still runs.
-
-    It is STARTED at `now`, an ISO time; only the newest MAX_BOOTS are kept.
-    """
+    """Return the newest MAX_BOOTS boots of a running guest; a new one, STARTED at `now` (ISO), unless the last runs."""
     if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
@@ -53,10 +50,7 @@ def record_running(boots: Boots, reason: str, now: str) -> Boots:
 
 
 def add_stage(boots: Boots, stage: str, now: str) -> Boots:
-    """Return the boots with a stage added to the last one, unless it has reached it before.
-
-    Without boots it is a no-op; `now` is an ISO time.
-    """
+    """Return the boots with a stage, at ISO time `now`, added to the last one, unless none exists or it has it."""
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))
@@ -73,9 +67,9 @@ def find_boot(boots: Boots, number: int | None) -> Boot | None:
 
 
 def parse(data: Any) -> Boots:
-    """Parse a record's newest MAX_BOOTS boots; () for None, ValueError if malformed.
+    """Parse a record's newest MAX_BOOTS boots, without unknown stages; () for None, ValueError if malformed.
 
-    Their numbers must increase. Reasons are any text of up to 40 characters; unknown stages are dropped.
+    Their numbers must increase; reasons are any text of up to 40 characters.
     """
     if data is None:
         return ()

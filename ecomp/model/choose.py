@@ -50,10 +50,7 @@ class PlacementReason(NamedTuple):
 
 
 def parse_placement_reason(data: Any) -> PlacementReason | None:
-    """Parse the reason in a request or record; None if malformed, as nothing depends on it.
-
-    The strategy may be any text; it is cut off after 40 characters.
-    """
+    """Parse a request's or record's reason, its strategy cut to 40 characters; None if malformed: nothing needs it."""
     if not isinstance(data, dict):
         return None
     strategy, weight, compute_count = (data.get(name) for name in PlacementReason._fields)
@@ -66,10 +63,7 @@ def parse_placement_reason(data: Any) -> PlacementReason | None:
 
 
 class Choice(NamedTuple):
-    """The candidates in the order to try, and the providers that were skipped.
-
-    `skipped` are the providers of the other candidates, without living computes: dead computes, or another cloud's.
-    """
+    """The candidates in the order to try; `skipped` providers of the others are dead computes, or another cloud's."""
 
     candidates: Sequence[Candidate]
     skipped: Sequence[str]
@@ -80,9 +74,8 @@ def choose(
 ) -> Choice:
     """Order the candidates on living computes by the group's preference, then by weight.
 
-    Candidates that the group excludes are left out. Equal ones are shuffled, so that racing schedulers do not all want
-    the same one; FIRST keeps placement's order. A candidate may name several providers (shared storage). One that names
-    no living compute, or two, is left out: no compute would get the request.
+    Candidates that the group excludes, and those without exactly one living compute to get the request, are left out.
+    Equal ones are shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
     """
     living = set(living_computes)
     candidates: list[Candidate] = []
@@ -109,8 +102,7 @@ def choose(
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
     """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
 
-    It is rounded to hundredths, so that computes that differ by less are equal. Classes that `room` lacks, or of which
-    the capacity is 0, do not count; the share is 0 if none is left.
+    It is rounded to hundredths, so nearly equal computes are equal. Classes without capacity do not count; 0 for none.
     """
     usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
@@ -132,7 +124,6 @@ def distribute(
     """
     if group is None or not group.strict or group.policy != AFFINITY or group.member_counts:
         return _distribute(candidates, rooms, count, strategy, rng, group)
-    # A strict affinity group without members: take the first compute with room for all, or the one with room for most.
     best: list[Candidate] = []
     for compute in dict.fromkeys(candidate.compute for candidate in candidates):
         on_compute = [candidate for candidate in candidates if candidate.compute == compute]
