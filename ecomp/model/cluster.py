@@ -1,10 +1,9 @@
 """The identity of an etcd cluster (rule 10), and known problems of etcd versions. Pure.
 
 /cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
-remembers none, writes it once. A wiped etcd has another identity, or none. An etcd that was restored from an older
-snapshot has the same identity, but a lower revision, which never decreases in a healthy cluster. If new writes have
-raised the revision again, the raft term shows it, because a restored etcd starts again with a low term, or etcd's own
-cluster id does, if the members have new names.
+remembers none, writes it once. A wiped etcd has another identity, or none. An etcd restored from an older snapshot has
+a lower revision, which never decreases in a healthy cluster. If new writes have raised it again, the raft term is
+lower, because a restored etcd starts with a low one, or etcd's own cluster id differs, if the members have new names.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class KnownCluster:
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
     """Return the highest revision in the values of the keys below /accepted/, or 0.
 
-    A number above the key's own revision cannot be true and counts as that revision; a value that is not 1 to 19 digits
-    is ignored.
+    A number above the key's own revision counts as that; a value that is not 1 to 19 digits is ignored.
     """
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
@@ -114,10 +112,7 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def describe_vulnerabilities(version: str) -> str | None:
-    """Return a log line, `problem: cure`, if this etcd version is end-of-life or vulnerable.
-
-    None otherwise, also for a version that is not numbers, and for a newer minor version than is known here.
-    """
+    """Return a log line, `problem: cure`, for an end-of-life or vulnerable etcd; None for others, and unknown ones."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None

@@ -38,10 +38,7 @@ class Flavor:
 
 
 def check_flavor_name(name: str) -> str:
-    """Return the name unchanged; ValueError unless it is 1 to 63 letters, digits, ., _ and -.
-
-    The first character is a letter or digit.
-    """
+    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
     return check_plain_name(name, 'flavor')
 
 
@@ -75,10 +72,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def merge_query(flavor: Flavor, query: str) -> str:
-    """Return the flavor's query with `query` added, whose amounts replace the flavor's.
-
-    Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class; AMOUNT is not checked.
-    """
+    """Return the flavor's query plus `query`, whose amounts win, unchecked; ValueError unless they are CLASS:AMOUNT."""
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
     for part in filter(None, query.split('&')):
@@ -106,10 +100,7 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 
 
 def from_json(name: str, value: bytes) -> Flavor:
-    """Parse the value of a flavor's key; raise ValueError if malformed or of a newer version.
-
-    Version 1 is assumed without one; the name in the value is ignored.
-    """
+    """Parse a flavor's value, of version 1 by default, ignoring its name; ValueError if malformed or newer."""
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):

@@ -93,10 +93,7 @@ class Group:
         return self.preference_sign * self.member_counts[compute]
 
     def list_breaches(self) -> list[str]:
-        """List breaches of a strict rule: members on several computes, or several on one.
-
-        A soft group has none.
-        """
+        """List breaches of a strict rule: members on several computes, or several on one; a soft group has none."""
         counts = self.member_counts
         if not self.strict:
             return []
@@ -109,18 +106,14 @@ class Group:
 
 
 def check_group_name(name: str) -> str:
-    """Return the name unchanged; ValueError unless it is 1 to 63 letters, digits, ., _ and -.
-
-    The first character is a letter or digit.
-    """
+    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
     return check_plain_name(name, 'group')
 
 
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
-    """Return the existing group, or a new one if it is None, for a request's membership.
+    """Return the existing group, or for None a new one without members, strict unless `strict` is False.
 
-    A new one is strict, unless `strict` is False, and has no members. Raises UsageError if it has no policy, and
-    Conflict if the request's policy or `strict` differs from the existing one's.
+    UsageError if that has no policy; Conflict if the request's policy or `strict` differs from the existing group's.
     """
     name = membership.name
     if existing is None:
@@ -136,10 +129,7 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return the instances of {instance: compute} that the group admits, joining in this order.
-
-    Those that are members are taken out first. The group is not changed.
-    """
+    """Return the instances of {instance: compute} that the group, without them, admits one after the other."""
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():
@@ -168,10 +158,7 @@ def from_json(name: str, value: bytes) -> Group:
 
 
 def parse_membership(data: Any) -> Membership | None:
-    """Parse the group in a request, an object or None; raise ValueError if malformed.
-
-    Name, policy and strict are all required.
-    """
+    """Parse the group in a request, None for None; ValueError unless it has a name, a policy and `strict`."""
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):
