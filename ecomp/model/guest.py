@@ -39,11 +39,10 @@ FIRST_ROUTE_METRIC = 100
 
 
 def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """Return cloud-init's network configuration: DHCP on each interface.
+    """Return cloud-init's network configuration: DHCP on each interface, the routes of the first one preferred.
 
-    It is None for fewer than two interfaces: on a single one every image uses DHCP by default. The routes of the first
-    interface are preferred. The format is netplan's version 2, which cloud-init passes to netplan or translates. It
-    matches interfaces by MAC, so the keys need not be their names.
+    It is None for fewer than two interfaces: on a single one every image uses DHCP by default. The format is netplan's
+    version 2, which cloud-init passes to netplan or translates; it matches by MAC, so the keys need not be names.
     Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
     """
     if len(macs) < 2:
@@ -86,10 +85,7 @@ class GuestReport(NamedTuple):
 
 
 def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report; a malformed or empty one (from an older server) contains nothing.
-
-    A malformed key or failure is left out alone.
-    """
+    """Parse a stored report, without malformed keys or failure; an empty one (older server) has no contents."""
     report = load_object_or_empty(data)
     return GuestReport(
         parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))
@@ -97,10 +93,7 @@ def parse_guest_report(data: bytes) -> GuestReport:
 
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
-    """Return up to MAX_HOST_KEYS valid OpenSSH public keys, each once, without comments.
-
-    Malformed ones and those that are not of HOST_KEY_TYPES are dropped; () if the value is not a list.
-    """
+    """Return up to MAX_HOST_KEYS different valid keys of HOST_KEY_TYPES, without comments; () for another value."""
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
@@ -161,10 +154,7 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return the user-data; ValueError if it is empty, no gzip and not UTF-8, or has a NUL.
-
-    The error is the end of a sentence. The size, the content of gzip and the format are not checked.
-    """
+    """Return the user-data; ValueError, the end of a sentence, if empty, or neither gzip nor UTF-8 without a NUL."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP_MAGIC):
@@ -180,10 +170,7 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpack_user_data(data: bytes) -> bytes | None:
-    """Unpack gzip user-data; None if it is corrupt.
-
-    Data that is not gzip, or exceeds MAX_UNPACKED_BYTES, is returned unchanged.
-    """
+    """Unpack gzip user-data, None if corrupt; data that is not gzip, or exceeds MAX_UNPACKED_BYTES, is unchanged."""
     if not data.startswith(GZIP_MAGIC):
         return data
     import gzip  # loaded late: few users pass gzip
@@ -209,10 +196,7 @@ def is_unknown_user_data(data: bytes) -> bool:
 
 
 def parse_public_keys(data: bytes) -> tuple[str, ...]:
-    """Return the OpenSSH public keys in a file; raise ValueError for a bad line, or no key.
-
-    Each is returned once; empty lines and comments are skipped. The error is the end of a sentence.
-    """
+    """Return a file's OpenSSH public keys, each once; ValueError, the end of a sentence, for a bad line or no key."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -230,10 +214,9 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def parse_public_key(fields: list[str]) -> str:
-    """Join type, base64 and comment to an OpenSSH public key; raise ValueError if invalid.
+    """Join type, base64 and comment to an OpenSSH public key; ValueError, the end of a sentence, if invalid.
 
-    Valid is any type with which the decoded base64 begins; a key that is cut off is not. The error is the end of a
-    sentence.
+    Valid is any type with which the decoded base64 begins; a key that is cut off is not.
     """
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
@@ -368,9 +351,6 @@ def list_macs(instance: str) -> tuple[str, ...]:
 
 
 def make_mac_conflict(mac: str, other: str) -> BuildFailed:
-    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too.
-
-    Its stage is `scheduled`; it is not raised here.
-    """
+    """Make the error, of stage `scheduled`, for a MAC (24 bits of a hash) that `other` on this host has, too."""
     reason = f'its MAC {mac} is also that of instance {other} on this host'
     return BuildFailed('scheduled', f'{reason}. Fix: create it again; a new uuid has another MAC')

@@ -25,10 +25,9 @@ BSD_SUM_PATTERN = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECA
 def check_image(url: str) -> str:
     """Return the URL if an image may come from it; otherwise raise ValueError with the reason.
 
-    http and https need a host; file needs an absolute path, which each compute compares with its `images:` directory.
-    Allowed are at most 2048 characters, no space or control character, and no fragment but #sha256= and the 64
-    hexadecimal digits of the content. A user or password is refused, and the reason does not quote it, because an
-    instance's image is public.
+    http and https need a host; file needs an absolute path, which each compute compares with its `images:`. At most
+    2048 characters are allowed, no space or control character, and no fragment but #sha256= and 64 hexadecimal digits.
+    A user or password is refused, and the reason does not quote it, because an instance's image is public.
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
@@ -57,10 +56,9 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError.
+    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError ("must be ...").
 
-    An address becomes a network (10.1.0.1/32); a network with host bits is refused, as is a name of digits alone. The
-    reason has no subject ("must be ...").
+    An address becomes a network (10.1.0.1/32); host bits in a network, and a name of digits alone, are refused.
     """
     try:
         return str(ip_network(text))
@@ -78,10 +76,9 @@ def split_pin(url: str) -> tuple[str, str | None]:
 
 
 def find_sha256(checksums: str, url: str) -> str | None:
-    """Return the SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None.
+    """Return the lower-case SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None.
 
-    It is in lower case, of the first line with the percent-decoded last part of the URL's path; ./ before it is
-    ignored.
+    It is that of the first line with the percent-decoded last part of the URL's path; ./ before it is ignored.
     """
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
@@ -165,8 +162,7 @@ def expand_address(address: Address) -> Iterator[Address]:
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
     """Return why no image may be downloaded from a host of this name, or None if one may.
 
-    `sources` is None if `image_sources:` is not configured; otherwise it must list the name, as networks do not count.
-    localhost is always refused.
+    `sources` (None: not configured) must list the name; networks do not count. localhost is always refused.
     """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
@@ -178,8 +174,8 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
     """Return why no image may be downloaded from this address of a host, or None if one may.
 
     A listed network allows loopback addresses only if it lies within loopback, and no other refused address: 0.0.0.0/0
-    is meant for addresses of other hosts. A listed name allows no refused address, and all others. `sources` is None if
-    `image_sources:` is not configured. IPv4 addresses embedded in the address are checked, too.
+    is meant for other hosts. A listed name allows all addresses but refused ones. `sources` None: not configured. IPv4
+    addresses embedded in the address are checked, too.
     """
     listed = sources.networks if sources is not None else ()
     for inner in expand_address(address):
@@ -195,10 +191,7 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
 
 
 def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
-    """Return whether `image_sources:` lists exactly this address, not only a network or name.
-
-    An IPv4 address embedded in it counts, too. False if `sources` is None: not configured.
-    """
+    """Return whether `image_sources:` (None: False) lists exactly this address, or an IPv4 address embedded in it."""
     listed = sources.networks if sources is not None else ()
     return any(
         network.num_addresses == 1 and inner in network for network in listed for inner in expand_address(address)
