@@ -36,10 +36,9 @@ def is_supported_version(version: object, newest: int) -> bool:
 
 
 def load(value: bytes) -> Any:
-    """Parse JSON. ValueError says in standard English why a value is refused.
+    """Parse JSON; ValueError if it is malformed, not UTF-8, or longer than MAX_VALUE_BYTES.
 
-    Refused are malformed JSON, text that is not UTF-8, NaN, infinite numbers (1e999), integers of more than MAX_DIGITS,
-    duplicate keys, nesting deeper than MAX_DEPTH and values longer than MAX_VALUE_BYTES.
+    Also for NaN, infinities (1e999), integers of more than MAX_DIGITS, duplicate keys and nesting over MAX_DEPTH.
     """
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
@@ -57,10 +56,7 @@ def load(value: bytes) -> Any:
 
 
 def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """Return JSON in printable ASCII; ValueError for NaN and infinite numbers.
-
-    TypeError for what JSON cannot express. `indent` and `separators` are those of json.dumps().
-    """
+    """Return JSON in printable ASCII, as json.dumps(); ValueError for NaN and infinities, TypeError for other types."""
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 

@@ -114,10 +114,7 @@ def record(compute: str, instance: str) -> str:
 
 
 def parse_record_key(key: str) -> tuple[str | None, str]:
-    """Return the compute and instance in a record's key.
-
-    The compute is '' if none had the instance, and None in a key of ecomp 1.0, which has no compute.
-    """
+    """Return the compute ('': none had it; None: a key of ecomp 1.0) and the instance in a record's key."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NO_COMPUTE else compute, instance) if slash else (None, compute)
 
@@ -144,10 +141,7 @@ def get_queued_instance(key: str) -> str:
 
 
 def released_claims_prefix(instance: str) -> str:
-    """Return the prefix of the keys with generations of released claims, for an instance.
-
-    The instances that begin with the same two digits share it.
-    """
+    """Return the prefix of released claims' keys, shared by the instances that begin with the same two digits."""
     return f'{RELEASED}{instance[:2].lower()}/'
 
 

@@ -156,10 +156,7 @@ class AuditIndex:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key of the trusted record (see EntriesByCompute), or the one it would have.
-
-        Without record and request it is the key of ecomp 1.0.
-        """
+        """Return the key of the trusted record (see EntriesByCompute), or that it would have; else ecomp 1.0's key."""
         return self._record_keys.get(instance) or keys.old_record(instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
@@ -195,10 +192,7 @@ class AuditIndex:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether the instance is being built or destroyed, by its record or requests.
-
-        With a tombstone it is, unless the record is gone or in error.
-        """
+        """Return whether it is being built or destroyed; with a tombstone, unless its record is gone or in error."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
             return record is None or record.state not in (GONE, ERROR)
@@ -213,7 +207,7 @@ class AuditIndex:
     def list_absent_computes(self) -> dict[str, str]:
         """Return {compute: CLOSED or SILENT} of the computes without presence: not comparable.
 
-        A compute of which only records of ended instances, kept for a while, remain was forgotten and is left out.
+        A compute of which only records of ended instances remain was forgotten and is left out.
         """
         ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
@@ -339,10 +333,7 @@ def make_error_page(reason: str) -> str:
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
-    """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error.
-
-    An error is the text of page 0, cut off after MAX_REASON_CHARACTERS.
-    """
+    """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error (page 0's text)."""
     pages = [load_object(page_value) for page_value in values]
     if not pages:
         raise ValueError('it has no pages')
