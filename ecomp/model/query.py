@@ -66,9 +66,8 @@ NOT_DISABLED = Exclusion('root_required', DISABLED)
 def parse_query(query: str) -> tuple[Constraint, ...]:
     """Return the constraints of a query, each once, in the order of PARSED_PARAMETERS.
 
-    `limit` is left out: it changes how many candidates placement returns, not whether there is one. Amounts need only
-    be integers, and names are not checked. Other parameters (as of granular groups), a malformed query and one without
-    resources raise UnsupportedQueryError.
+    `limit` is left out: it does not decide whether there is a candidate. Amounts need only be integers; names are not
+    checked. UnsupportedQueryError for other parameters (granular groups), a malformed query, and one without resources.
     """
     values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -109,20 +108,16 @@ def read_limit(query: str) -> str | None:
 
 
 def restrict_to_compute(query: str, compute: str) -> str:
-    """Restrict a query that has no `in_tree` to one compute.
+    """Restrict a query without `in_tree` to one compute; without resources it is returned unchanged.
 
-    A query with granular groups alone is restricted in each: placement refuses in_tree= without resources=. Without
-    resources the query is returned unchanged.
+    If it has granular groups alone, each is restricted: placement refuses in_tree= without resources=.
     """
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
 
 
 def exclude_disabled(query: str) -> str:
-    """Return the query with NOT_DISABLED added, unless it names that trait itself.
-
-    With granular groups it applies to the root provider. A query that placement will refuse is returned unchanged.
-    """
+    """Return the query plus NOT_DISABLED (on the root), unless it names that trait or placement will refuse it."""
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
     if any(DISABLED in split_traits(value) for value in trait_values):
@@ -211,9 +206,8 @@ class QueryNames(NamedTuple):
 def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
     """Return the query; ValueError with the first error that can be found without placement.
 
-    Whether classes and traits exist is not checked: only placement knows. Values of required, root_required, member_of,
-    in_tree and same_subtree are not checked either. Without `needs_resources` the query, maybe '', is added to a
-    flavor's. `has_on_option` forbids in_tree=, because --on names the compute.
+    Names, and values of required, root_required, member_of, in_tree and same_subtree, are not checked. Without
+    `needs_resources` it, maybe '', is added to a flavor's. `has_on_option` forbids in_tree=: --on names the compute.
     """
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -251,10 +245,7 @@ def parse_names(query: str) -> QueryNames:
 
 
 def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names: frozenset[str]) -> str:
-    """Return a sentence that placement does not know these classes or traits, with suggestions.
-
-    `kind` is the word for them. MAX_QUOTED_NAMES of them are named at most, without a count of the others.
-    """
+    """Return a sentence that placement knows none of these: up to MAX_QUOTED_NAMES, with suggestions."""
     return f'placement knows no {kind} ' + ', '.join(
         name[:80] + format_suggestion(name, known_names) for name in sorted(unknown_names)[:MAX_QUOTED_NAMES]
     )

@@ -39,10 +39,7 @@ class Quota(NamedTuple):
     used: Mapping[str, int] = {}
 
     def list_excesses(self, charge: Mapping[str, int]) -> list[Excess]:
-        """Return the limits that this charge would exceed; an empty list if it is allowed.
-
-        A class of which the charge has nothing is allowed, even if more than its limit is used.
-        """
+        """Return the limits that the charge would exceed; one of which the charge has nothing is never exceeded."""
         excesses = (
             Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
         )
@@ -88,11 +85,10 @@ class Demand(Protocol):
 def sum_charges(
     project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None] = lambda _: None
 ) -> dict[str, int]:
-    """Return a project's usage by these requests; of several of one instance the last counts.
+    """Return a project's usage by its requests; of several of one instance the last counts.
 
-    Requests of other projects are ignored. A tombstone without resources, as eschedule wrote it in 2019, counts for
-    what the instance's record has, because that is what its end subtracts. It counts for nothing if the record says
-    that the instance has ended or failed. `read_record` returns None without a readable record.
+    A tombstone without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because its
+    end subtracts that: nothing if the record is gone or failed. `read_record` returns None without a readable record.
     """
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
@@ -121,19 +117,13 @@ def list_classes(quota: Quota) -> list[str]:
 
 
 def format_quota(quota: Quota) -> str:
-    """Return a quota's limits and usage: `VCPU 3/10, instances 3/5`, or `no limits`.
-
-    Usage without a limit is left out.
-    """
+    """Return limits and usage: `VCPU 3/10, instances 3/5`, or `no limits`; usage without a limit is left out."""
     limited = [name for name in list_classes(quota) if name in quota.limits]
     return ', '.join(f'{name} {quota.used.get(name, 0)}/{quota.limits[name]}' for name in limited) or 'no limits'
 
 
 def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
-    """Parse arguments like VCPU=10 and DISK_GB=none (no limit: None); ValueError if invalid.
-
-    Invalid is also a class given twice, and a number above MAX_AMOUNT. 0 allows nothing.
-    """
+    """Parse VCPU=10 (up to MAX_AMOUNT) or DISK_GB=none (no limit: None); ValueError if invalid or given twice."""
     limits: dict[str, int | None] = {}
     for word in arguments:
         name, _, text = word.partition('=')

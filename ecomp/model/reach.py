@@ -35,10 +35,7 @@ NO_FILE_STATUS = 66
 
 
 class ReachCommand(NamedTuple):
-    """The command that enters a hypervisor; contains HOST_PLACEHOLDER.
-
-    A `host` that is_host_name() refuses fails an assertion.
-    """
+    """The command that enters a hypervisor, with HOST_PLACEHOLDER; asserts that each `host` is_host_name()."""
 
     words: tuple[str, ...]
 
@@ -48,10 +45,7 @@ class ReachCommand(NamedTuple):
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the arguments that run a command on a host. `options` are for ssh alone.
-
-        ssh gets the command as one quoted word; for another command `options` are ignored.
-        """
+        """Return the arguments that run a command on a host: for ssh quoted as one, after `options`, else unchanged."""
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]
@@ -74,10 +68,7 @@ DEFAULT_REACH = ReachCommand(('ssh', HOST_PLACEHOLDER))
 
 
 def parse_reach(text: str) -> ReachCommand:
-    """Parse the value of `reach`, a shell command; ValueError with the reason if it is invalid.
-
-    It is invalid without HOST_PLACEHOLDER after the first word. The reason has no subject ("must be ...").
-    """
+    """Parse `reach`, a shell command with HOST_PLACEHOLDER after its first word; else ValueError ("must be ...")."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -93,20 +84,16 @@ def is_host_name(text: str) -> bool:
 
 
 def check_user(text: str) -> str:
-    """Return the name of a user in a guest; ValueError if it is not valid.
-
-    Valid are 1 to 32 letters, digits, _, . and -, beginning with a letter or _.
-    """
+    """Return a user's name; ValueError unless 1 to 32 letters, digits, _, . and -, starting with a letter or _."""
     if not re.fullmatch(_USER, text):
         raise ValueError(f'{text[:40]!r} is not a valid user name: a name has 1 to 32 letters, digits, _, . and -')
     return text
 
 
 def parse_console_path(instance: str, console: str) -> str:
-    """Return the path in a record's `console`, `<host>:<file>`.
+    """Return the path in a record's `console`, `<host>:<file>`; else ValueError.
 
-    ValueError if it is not `console/<instance>.log` below an absolute path: every compute keeps consoles so in its
-    state directory, and a record must not name another file.
+    It must be `console/<instance>.log` below an absolute path, as computes keep consoles: records must not name others.
     """
     assert keys.is_uuid(instance)
     path = console.partition(':')[2]
@@ -116,20 +103,16 @@ def parse_console_path(instance: str, console: str) -> str:
 
 
 def make_tail_command(path: str, lines: int | None, follow: bool) -> list[str]:
-    """Return the command to run on a console's host to print its last lines; None: all.
-
-    With `follow` it then prints what is written, until it is stopped. It exits with NO_FILE_STATUS without the file.
-    """
+    """Return the command to print a console's last lines (None: all), then `follow` it; NO_FILE_STATUS if absent."""
     return ['sh', '-c', TAIL_SCRIPT, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
 def make_ssh_options(
     instance: str, known_hosts: str, proxy: Sequence[str] | None, host_key_checking: str = 'yes'
 ) -> dict[str, str]:
-    """Return the options with which ssh accepts only the guest's keys in `known_hosts`.
+    """Return the options with which ssh accepts only the guest's keys in `known_hosts`. Source: ssh_config(5).
 
-    `proxy` is the command that connects, None for a guest that is reached directly. `host_key_checking` is `accept-new`
-    if the user trusts the first key. Source: ssh_config(5).
+    `proxy` is the command that connects (None: directly); `host_key_checking` `accept-new` trusts the first key.
     """
     return {
         'HostKeyAlias': instance,
@@ -148,10 +131,7 @@ def make_ssh_options(
 
 
 def quote_remote_command(command: Sequence[str]) -> list[str]:
-    """Return ssh's arguments for a command: one word is passed as shell text, several quoted.
-
-    Several are joined to one argument; [] for none.
-    """
+    """Return ssh's arguments for a command: one word as shell text, several quoted and joined, [] for none."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
