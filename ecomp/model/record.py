@@ -87,10 +87,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a long stage: bytes done, and in total (None if unknown).
-
-    str() is `image, 34 of 600 MB`, or `image, 34 MB`.
-    """
+    """Bytes of a long stage, done and in total (None: unknown); as text `image, 34 of 600 MB`, or `image, 34 MB`."""
 
     stage: str
     done: int
@@ -103,10 +100,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record(Order):
-    """An instance's known state and its order's recorded fields. `compute` '': not taken.
-
-    The module describes the fields. In methods `now` is an ISO time.
-    """
+    """An instance's state and its order's recorded fields, see the module; compute '': none. `now` is an ISO time."""
 
     compute: str
     state: str
@@ -125,19 +119,13 @@ class Record(Order):
     boots: Boots = ()
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
-        """Return a copy in `state`, without progress; new `stages` get the time `now`.
-
-        A stage that was reached before keeps its time. In gone and error `console` is None.
-        """
+        """Return a copy in `state`, without progress (final: or console); new `stages` get the ISO time `now`."""
         new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def mark_running(self, reason: str, now: str) -> Record:
-        """Return the record, active, of a guest seen running: in a new boot if it was off before.
-
-        `reason`, one of boots.REASONS, and `now` are for the new boot, which clears `cloud_init`.
-        """
+        """Return the active record of a running guest; if it was off, with a new boot for `reason`, no `cloud_init`."""
         before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
         boots = of_boots.record_running(before.all_boots, reason, now)
         # In a new boot cloud-init runs again.
@@ -149,10 +137,7 @@ class Record(Order):
         return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.all_boots, of_boots.STOPPED, now))
 
     def mark_stage(self, stage: str, now: str) -> Record:
-        """Return the record of a guest that reached a stage in its last boot.
-
-        The time of a stage that was reached before, in the record or the boot, stays.
-        """
+        """Return the record of a guest that reached a stage in its last boot; a time that is recorded already stays."""
         return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.all_boots, stage, now))
 
     @property
@@ -187,10 +172,7 @@ def extract_recorded_fields(order: Order) -> dict[str, Any]:
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:
-    """Return the first record, scheduled, of a request that has reached its compute.
-
-    `now` is an ISO time, of the stage `scheduled` if the request lacks that.
-    """
+    """Return the first record, scheduled, of a request, with the stage `scheduled` at `now` (ISO) if it lacks that."""
     record = Record(
         compute=compute,
         state=SCHEDULED,
@@ -202,10 +184,7 @@ def make_record(compute: str, request: Request, now: str) -> Record:
 
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
-    """Return the first record of a malformed request, with the holdings to release at its end.
-
-    It is scheduled at `now`, an ISO time; the reason is not in it.
-    """
+    """Return the first record, scheduled at `now` (ISO), of a malformed request: what to release, not the reason."""
     holdings = request.holdings
     return Record(
         instance=request.instance,
@@ -242,10 +221,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record of `instance` and `compute` (None: any); ValueError if malformed or newer.
-
-    ValueError also for another instance or compute ('': none).
-    """
+    """Parse a record of `instance` and `compute` (None: any; '': none); ValueError if malformed, newer or another."""
     try:
         record = _parse_record(load_object(value))
     except ValueError as error:
@@ -294,10 +270,7 @@ def _parse_record(data: Mapping[str, Any]) -> Record:
 
 
 def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded fields of its order; ValueError, which quotes an invalid value.
-
-    Null is invalid for a field that is never None.
-    """
+    """Return its order's recorded fields; ValueError for invalid values, also null where a field is never None."""
     group = _read_field(data, 'group', str | None, None)
     values: dict[str, Any] = {'group': Membership(group) if group else None}
     for row in FIELDS:
@@ -313,10 +286,7 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of this type, or its default if absent; else ValueError, also for a bool.
-
-    An absent field without default counts as null.
-    """
+    """Return a field of this type, its default if absent (else null); ValueError for another type, also a bool."""
     if name not in data and default:
         return default[0]
     value = data.get(name)
@@ -399,8 +369,7 @@ QUEUE_WAIT_REASON = 'a compute to take it'
 def describe_wait(record: Record | None) -> str:
     """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`.
 
-    A fault follows in parentheses, of a queued one after a colon; of a stopped one it is left out. `record` is None
-    until the compute has written it.
+    A fault follows, unless it is stopped. `record` is None until the compute has written it.
     """
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON

@@ -157,10 +157,7 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return the uuids of `computes` for which neither `current` nor `target` has a role.
-
-    A role is a compute's if it may write its presence. Sorted.
-    """
+    """Return, sorted, those of `computes` whose presence no role in `current` or `target` may write."""
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 
