@@ -23,10 +23,7 @@ def merge_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Name
 
 
 def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
-    """Return the managed names after merge_names(): `desired`, without those others had set.
-
-    Others had set what was in `current` and is not in `managed`.
-    """
+    """Return the managed names after merge_names(): `desired`, without those in `current` that were not `managed`."""
     return frozenset(desired & (managed | (desired - current)))
 
 

@@ -23,11 +23,7 @@ NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
 def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """Return the most similar candidate, ignoring case, or None; never the word's opposite.
-
-    A candidate of the same characters in another order comes first; its own spelling is returned. `min_similarity` is
-    from 0 to 1.
-    """
+    """Return the most similar candidate, transposed ones first, ignoring case, or None; never the word's opposite."""
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:MAX_COMPARED_CHARACTERS].lower()
@@ -91,20 +87,14 @@ def check_name(text: str) -> str:
 
 
 def check_plain_name(text: str, kind: str) -> str:
-    """Return the name of a group or flavor (`kind`: `group`); ValueError if it is invalid.
-
-    Valid are 1 to 63 letters, digits, ., _ and -, beginning with a letter or digit.
-    """
+    """Return a `kind`'s name; ValueError unless 1 to 63 letters, digits, ., _ and -, first a letter or digit."""
     if not _PLAIN_NAME_PATTERN.fullmatch(text):
         raise ValueError(f'{text[:80]!r} is not a valid {kind} name: a name has 1 to 63 letters, digits, ., _ and -')
     return text
 
 
 def parse_uuid_prefix(text: str) -> str | None:
-    """Return the text with dashes as in a uuid if it is the prefix of one, or None.
-
-    A prefix has MIN_PREFIX_DIGITS to 31 digits, in any case, with all dashes or none; the result is in lower case.
-    """
+    """Return a uuid's prefix (MIN_PREFIX_DIGITS to 31 digits, all dashes or none) in lower case, dashed, or None."""
     digits = text.lower().replace('-', '')
     if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
@@ -120,10 +110,7 @@ _UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-
 
 
 def make_printable(text: str, limit: int = 2000) -> str:
-    """Return text as one line, unprintable characters escaped, cut off with `…` after `limit`.
-
-    `limit` counts characters before they are escaped.
-    """
+    """Return text as one line with unprintable characters escaped, after `limit` unescaped ones cut off with `…`."""
     safe = escape_characters(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
@@ -139,11 +126,7 @@ def escape_lines(text: str) -> str:
 
 
 def escape_characters(line: str) -> str:
-    """Return the line with unprintable characters escaped as Python does.
-
-    Unprintable are control characters, half surrogate pairs and spaces other than the blank. A backslash is not
-    escaped.
-    """
+    """Escape control characters, half surrogate pairs and spaces but the blank, as Python does; not a backslash."""
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
@@ -156,10 +139,7 @@ def join_some(names: Sequence[str], max_count: int, separator: str = ', ') -> st
 
 
 def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
-    """Return the text with the uuids in `display_names` replaced, except in the paths of keys.
-
-    A uuid that is already part of its display name, as in `hv1 (<uuid>)`, is not replaced.
-    """
+    """Replace the uuids in `display_names`, but not in paths of keys, nor within their names: `hv1 (<uuid>)`."""
 
     def format_match(match: re.Match[str]) -> str:
         display_name = display_names.get(match[0], match[0])

@@ -55,10 +55,7 @@ def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
 
 
 def check_trait(name: str) -> str:
-    """Return the name; ValueError if a configuration must not give a compute this trait.
-
-    It may give those of os-traits but STATUS_TRAITS, and CUSTOM_ names. The reason has no subject ("must be ...").
-    """
+    """Return a trait of os-traits, except STATUS_TRAITS, or a CUSTOM_ one; else ValueError without a subject."""
     if name in STATUS_TRAITS:
         raise ValueError('is not allowed here. Fix: use `eschedule host disable`, which sets it')
     if name.startswith(CUSTOM_PREFIX):
