@@ -63,7 +63,7 @@ def parse_placement_reason(data: Any) -> PlacementReason | None:
 
 
 class Choice(NamedTuple):
-    """The candidates in the order to try; `skipped` providers of the others are dead computes, or another cloud's."""
+    """The candidates in the order to try; the `skipped` providers of others are dead computes, or another cloud's."""
 
     candidates: Sequence[Candidate]
     skipped: Sequence[str]

@@ -72,7 +72,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def merge_query(flavor: Flavor, query: str) -> str:
-    """Return the flavor's query plus `query`, whose amounts win, unchecked; ValueError unless they are CLASS:AMOUNT."""
+    """Return the flavor's query plus `query`, whose amounts (any text) win; ValueError if one is not CLASS:AMOUNT."""
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
     for part in filter(None, query.split('&')):

@@ -85,7 +85,7 @@ class GuestReport(NamedTuple):
 
 
 def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report, without malformed keys or failure; an empty one (older server) has no contents."""
+    """Parse a stored report, without malformed keys or failure; a malformed or empty one (older server) has neither."""
     report = load_object_or_empty(data)
     return GuestReport(
         parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))

@@ -119,7 +119,7 @@ class Record(Order):
     boots: Boots = ()
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
-        """Return a copy in `state`, without progress (final: or console); new `stages` get the ISO time `now`."""
+        """Return a copy in `state` without progress, and in gone and error console; new `stages` get the time `now`."""
         new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
@@ -221,7 +221,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record of `instance` and `compute` (None: any; '': none); ValueError if malformed, newer or another."""
+    """Parse a record of `instance` and `compute` (None: any; '': none); ValueError if malformed, newer or of others."""
     try:
         record = _parse_record(load_object(value))
     except ValueError as error:
@@ -286,7 +286,7 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of this type, its default if absent (else null); ValueError for another type, also a bool."""
+    """Return a field of this type; if absent its default, or null without one. ValueError for other types and bool."""
     if name not in data and default:
         return default[0]
     value = data.get(name)

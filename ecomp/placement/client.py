@@ -102,7 +102,7 @@ DETAIL_SCHEMA_START = 'Failed validating'
 
 
 def shorten_detail(detail: str) -> str:
-    """Return 'placement refuses the request: ' and a 400's detail without preamble and schema, if more is left."""
+    """Return 'placement refuses the request: ' and a 400's detail; preamble and schema are cut off if more remains."""
     reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
     return f'placement refuses the request: {reason or detail}'
 
@@ -195,7 +195,7 @@ class Placement:
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
-        """Return a 201, a 204 or a 200 of JSON; else raise as the class says: `no_answer_error` if a 5xx or lost."""
+        """Return a 201, a 204 or a 200 of JSON; else raise as the class says (5xx or no answer: `no_answer_error`)."""
         with self._report_if_slow():
             answer = self._connections.send(method, path, body, no_answer_error)
         # A proxy's welcome page is a 200 as well, and confirms no claim.

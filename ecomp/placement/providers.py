@@ -144,7 +144,7 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
 
 
 def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Return whether the inventory has just these classes, each with these fields; None if there is no provider."""
+    """Return whether the inventory has exactly the classes, and at least the fields, `expected`; None: no provider."""
     try:
         current = read_raw_inventory(placement, provider)
     except NotFound:
@@ -212,7 +212,10 @@ def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[st
 
 
 def delete_provider(placement: Placement, provider: str) -> bool:
-    """Delete a provider, False if it does not exist; Conflict if used or a parent, UnknownOutcome after two tries."""
+    """Delete an unused provider; return False if it does not exist.
+
+    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer.
+    """
     path = f'/resource_providers/{provider}'
     for _ in range(2):
         try:
