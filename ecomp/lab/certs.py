@@ -95,16 +95,17 @@ def make_certificates(
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):
-            raise UsageError(f'{name!r} is no name of a machine, and no address')
+            raise UsageError(f'{name!r} is not a valid host name or address')
     for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
         if not CLIENT_NAME.fullmatch(name):
-            raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
+            form = 'a name has at most 50 letters, digits and . _ -, and does not begin with . or -'
+            raise UsageError(f'{name!r} is not a valid name of a host or a person: {form}')
     for name, compute in cluster.uuids.items():
         _check_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
     try:
         cluster = replace(cluster, servers=cluster.servers or _read_names(directory / 'etcd/server.crt'))
         if not cluster.servers:
-            raise UsageError('--control NAME: by which name or address do others reach etcd and placement?')
+            raise UsageError('missing argument: --control NAME, by which others reach etcd and placement')
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with state.hold_lock(directory):
             _make_all(directory, cluster, include_others, now, say)
@@ -154,26 +155,30 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
     A missing compute.yaml is accepted.
     """
     if not keys.is_uuid(compute):
-        raise UsageError(f'--compute {name}={compute}: a uuid is like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
+        raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
-        raise UsageError(f'{path} is there, with {f"uuid {own}" if own else "no uuid"}: say `uuid: {compute}` in it')
+        conflict = f'has {f"uuid {own}" if own else "no uuid"}, but --compute gives {compute}'
+        raise UsageError(f'{path}: {conflict}. Fix: write `uuid: {compute}` into it')
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
     """Return the authority, made if ca.crt is missing; EcompError if unusable or expired."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
+    fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
         try:
             authority = x509.load_pem_x509_certificate(certificate.read_bytes())
             private_key, public_key = serialization.load_pem_private_key(key.read_bytes(), None), authority.public_key()
         except INVALID_CERTIFICATE_ERRORS as error:
-            raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
+            problem = f'{certificate} and {key} are not an authority of elab certs: {error}'
+            raise EcompError(f'{problem}. Fix: restore both, or {fix}') from error
         if not isinstance(private_key, ec.EllipticCurvePrivateKey) or private_key.public_key() != public_key:
-            raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
+            problem = f'{key} does not belong to {certificate}, or elab certs did not make it'
+            raise EcompError(f'{problem}. Fix: restore both, or {fix}')
         if not authority.not_valid_before_utc <= now < authority.not_valid_after_utc:
             validity = f'{authority.not_valid_before_utc:%F %R} to {authority.not_valid_after_utc:%F %R}'
-            problem = f'{certificate} is valid from {validity}, and it is {now:%F %R} here (UTC)'
-            raise EcompError(f'{problem}: set the clock right, or move {directory} away and make all certificates anew')
+            problem = f'{certificate} is valid from {validity}, but the time here is {now:%F %R} (UTC)'
+            raise EcompError(f'{problem}. Fix: correct the clock, or {fix}')
         return _Signer(authority, private_key)
     new_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
@@ -191,7 +196,7 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
     # The key first: after a kill here a key without certificate has signed nothing and is replaced.
     write_durably(key, _encode_key(new_key))
     write_durably(certificate, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{certificate}: until {_format_expiry(signed)}')
+    say(f'{certificate}: valid until {_format_expiry(signed)}')
     return _Signer(signed, new_key)
 
 
@@ -229,9 +234,9 @@ def _make_certificate(  # noqa: PLR0913
     # run makes both again.
     write_durably(place / f'{kind}.key', _encode_key(key))
     write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{place}: until {_format_expiry(signed)}')
+    say(f'{place}: valid until {_format_expiry(signed)}')
     if removed:
-        say(f'{place}: no more for {", ".join(removed)}')
+        say(f'{place}: no longer valid for {", ".join(removed)}')
 
 
 def _read_names(path: Path) -> tuple[str, ...]:
@@ -325,30 +330,31 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     )
     with _connect_as_operator(directory) as (accounts, store):
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
-            say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
+            say(f'warning: {warning}. Roles prevent mistakes there, not attacks')
         if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
-            fix = 'start those computes with this version first; `eschedule audit` says of what stays why'
-            raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute; {fix}')
+            fix = 'start those computes with this version first; `eschedule audit` explains each record that remains'
+            raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute. Fix: {fix}')
         current_roles = accounts.read_roles()
         live_computes = [
             keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease
         ]
         if left_out := roles.list_computes_without_role(live_computes, current_roles, target_roles):
-            fix = 'say `uuid: …` in its compute.yaml there, and run this again'
-            say(f'warning: no certificate in {directory} is for a compute that lives, {_format_names(left_out)}: {fix}')
+            fix = 'write `uuid: …` into the compute.yaml of each there, and run this command again'
+            problem = f'alive, but without a certificate in {directory}: {_format_names(left_out)}'
+            say(f'warning: {problem}. Fix: {fix}')
         for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
             say(roles.describe_change(change))
         if _write_cluster_key(store, now):
-            say(f'{keys.CLUSTER}: written, for no compute may')
+            say(f'{keys.CLUSTER}: written, because no compute may write it')
         if not accounts.is_enabled():
             accounts.enable()
-            undo = f'elab certs {directory} --disable ends that'
-            say(f'etcd at {accounts.endpoints} holds each certificate to its role; {undo}')
+            undo = f'`elab certs {directory} --disable` undoes this'
+            say(f'etcd at {accounts.endpoints} restricts each certificate to its role; {undo}')
         if unknown_users := roles.list_unknown_users(current_roles, target_roles):
             names = [make_printable(user, 200) for user in unknown_users]
-            fix = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
-            say(f'in etcd, and not in {directory}: {", ".join(names)}; {fix}')
+            fix = f'to revoke a certificate: etcdctl user delete {names[0]}'
+            say(f'in etcd, but not in {directory}: {", ".join(names)}; {fix}')
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
@@ -360,8 +366,8 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
         was_on = accounts.is_enabled()
         if was_on:
             accounts.disable()
-        result = 'lets every certificate do everything' + ('' if was_on else ', as it did')
-        say(f'etcd at {accounts.endpoints} {result}; its users and roles stay')
+        result = 'allows every certificate everything' + ('' if was_on else ', as before')
+        say(f'etcd at {accounts.endpoints} {result}; its users and roles remain')
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
@@ -378,14 +384,14 @@ def _read_computes(directory: Path) -> dict[str, str]:
     for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
         if not path.exists():
-            raise UsageError(f'{path} is not there: it has to say which compute this is, as `uuid: …`')
+            raise UsageError(f'{path}: this file is missing. Fix: create it with the line `uuid: …` of its compute')
         compute = load_compute(path).uuid
         if compute is None:
-            line = "`uuid: …`, with what is in that compute's /var/lib/ecompute/uuid"
-            raise UsageError(f'{path} does not say which compute this is: add the line {line}')
+            fix = "add the line `uuid: …` with the content of that compute's /var/lib/ecompute/uuid"
+            raise UsageError(f'{path}: has no uuid. Fix: {fix}')
         if compute in uuids.values():
             other = next(user for user, value in uuids.items() if value == compute)
-            raise UsageError(f'{path}: uuid {compute} is that of {other}, too: each compute has one of its own')
+            raise UsageError(f'{path}: {other} has uuid {compute}, too. Fix: give each compute its own uuid')
         uuids[name] = compute
     return uuids
 
@@ -401,7 +407,7 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
-        raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
+        raise UsageError(f'{directory} has no operator certificate. Fix: elab certs {directory} --operator NAME')
     for number, config in enumerate(configs):
         with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
             store.read_version()  # rejects a server with only a common name, which gRPC would accept

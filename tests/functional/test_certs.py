@@ -141,11 +141,11 @@ def test_certificates_expire_with_the_authority(tmp_path: Path) -> None:
     end = NOW + timedelta(days=certs.AUTHORITY_DAYS)
     for late in (end - timedelta(days=certs.MIN_REMAINING_DAYS + 1), end - timedelta(days=1)):
         lines = make_certs(tmp_path, late)
-        assert [line.partition(': until ')[2] for line in lines] == len(lines) * [end.date().isoformat()]
+        assert [line.partition(': valid until ')[2] for line in lines] == len(lines) * [end.date().isoformat()]
         assert make_certs(tmp_path, late) == []
     before = read_files(tmp_path)
     for moment in (end, end + timedelta(days=1), NOW - timedelta(days=1)):
-        with pytest.raises(EcompError, match='set the clock right, or move .* away') as caught:
+        with pytest.raises(EcompError, match='correct the clock, or move .* away') as caught:
             make_certs(tmp_path, moment)
         assert '\n' not in str(caught.value)
     assert read_files(tmp_path) == before
@@ -179,11 +179,11 @@ def test_dropped_server_names_are_logged(tmp_path: Path) -> None:
     make_certs(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **no_clients)
     until = (NOW + timedelta(days=certs.CERTIFICATE_DAYS)).date().isoformat()
     assert make_certs(tmp_path, servers=('ds1',), **no_clients) == [
-        line for server in ('etcd', 'placement')
-        for line in (f'{tmp_path}/{server}: until {until}', f'{tmp_path}/{server}: no more for fd00::5, 10.0.0.5')
+        f'{tmp_path}/{server}: {line}' for server in ('etcd', 'placement')
+        for line in (f'valid until {until}', 'no longer valid for fd00::5, 10.0.0.5')
     ]  # fmt: skip
     assert make_certs(tmp_path, servers=('ds1', 'fd00::5'), **no_clients) == [
-        f'{tmp_path}/{server}: until {until}' for server in ('etcd', 'placement')
+        f'{tmp_path}/{server}: valid until {until}' for server in ('etcd', 'placement')
     ]
     assert make_certs(tmp_path, servers=('ds1', 'fd00:0::5'), **no_clients) == []
 
@@ -219,14 +219,16 @@ def test_given_uuid_is_checked_and_written_to_compute_yaml(tmp_path: Path, capsy
     for malformed in ('', 'x', own.upper(), own.replace('-', '')):
         code, message = certify(f'hv1={malformed}')
         assert (code, message.count('\n')) == (2, 1)
-        assert message.startswith(f'elab: --compute hv1={malformed}: a uuid is like ')
+        assert message.startswith(f'elab: --compute hv1={malformed}: must be a uuid, like ')
     assert not (tmp_path / 'x').exists()
     assert certify(f'hv1={own}', 'hv2')[0] == 0
     assert load_compute(path).uuid == own
     assert certify(f'hv1={own}') == (0, '')
-    assert certify(f'hv1={other}', 'hv3') == (2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n')
+    conflict, fix = f'has uuid {own}, but --compute gives {other}', f'write `uuid: {other}` into it'
+    assert certify(f'hv1={other}', 'hv3') == (2, f'elab: {path}: {conflict}. Fix: {fix}\n')
     path.write_text(path.read_text().replace(f'uuid: {own}\n', ''))
-    assert certify(f'hv1={own}') == (2, f'elab: {path} is there, with no uuid: say `uuid: {own}` in it\n')
+    conflict, fix = f'has no uuid, but --compute gives {own}', f'write `uuid: {own}` into it'
+    assert certify(f'hv1={own}') == (2, f'elab: {path}: {conflict}. Fix: {fix}\n')
     assert not (tmp_path / 'x/compute-hv3').exists()
 
 
@@ -299,7 +301,7 @@ def test_etcd_accepts_only_clients_with_a_certificate(secured: tuple[Path, Secur
 @pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b', 'ds1:2379', 'fe80::1%eth0', '[::1]'])
 def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     for kind in ('servers', 'computes', 'operators'):
-        with pytest.raises(UsageError, match='no name of a machine'):
+        with pytest.raises(UsageError, match='is not a valid (host name or address|name of a host or a person)'):
             make_certs(tmp_path / 'certs', **{kind: (name,)})
     assert not (tmp_path / 'certs').exists()
 
@@ -307,14 +309,17 @@ def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
 def test_longest_names_are_accepted(tmp_path: Path) -> None:
     make_certs(tmp_path, schedulers=(50 * 'a',), servers=('.'.join(4 * [60 * 'a']),))
     run_openssl('verify', '-CAfile', tmp_path / 'ca.crt', tmp_path / f'scheduler-{50 * "a"}' / 'client.crt')
-    for kind, name in (('schedulers', 51 * 'a'), ('servers', 254 * 'a')):
-        with pytest.raises(UsageError, match='no name of a machine'):
+    for kind, name, message in (
+        ('schedulers', 51 * 'a', 'not a valid name of a host or a person: a name has at most 50 '),
+        ('servers', 254 * 'a', 'not a valid host name or address'),
+    ):
+        with pytest.raises(UsageError, match=message):
             make_certs(tmp_path, **{kind: (name,)})
 
 
 def test_command_prints_errors_and_creates_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['certs', str(tmp_path / 'x'), '--compute', 'hv1']) == 2
-    assert 'by which name or address' in capsys.readouterr().err
+    assert 'missing argument: --control NAME' in capsys.readouterr().err
     words = ['certs', str(tmp_path / 'x'), '--control', 'ds1', '10.0.0.5', '--compute', 'hv1', 'hv2']
     words += ['--operator', 'ann']
     assert elab.main(words) == 0

@@ -47,9 +47,9 @@ def test_enable_reports_its_changes_and_is_idempotent(cloud: EtcdWithRoles) -> N
     assert cloud.stores['operator-ann'].get('/cluster') is None
     lines = cloud.enable()
     assert lines[-2:] == [
-        '/cluster: written, for no compute may',
-        f'etcd at localhost:{cloud.etcd.port} holds each certificate to its role; '
-        f'elab certs {cloud.certs} --disable ends that',
+        '/cluster: written, because no compute may write it',
+        f'etcd at localhost:{cloud.etcd.port} restricts each certificate to its role; '
+        f'`elab certs {cloud.certs} --disable` undoes this',
     ]
     assert f'role compute-hv1: may write /hosts/{cloud.computes["compute-hv1"]}/' in lines
     assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*lines}
@@ -70,19 +70,19 @@ def test_enable_and_disable_commands(cloud: EtcdWithRoles, capsys: pytest.Captur
     assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
     out, err = capsys.readouterr()
     assert out == ''
-    assert f'{server} holds each certificate to its role' in err
+    assert f'{server} restricts each certificate to its role' in err
     version = cloud.stores['operator-ann'].read_version()
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
     assert len(warned) == (cluster.describe_vulnerabilities(version) is not None)
-    assert all(line.endswith('Roles hold mistakes off there, and not attackers') for line in warned)
+    assert all(line.endswith('Roles prevent mistakes there, not attacks') for line in warned)
     expect_denied(cloud, '/flavors/small')
-    for suffix in ('', ', as it did'):
+    for suffix in ('', ', as before'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
-        message = f'{server} lets every certificate do everything{suffix}; its users and roles stay\n'
+        message = f'{server} allows every certificate everything{suffix}; its users and roles remain\n'
         assert capsys.readouterr() == ('', message)
         put_key(cloud, '/flavors/small')
     assert read_roles(cloud) == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
-    message = f'{server} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
+    message = f'{server} restricts each certificate to its role; `elab certs {cloud.certs} --disable` undoes this'
     assert cloud.enable() == [message]
     expect_denied(cloud, '/flavors/small')
     assert elab.main(['certs', str(cloud.certs), '--enable', '--disable']) == 2
@@ -120,10 +120,7 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
         accounts.apply(roles.GrantRole('compute-hv2', 'root'))
     put_key(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
     unknown = 'compute-gone, operator-gone'
-    warning = (
-        f'in etcd, and not in {cloud.certs}: {unknown}; '
-        'whose certificate is to count no more: etcdctl user delete compute-gone'
-    )
+    warning = f'in etcd, but not in {cloud.certs}: {unknown}; to revoke a certificate: etcdctl user delete compute-gone'
     assert cloud.enable() == [
         'role scheduler: may write /hosts/',
         'role compute-hv1: may no longer write /instances/',
@@ -166,12 +163,12 @@ def test_compute_yaml_without_a_valid_uuid_is_refused(cloud: EtcdWithRoles) -> N
     path, own = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1']
     text = path.read_text()
     path.write_text(text.replace(f'uuid: {own}\n', ''))
-    expect_refusal(cloud, UsageError, f'{path} does not say which compute this is: add the line `uuid: …`')
+    expect_refusal(cloud, UsageError, f'{path}: has no uuid. Fix: add the line `uuid: …`')
     path.unlink()
-    expect_refusal(cloud, UsageError, f'{path} is not there')
+    expect_refusal(cloud, UsageError, f'{path}: this file is missing')
     other = cloud.computes['compute-hv2']
     path.write_text(text.replace(own, other))
-    expect_refusal(cloud, UsageError, 'compute-hv2/compute.yaml', f'uuid {other} is that of compute-hv1, too')
+    expect_refusal(cloud, UsageError, 'compute-hv2/compute.yaml', f'compute-hv1 has uuid {other}, too')
     path.write_text(text.replace(own, 'x'))
     expect_refusal(cloud, UsageError, f'{path}:', 'must be a uuid')
     path.write_text(text)
@@ -182,7 +179,7 @@ def test_enable_and_disable_need_an_operator_certificate(cloud: EtcdWithRoles) -
     moved = cloud.certs / 'operator-ann'
     moved.rename(cloud.certs / 'ann')
     for act in (cloud.enable, cloud.disable):
-        with pytest.raises(UsageError, match=r'certs has no certificate that may do this: elab certs \S+ --operator'):
+        with pytest.raises(UsageError, match=r'certs has no operator certificate\. Fix: elab certs \S+ --operator'):
             act()
     (cloud.certs / 'ann').rename(moved)
     cloud.enable()
@@ -199,7 +196,7 @@ def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None
     put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
     for record in records:
         put_key(cloud, record)
-    cure = 'written by an earlier ecompute; start those computes with this version first'
+    cure = 'written by an earlier ecompute. Fix: start those computes with this version first'
     expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
     expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')
@@ -219,7 +216,7 @@ def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks:
     with pytest.raises(UsageError, match='knows nobody by a certificate: start it with --client-cert-auth'):
         cloud.enable()
     put_key(cloud, '/flavors/small')
-    assert cloud.disable()[0].endswith('do everything, as it did; its users and roles stay')
+    assert cloud.disable()[0].endswith('allows every certificate everything, as before; its users and roles remain')
     cloud.etcd.client_auth_options = original
     cloud.etcd.restart()
     wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
@@ -236,11 +233,11 @@ def test_live_compute_without_a_certificate_is_named(cloud: EtcdWithRoles, capsy
 
     def read_warnings() -> list[str]:
         assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
-        return [line for line in capsys.readouterr().err.splitlines() if ' lives, ' in line]
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: alive, but ')]
 
-    cure = 'say `uuid: …` in its compute.yaml there, and run this again'
+    cure = 'write `uuid: …` into the compute.yaml of each there, and run this command again'
     for _ in range(2):
-        message = f'warning: no certificate in {cloud.certs} is for a compute that lives, {other}: {cure}'
+        message = f'warning: alive, but without a certificate in {cloud.certs}: {other}. Fix: {cure}'
         assert read_warnings() == [message]
     path = cloud.certs / 'compute-hv2/compute.yaml'
     path.write_text(path.read_text().replace(cloud.computes['compute-hv2'], other))
