@@ -37,7 +37,8 @@ START_SECONDS = 60.0  # for a server to become ready; then EcompError
 LOCALHOST = '127.0.0.1'
 SOCKET = 'placement.socket'
 STUNNEL = """\
-; Written by elab at each start, and read where the socket is: its whole path could be longer than 107 bytes.
+; Written by elab at each start. The path of the socket is relative to the working directory, because the absolute path
+; may exceed 107 bytes.
 foreground = yes
 pid =
 debug = warning
@@ -50,7 +51,7 @@ CAfile = {certs}/ca.crt
 verifyChain = yes
 requireCert = yes
 sslVersionMin = TLSv1.2
-; Seconds for a handshake, and until who says nothing is let go.
+; Seconds for a handshake, and until an idle connection is closed.
 TIMEOUTbusy = 10
 TIMEOUTidle = 600
 """
@@ -310,8 +311,8 @@ def run_control(
         on_ready('https' if is_secure else 'http')
         service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
-            say('without certificates every user of this machine can write to both. Fix: elab control --certs certs')
-        say(f'data is in {endpoints.data.resolve()}; Ctrl-C ends both')
+            say('without certificates, every user of this machine can write to both. Fix: elab control --certs certs')
+        say(f'the data is in {endpoints.data.resolve()}; Ctrl-C stops both servers')
         certificate_time = _read_certificate_time(endpoints)
         while not stopped.wait(0.5):
             service.notify_alive()
@@ -322,7 +323,7 @@ def run_control(
                 if server.name == 'stunnel' and (new_time := _read_certificate_time(endpoints)) != certificate_time:
                     certificate_time = new_time
                     os.kill(process.pid, signal.SIGHUP)
-        service.notify_stopping('etcd and placement come to an end')
+        service.notify_stopping('etcd and placement are stopping')
 
 
 def make_arguments(endpoints: Endpoints) -> list[str]:
@@ -334,7 +335,7 @@ def make_arguments(endpoints: Endpoints) -> list[str]:
 
 def check_service(endpoints: Endpoints, program: Path) -> None:
     """Raise UsageError if a service without root's capabilities could not use these paths."""
-    fix = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
+    fix = 'install ecomp in /opt/ecomp, and use --data /var/lib/ecomp'
     # An installation may refer to another user's clone (pip install -e) or Python.
     paths = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
     paths |= {f'its Python {sys.executable}': Path(sys.executable), f'--data {endpoints.data}': endpoints.data}
@@ -343,8 +344,8 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
         fix += ' --certs /var/lib/ecomp/certs'
     for name, path in paths.items():
         if (place := systemd.find_unsafe_directory(path)) is not None:
-            why = f"{name} is in {place}, which is another user's or closed to root, and the service has no right there"
-            raise UsageError(f'--unit: {why}: {fix} (docs/howto/real-machines.md)')
+            problem = f'the service cannot use {name}: {place} belongs to another user or is closed to root'
+            raise UsageError(f'--unit: {problem}. Fix: {fix} (docs/howto/real-machines.md)')
 
 
 def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
@@ -379,11 +380,11 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
         command = f'elab certs {directory}'
         if (endpoints.etcd_port, endpoints.placement_port) != (ETCD_PORT, PLACEMENT_PORT):
             command += f' --etcd-port {endpoints.etcd_port} --placement-port {endpoints.placement_port}'
-        say(f'for those who ask: {command} --compute HOST... --scheduler NAME... --operator NAME...')
+        say(f'to make certificates for clients: {command} --compute HOST... --scheduler NAME... --operator NAME...')
     for subdirectory, names in CERTIFICATE_FILES.items():
         for name in names:
             if not os.access(directory / subdirectory / name, os.R_OK):
-                raise UsageError(f'{directory}/{subdirectory}/{name} cannot be read: elab certs makes it')
+                raise UsageError(f'{directory}/{subdirectory}/{name} cannot be read. Try: elab certs {directory}')
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
@@ -396,18 +397,17 @@ def add_default_certs(endpoints: Endpoints) -> Endpoints:
     except ValueError as error:
         raise _make_address_error(endpoints.bind) from error
     if '%' in endpoints.bind:
-        raise UsageError(
-            f'--bind {endpoints.bind}: an address with a % cannot be certified: say another of this machine'
-        )
+        fix = 'use another address of this machine'
+        raise UsageError(f'--bind {endpoints.bind}: an address with a % cannot be certified. Fix: {fix}')
     if address.is_unspecified:
         raise UsageError(
-            f'--bind {endpoints.bind}: say which address of this machine, so that its name can be certified'
+            f'--bind {endpoints.bind}: this address cannot be certified. Fix: use one address of this machine'
         )
     return endpoints if address.is_loopback or endpoints.certs is not None else replace(endpoints, certs=Path('certs'))
 
 
 def _make_address_error(bind: str) -> UsageError:
-    return UsageError(f'--bind {bind}: must be an address of this machine: ip address lists them')
+    return UsageError(f'--bind {bind}: must be an address of this machine. Try: ip address')
 
 
 def _check_free(backend: str, bind: str, port: int) -> None:
@@ -420,5 +420,4 @@ def _check_free(backend: str, bind: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise _make_address_error(bind) from error
-            reason = f'port {port} for {backend} cannot be had ({error.strerror}): say another with {option}'
-            raise UsageError(reason) from error
+            raise UsageError(f'{option} {port}: {error.strerror}. Fix: use another port') from error

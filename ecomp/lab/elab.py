@@ -51,7 +51,7 @@ def enter_shell(lab: Lab, words: Sequence[str]) -> int:
     """
     config = lab.directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
-        raise EcompError(f'{config} cannot be read: elab up --name {lab.layout.name} writes it')
+        raise EcompError(f'{config} cannot be read. Try: elab up --name {lab.layout.name}')
     own = str(Path(sys.executable).parent)
     paths = [own, *(path for path in os.environ.get('PATH', os.defpath).split(os.pathsep) if path != own)]
     env = {**os.environ, 'ECOMP_CONFIG': str(lab.directory), 'PATH': os.pathsep.join(paths)}
@@ -81,11 +81,11 @@ def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
 
 
 SCHEDULE_YAML = """\
-# Written once by elab: eschedule, run in this directory or with --config, asks the lab {name}.
+# Written once by elab. With this file, in this directory or with --config, eschedule uses the lab {name}.
 {backends}\
-# What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
+# The image that `elab guest {directory}/images/guest.qcow2` makes. The lab's hosts cannot fetch images from elsewhere.
 image: {images}guest.qcow2
-# Its hosts are no machines that ssh finds.
+# ssh cannot find the lab's hosts.
 reach: {reach}
 """
 
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_message(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        hint = '; elab up goes on where it was, elab down removes what there is'
+        hint = '; `elab up` continues, `elab down` removes the lab'
         _print_message('elab: interrupted' + (hint if options.run in (_run_up, _run_down) else ''))
         return 1
 
@@ -192,51 +192,51 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_lab_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         subparser = add_command(name, run, text)
-        lab_help = 'which lab (default: that of this directory or of this elab shell, else lab)'
+        lab_help = 'the lab. Default: that of this directory or of this elab shell, else lab'
         subparser.add_argument('--name', default=state.find_lab_name(), help=lab_help)
         return subparser
 
     def add_ports(subparser: argparse.ArgumentParser) -> None:
         for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
             subparser.add_argument(
-                f'--{name}-port', type=_parse_port, default=port, metavar='PORT', help=f'default: {port}'
+                f'--{name}-port', type=_parse_port, default=port, metavar='PORT', help=f'Default: {port}'
             )
 
-    up = add_lab_command('up', _run_up, 'make the lab, or of one that is there what is missing or has ended')
-    up.add_argument('--hosts', type=_parse_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
-    add_lab_command('status', _run_status, 'what is there, and whether it answers')
+    up = add_lab_command('up', _run_up, 'make the lab, or make and start what is missing in an existing one')
+    up.add_argument('--hosts', type=_parse_count, metavar='N', help='number of hosts; a lab can grow. Default: 3')
+    add_lab_command('status', _run_status, 'show each server and host, and whether it answers')
     run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
     run.add_argument('host', metavar='HOST', help='the host, or control')
-    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its words')
-    shell = add_lab_command('shell', _run_shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
-    shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='a command, in place of the shell')
-    add_command('list', _run_list, 'all labs of this machine: whether each is up, and where it is')
-    add_lab_command('down', _run_down, 'remove the lab, its guests and all it made')
-    only = add_command('control', _run_control, 'only etcd and placement, in the foreground')
-    only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
-    certs_help = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
+    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its arguments')
+    shell = add_lab_command('shell', _run_shell, "run a shell in which eschedule uses the lab's schedule.yaml")
+    shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command to run. Default: a shell')
+    add_command('list', _run_list, 'list all labs of this machine, with state and directory')
+    add_lab_command('down', _run_down, 'remove the lab with its guests and everything that elab made for it')
+    only = add_command('control', _run_control, 'run only etcd and placement, in the foreground')
+    only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='listen here. Default: 127.0.0.1')
+    certs_help = 'directory of elab certs, made if missing. Default: ./certs if other machines reach ADDRESS, else none'
     only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
     add_ports(only)
-    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
-    unit_help = 'print the systemd unit that runs this command in this directory, and end'
+    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='Default: ./elab-control')
+    unit_help = 'print the systemd unit that runs this command in this directory, and exit'
     only.add_argument('--unit', action='store_true', help=unit_help)
-    certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and everybody who asks them')
-    directory_help = 'where they are made; without a NAME those in it that end within a month are made anew'
+    certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and their clients')
+    directory_help = 'where to make them; if no NAME is given, those in it that expire within a month are replaced'
     certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
-        ('--control', 'names and addresses of the control host, the first for clients; once is enough'),
-        ('--compute', 'hypervisors; NAME=UUID for one that has a uuid already'),
+        ('--control', 'names and addresses of the control host, the first for clients; needed only once'),
+        ('--compute', 'hypervisors; NAME=UUID for one that already has a uuid'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
     add_ports(certs)
     roles = certs.add_mutually_exclusive_group()
-    enable_help = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
+    enable_help = 'have etcd restrict each certificate in DIR to its role, so that no compute writes data of another'
     roles.add_argument('--enable', action='store_true', help=enable_help)
-    roles.add_argument('--disable', action='store_true', help='have etcd let every certificate do everything again')
-    image = add_command('guest', _run_guest, 'make a small guest image out of Debian packages')
-    image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file it is to be')
+    roles.add_argument('--disable', action='store_true', help='have etcd allow every certificate everything again')
+    image = add_command('guest', _run_guest, 'make a small guest image from Debian packages')
+    image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file to write')
     return top
 
 
@@ -257,7 +257,7 @@ def _parse_port(text: str) -> int:
 def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
     """Return the ports of etcd and placement; raise UsageError if they are equal."""
     if options.etcd_port == options.placement_port:
-        raise UsageError(f'etcd and placement cannot both have port {options.etcd_port}: say two')
+        raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two ports')
     return options.etcd_port, options.placement_port
 
 
@@ -277,7 +277,7 @@ def _run_up(options: argparse.Namespace) -> int:
     with _lock_lab(name), _report_step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.host_count:
-            _print_message(f'lab {name} has {lab.host_count} hosts already; elab down removes them')
+            _print_message(f'lab {name} already has {lab.host_count} hosts; only `elab down` removes them')
         with _report_step('control plane'):
             start_control(lab)
         hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
@@ -313,7 +313,7 @@ def _reduce_shares(hosts: Sequence[LabHost]) -> None:
         return
     reduced = [host.name for host in old_hosts if host.reduce_share()]
     if reduced:
-        _print_message(f'{", ".join(reduced)}: less now, for the machine is divided among {len(hosts)} hosts')
+        _print_message(f'{", ".join(reduced)}: inventory reduced, because {len(hosts)} hosts share the machine')
 
 
 def _provide_image(lab: Lab) -> None:
@@ -330,7 +330,7 @@ def _provide_image(lab: Lab) -> None:
         part.rename(own_image)
         _print_message(f'{own_image}: copied from {other_images[0]}')
     else:
-        _print_message(f'there is no guest image yet: elab guest {own_image}')
+        _print_message(f'the lab has no guest image. Fix: elab guest {own_image}')
 
 
 def _run_status(options: argparse.Namespace) -> int:
@@ -352,11 +352,10 @@ def _run_status(options: argparse.Namespace) -> int:
         print(f'{place:<10} {address:<15} {status}')
     kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
     if kinds['down']:
-        _print_message(f'down: {", ".join(kinds["down"])}; elab up --name {layout.name} starts what is down')
+        _print_message(f'down: {", ".join(kinds["down"])}. Fix: elab up --name {layout.name}')
     if kinds['no answer']:
-        _print_message(
-            f'no answer: {", ".join(kinds["no answer"])}; end what hangs, and elab up --name {layout.name} starts it'
-        )
+        fix = f'end the processes that hang, and run `elab up --name {layout.name}`'
+        _print_message(f'no answer: {", ".join(kinds["no answer"])}. Fix: {fix}')
     return 1 if any(kinds.values()) else 0
 
 
@@ -368,11 +367,11 @@ def _run_exec(options: argparse.Namespace) -> int:
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
-        raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}, but {", ".join(lab.places)}')
+        raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}: it has {", ".join(lab.places)}')
     if not options.words:
-        raise UsageError(f'exec {options.host}: which command?')
+        raise UsageError(f'exec {options.host}: missing argument: the command')
     if not machine.has_namespace(lab.layout, options.host):
-        raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
+        raise EcompError(f'{options.host} is down. Fix: elab up --name {lab.layout.name}')
     return wait_for_exit(
         subprocess.Popen([*machine.make_command_prefix(lab.layout, lab.directory, options.host), *options.words])
     )
@@ -389,7 +388,7 @@ def _run_list(_: argparse.Namespace) -> int:
     """Print a row for each lab; return 0."""
     labs = state.list_labs()
     if not labs:
-        _print_message('there is no lab: elab up makes one')
+        _print_message('there is no lab. Try: elab up')
         return 0
     rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_make_row, labs)]
     width = max(len(name) for name, *_ in rows)
@@ -422,7 +421,7 @@ def _run_down(options: argparse.Namespace) -> int:
         if not directory.exists() and not machine.list_namespaces(name):
             _print_message(f'there is no lab {name}')
             return 0
-    with _lock_lab(name), _report_step(f'lab {name} is gone'):
+    with _lock_lab(name), _report_step(f'lab {name} is removed'):
         state.check_removable(directory)
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may have finished before the lock
@@ -469,7 +468,7 @@ def _run_certs(options: argparse.Namespace) -> int:
 
     has_names = options.control or options.compute or options.scheduler or options.operator
     if options.disable and has_names:
-        raise UsageError('--disable makes no certificates: say it alone')
+        raise UsageError('--disable makes no certificates. Fix: give it without names')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [argument.partition('=') for argument in options.compute]
     etcd_port, placement_port = _read_ports(options)
@@ -501,7 +500,7 @@ def _run_guest(options: argparse.Namespace) -> int:
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
     """Hold the lab's lock; report if another elab has it, and wait."""
     return state.hold_lock(
-        state.ROOT / name, lambda: _print_message(f'another elab is at work on lab {name}: waiting for it')
+        state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another elab that changes it')
     )
 
 

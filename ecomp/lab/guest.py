@@ -51,7 +51,7 @@ exec </dev/ttyS0 >/dev/ttyS0 2>&1
 say() { echo "ecomp-guest: $*"; }
 # One line of output for each line of stdin.
 tell() { while IFS= read -r line || [ -n "$line" ]; do say "$1 $line"; done; }
-# wget has no time-out that works here.
+# This wget has no timeout that works here.
 fetch() { timeout 5 wget -q -O - "$1" 2>/dev/null; }
 # A file of the NoCloud seed.
 part() { if [ -n "$disk" ]; then cat "/seed/$1" 2>/dev/null; else fetch "$seed$1"; fi; }
@@ -124,7 +124,7 @@ say ready
 if [ "$(head -c 2 /tmp/user-data 2>/dev/null)" = '#!' ]; then
     sh /tmp/user-data || failed="&stage=modules-final&error=user-data+ended+with+$?"
 fi
-# As the script in vendor-data does when cloud-init is through.
+# As the script in vendor-data does after the end of cloud-init.
 if [ -n "$home" ] && timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance$failed" "$home"; then
     say "phoned $home"
 fi
@@ -133,7 +133,7 @@ while :; do sleep 3600; done
 
 ON_LEASE = """\
 #!/bin/sh
-# udhcpc calls this with what happened and the lease in the environment.
+# udhcpc calls this with the name of the event; the lease is in the environment.
 case $1 in
 deconfig)
     ip addr flush dev "$interface" ;;
@@ -174,7 +174,7 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
     Raises UsageError for an unusable path or missing programs, and EcompError if a step fails.
     """
     if output.is_dir():
-        raise UsageError(f'{output} is a directory: name the file that is to be the image')
+        raise UsageError(f'{output} is a directory. Fix: give the name of the image file')
     if not output.parent.is_dir():
         raise UsageError(f'{output}: there is no directory {output.parent}')
     machine.require(PROGRAMS)
@@ -237,7 +237,7 @@ def _find_static_busybox() -> Path:
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
             return path
-    raise UsageError('busybox is not the static one: apt-get install busybox-static')
+    raise UsageError('found no static busybox. Fix: apt-get install busybox-static')
 
 
 def is_static(program: bytes) -> bool:
@@ -266,7 +266,7 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
         machine.run(['dpkg-deb', '-x', str(package), str(tree)])
     kernels = sorted(tree.glob('boot/vmlinuz-*'))
     if not kernels:
-        raise EcompError(f'{" ".join(packages)}: no kernel in it')
+        raise EcompError(f'{" ".join(packages)}: found no kernel')
     files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
     modules = [(f'{name}.ko', _read_module(files[name])) for name in MODULES if name in files]
     return kernels[-1], modules
@@ -279,7 +279,7 @@ def _kernel_packages() -> list[str]:
         if images:
             # Ubuntu has the modules in a separate package.
             return [*images[:1], *_find_dependencies(images[0], 'linux-modules-')[:1]]
-    raise EcompError(f'apt knows no kernel for guests ({", ".join(KERNELS)}): apt-get update first')
+    raise EcompError(f'apt has no kernel for guests ({", ".join(KERNELS)}). Fix: apt-get update')
 
 
 def _find_dependencies(package: str, prefix: str) -> list[str]:

@@ -32,7 +32,7 @@ ETCD_SECONDS = 5.0  # for each answer of etcd; then ecompute counts as absent
 QEMU_USER = 'libvirt-qemu'
 
 COMPUTE_YAML = """\
-# Written once by elab; change it as you like and start the host's ecompute again (elab up does, when it has ended).
+# Written once by elab. After a change, restart the host's ecompute: end it, and run `elab up`.
 {backends}uuid: {compute}
 state: {state}
 # This host's share of the machine.
@@ -44,7 +44,7 @@ virt_type: auto
 """
 
 QUEUES_YAML = """\
-# One host of the lab takes what waits in the flavors' queues; eschedule places on all of them.
+# Only this host of the lab takes requests from the flavors' queues; eschedule places instances on all hosts.
 queues: True
 """
 QUEUES_HOST = 'hv1'
@@ -225,10 +225,11 @@ class LabHost:
         if not self.lab.find_running(f'{self.name} ecompute'):
             return f'down: ecompute (see {self.log})'
         if not etcd_answers:
-            return 'unknown: ecompute runs; whether it works, etcd knows'
+            return 'unknown: ecompute runs, but etcd does not answer'
         if not self.is_ecompute_ready():
             return f'down: ecompute (see {self.log})'
-        return f'ready: {self.count_guests()} guests, network {self.lab.layout.get_guest_network(self.name)}'
+        count, network = self.count_guests(), self.lab.layout.get_guest_network(self.name)
+        return f'ready: {count} guest{"" if count == 1 else "s"}, network {network}'
 
     def _read_presence_revision(self) -> int:
         """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""

@@ -95,7 +95,8 @@ def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> Non
             time.sleep(0.02)
             running = [process for process in running if is_alive(process)]
     if running:
-        raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in running))
+        names = ', '.join(f'{process.what} (pid {process.pid})' for process in running)
+        raise EcompError(f'still running 10 s after SIGKILL: {names}')
 
 
 # Runs the program when a line arrives, and never if the sender ends first.
@@ -137,7 +138,7 @@ def start(
     with child.stdin as release_pipe:
         started = read_start_time(child.pid)
         if started is None:
-            raise EcompError(f'{label} ended at once: {read_last_line(log)}')
+            raise EcompError(f'{label} ended immediately: {read_last_line(log)}')
         process = Process(label, child.pid, started)
         if record_process is not None:
             record_process(label, process)
@@ -168,7 +169,7 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
     except subprocess.TimeoutExpired as error:
         raise EcompError(f'{" ".join(command[-8:])} has not ended after {timeout_seconds:g} s') from error
     if result.returncode:
-        error_lines = result.stderr.strip().splitlines() or ['no word why']
+        error_lines = result.stderr.strip().splitlines() or ['no reason given']
         raise EcompError(f'{" ".join(command[:8])} failed ({result.returncode}): {error_lines[-1]}')
     return result.stdout
 
@@ -182,8 +183,8 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
     while True:
         was_ready = is_ready()
         if not is_alive(process):  # even if ready: another process may have answered
-            occupied = ', and another has its place (elab down ends that)' if was_ready else ''
-            raise EcompError(f'{label} ended while starting{occupied}: {read_last_line(log)} (see {log})')
+            occupied, fix = (', and another server answers in its place', '. Try: elab down') if was_ready else ('', '')
+            raise EcompError(f'{label} ended while starting{occupied}: {read_last_line(log)} (see {log}){fix}')
         if was_ready:
             return
         if time.monotonic() >= deadline:
@@ -207,7 +208,7 @@ def require_root(command: str) -> None:
     if os.geteuid() != 0:
         # The full path: sudo's own PATH has no virtual environment.
         words = ['sudo', *systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
-        raise UsageError(f'{command} needs root: {shlex.join(words)}')
+        raise UsageError(f'{command} needs root. Fix: {shlex.join(words)}')
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
@@ -215,14 +216,16 @@ def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
     missing_programs = [program for program in programs if not shutil.which(program, path=get_search_path())]
     packages = sorted({programs[program] for program in missing_programs})
     missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
-    problems = []
+    problems, fixes = [], []
     if packages:
-        problems.append(f'missing: apt-get install --no-install-recommends {" ".join(packages)}')
+        problems.append(f'missing programs: {", ".join(missing_programs)}')
+        fixes.append(f'apt-get install --no-install-recommends {" ".join(packages)}')
     if missing_modules:
         extras = 'hypervisor,lab' if 'libvirt' in modules else 'lab'
-        problems.append(f"missing in {sys.executable}: {', '.join(missing_modules)}; pip install '.[{extras}]'")
+        problems.append(f'missing modules in {sys.executable}: {", ".join(missing_modules)}')
+        fixes.append(f"pip install '.[{extras}]'")
     if problems:
-        raise UsageError('; '.join(problems))
+        raise UsageError(f'{"; ".join(problems)}. Fix: {" && ".join(fixes)}')
 
 
 # The private directories of a host, and where they are mounted inside it.
@@ -258,8 +261,9 @@ def ensure_control(layout: Layout) -> None:
     """
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
-            conflict = f'{layout.network} is routed by {route.get("dev", route.get("type"))}, and was free for the lab'
-            raise Conflict(f'{conflict}: take that route away, or elab down --name {layout.name}, and elab up anew')
+            by, name = route.get('dev', route.get('type')), layout.name
+            fix = f'remove that route, or run `elab down --name {name}`; then run `elab up --name {name}` again'
+            raise Conflict(f"{layout.network}, the lab's network, is now routed by {by}. Fix: {fix}")
     _ensure_namespace(layout, CONTROL)
     space = layout.get_namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))
@@ -338,7 +342,7 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
         if not running:
             return
         terminate(running.values(), timeout_seconds=3.0)
-    raise EcompError('processes in the lab are started faster than they can be ended')
+    raise EcompError('processes in the lab start faster than elab can end them')
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:

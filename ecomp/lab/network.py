@@ -114,7 +114,7 @@ def check_name(name: str) -> str:
     It is used in names of directories and namespaces.
     """
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
-        raise UsageError(f'a lab is named with at most 32 lower-case letters, digits and -, not {name!r}')
+        raise UsageError(f'{name!r} is not a valid lab name: a name has at most 32 lower-case letters, digits and -')
     return name
 
 
@@ -128,7 +128,7 @@ def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
         network = IPv4Network(f'10.{number}.0.0/16')
         if not any(network.overlaps(other) for other in networks):
             return network
-    raise EcompError('no free network for a lab: every 10.20.0.0/16 to 10.254.0.0/16 is routed somewhere already')
+    raise EcompError('no free network for a lab: this machine has routes to all from 10.20.0.0/16 to 10.254.0.0/16')
 
 
 def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:

@@ -76,7 +76,7 @@ def restrict_hosts(application: Application, names: Collection[str]) -> Applicat
         if host is None or name in names:
             return application(environ, start_response)
         start_response('421 Misdirected Request', [('content-type', 'text/plain; charset=utf-8')])
-        return [f'placement answers here by {" and ".join(names)} alone\n'.encode()]
+        return [f'placement accepts only these host names here: {" and ".join(names)}\n'.encode()]
 
     return serve
 
@@ -98,7 +98,7 @@ def require_token(application: Application, token_file: Path) -> Application:
             environment = {name: value for name, value in environ.items() if not name.startswith('HTTP_X_')}
             return application({**environment, 'HTTP_X_AUTH_TOKEN': 'admin'}, start_response)
         start_response('401 Unauthorized', [('content-type', 'application/json')])
-        return [b'{"errors": [{"status": 401, "title": "Unauthorized", "detail": "token_file has another word"}]}']
+        return [b'{"errors": [{"status": 401, "title": "Unauthorized", "detail": "token_file has another token"}]}']
 
     return serve
 

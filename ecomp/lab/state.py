@@ -103,8 +103,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
         version = data['version']
         if version != FORMAT_VERSION:
             raise EcompError(
-                f'{path} is of version {version}, and this elab knows {FORMAT_VERSION}: '
-                f'elab down --name {name}, then elab up'
+                f'{path} has version {version}, but this elab supports {FORMAT_VERSION}. '
+                f'Fix: `elab down --name {name}`, then `elab up --name {name}`'
             )
         # Start times count from the boot: after a reboot they are meaningless.
         recorded = data['processes'] if data['boot'] == read_boot_id() else {}
@@ -112,12 +112,12 @@ def load(name: str, root: Path = ROOT) -> Lab:
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
-        hint = f' (there is {", ".join(names)})' if names else ''
-        raise NotFound(f'there is no lab {name!r}{hint}: elab up --name {name} makes one') from error
+        hint = f' (existing: {", ".join(names)})' if names else ''
+        raise NotFound(f'there is no lab {name!r}{hint}. Try: elab up --name {name}') from error
     except OSError as error:
         raise EcompError(f'{path}: {error.strerror}') from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EcompError(f'{path} is not what elab wrote: elab down --name {name} removes the lab') from error
+        raise EcompError(f'{path} is malformed. Fix: remove the lab with `elab down --name {name}`') from error
 
 
 def load_or_create(name: str, host_count: int | None) -> Lab:
@@ -138,8 +138,8 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
         re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
     )
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
-        problem = f'{directory} is not empty, and elab down would remove all that is in it'
-        raise UsageError(f'{problem}: move that away, or make {directory} a link to an empty directory')
+        problem = f'{directory} is not empty, and `elab down` would remove its content'
+        raise UsageError(f'{problem}. Fix: move the content away, or make {directory} a link to an empty directory')
     with hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
         used_networks = parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
@@ -193,9 +193,8 @@ def _belongs_to_lab(directory: Path) -> bool:
 
 
 def _make_removal_error(directory: Path, reason: str) -> EcompError:
-    return EcompError(
-        f'{directory} cannot be removed whole ({reason}): unmount what is mounted there, and say elab down again'
-    )
+    fix = 'unmount what is mounted there, and run `elab down` again'
+    return EcompError(f'{directory} cannot be removed completely: {reason}. Fix: {fix}')
 
 
 def find_lab_name() -> str:

@@ -232,9 +232,7 @@ def test_used_port_is_reported_on_one_line(tmp_path: Path, which: str) -> None:
             out, errors = process.communicate(timeout=20)
     assert process.returncode == 2
     assert out == ''
-    assert errors.splitlines() == [
-        f'elab: port {used_port} for {which} cannot be had (Address already in use): say another with --{which}-port'
-    ]
+    assert errors.splitlines() == [f'elab: --{which}-port {used_port}: Address already in use. Fix: use another port']
 
 
 # Behind certificates
@@ -386,7 +384,7 @@ def test_incomplete_certificates_are_reported(
     ports = ['--etcd-port', str(free_port()), '--placement-port', str(free_port())]
     words = ['control', '--data', str(tmp_path / 'data'), '--certs', str(tmp_path / 'certs'), *ports]
     assert elab.main(words) == 2
-    message = f'elab: {tmp_path}/certs/etcd/server.key cannot be read: elab certs makes it\n'
+    message = f'elab: {tmp_path}/certs/etcd/server.key cannot be read. Try: elab certs {tmp_path}/certs\n'
     assert capsys.readouterr().err == message
 
 
@@ -394,9 +392,9 @@ def test_incomplete_certificates_are_reported(
 @pytest.mark.parametrize(
     ('words', 'said'),
     [
-        (['--bind', '0.0.0.0'], '--bind 0.0.0.0: say which address'),
+        (['--bind', '0.0.0.0'], '--bind 0.0.0.0: this address cannot be certified'),
         (['--bind', 'ds1'], '--bind ds1: must be an address'),
-        (['--bind', '192.0.2.1'], '--bind 192.0.2.1: must be an address of this machine: ip address lists them'),
+        (['--bind', '192.0.2.1'], '--bind 192.0.2.1: must be an address of this machine. Try: ip address'),
     ],
 )
 def test_refusal_is_reported_on_one_line(

@@ -29,6 +29,7 @@ from tests.kit.servers import make_environment, wait_until
 
 BOOT_TIMEOUT_SECONDS = 90.0
 MAC = '52:54:00:00:aa:01'
+FIX_FOR_NO_ANSWER = f'end the processes that hang, and run `elab up --name {NAME}`\n'
 
 
 def is_reachable(address: str) -> bool:
@@ -212,8 +213,8 @@ def list_hosts_with_role(lab: dict[str, Any], *hosts: str) -> list[str]:
 @pytest.mark.usefixtures('lab')
 def test_exec_returns_output_and_exit_code() -> None:
     assert run_elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
-    assert 'but control, hv1' in run_elab('exec', '--name', NAME, 'hv9', 'true', code=4).stderr
-    assert 'which command' in run_elab('exec', '--name', NAME, 'hv1', code=2).stderr
+    assert 'it has control, hv1' in run_elab('exec', '--name', NAME, 'hv9', 'true', code=4).stderr
+    assert 'missing argument: the command' in run_elab('exec', '--name', NAME, 'hv1', code=2).stderr
 
 
 @pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
@@ -263,7 +264,7 @@ def test_status_blames_a_frozen_etcd_and_not_the_computes() -> None:
     states = {row[0]: row[2] for row in (line.split(maxsplit=2) for line in result.stdout.splitlines()[1:])}
     assert states['etcd'] == f'no answer (pid {pid})'
     assert states['hv1'].startswith('unknown: ecompute runs')
-    assert result.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
+    assert result.stderr == f'no answer: etcd. Fix: {FIX_FOR_NO_ANSWER}'
 
 
 @pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
@@ -276,7 +277,7 @@ def test_status_reports_a_frozen_libvirtd_without_waiting_for_it() -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert f'no answer: libvirtd (pid {pid}, see {ROOT / NAME}/hv1/libvirtd.log)' in result.stdout
-    assert result.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
+    assert result.stderr == f'no answer: hv1. Fix: {FIX_FOR_NO_ANSWER}'
 
 
 @pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
@@ -366,7 +367,8 @@ def test_lab_of_another_elab_version_can_be_removed() -> None:
     (ROOT / name / 'lab.json').write_text('{"version": 1}')
     try:
         errors = run_elab('up', '--name', name, code=1).stderr
-        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in errors
+        fix = f'`elab down --name {name}`, then `elab up --name {name}`\n'
+        assert f'has version 1, but this elab supports 2. Fix: {fix}' in errors
     finally:
         run_elab('down', '--name', name)
     assert not (ROOT / name).exists()
@@ -430,8 +432,8 @@ def test_down_reports_a_mount_in_the_lab_and_keeps_it() -> None:
     (mounted / 'mine').touch()
     try:
         message = run_elab('down', '--name', name, code=1).stderr.splitlines()[-1]
-        reason = f'{ROOT / name} cannot be removed whole ({mounted} is a mount)'
-        assert message == f'elab: {reason}: unmount what is mounted there, and say elab down again'
+        reason = f'{ROOT / name} cannot be removed completely: {mounted} is a mount'
+        assert message == f'elab: {reason}. Fix: unmount what is mounted there, and run `elab down` again'
         assert (mounted / 'mine').exists()
     finally:
         subprocess.run(['umount', mounted], check=True)
@@ -465,8 +467,8 @@ except Conflict as error:
     print(error)
 """
 CONFLICT_MESSAGE = (
-    '10.200.0.0/16 is routed by {by}, and was free for the lab: take that route away, or elab down --name one, '
-    'and elab up anew\n'
+    "10.200.0.0/16, the lab's network, is now routed by {by}. Fix: remove that route, or run `elab down --name one`; "
+    'then run `elab up --name one` again\n'
 )
 
 

@@ -101,8 +101,8 @@ def test_missing_extras_are_named(programs: Path, tmp_path: Path, cluster: Contr
     done = run_installed(programs / 'elab', 'control', cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith('elab: ')
-    assert 'placement; pip install ' in done.stderr
+    assert 'placement. Fix: pip install ' in done.stderr
     assert len(done.stderr.splitlines()) == 1
     done = run_installed(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "cryptography, etcd3; pip install '.[lab]'" in done.stderr
+    assert "cryptography, etcd3. Fix: pip install '.[lab]'" in done.stderr

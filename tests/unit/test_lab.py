@@ -87,7 +87,7 @@ def test_valid_lab_name_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize('name', ['', '-a', 'a-', 'A', 'a/b', '..', 'a b', 'a.b', 'ä', 'x' * 33, 'a\n'])
 def test_invalid_lab_name_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match='a lab is named'):
+    with pytest.raises(UsageError, match='is not a valid lab name'):
         check_name(name)
 
 
@@ -236,7 +236,9 @@ def test_server_that_dies_at_start_is_reported_with_its_last_line(tmp_path: Path
 def test_dead_server_is_not_replaced_by_another_on_its_port(tmp_path: Path) -> None:
     process = run_to_end(tmp_path, 'echo port is taken')
 
-    with pytest.raises(EcompError, match=r'has its place \(elab down ends that\): port is taken'):
+    with pytest.raises(
+        EcompError, match=r'another server answers in its place: port is taken \(.*\)\. Try: elab down$'
+    ):
         machine.wait_for('server', lambda: True, process, tmp_path / 'log', 10)
 
 
@@ -272,15 +274,21 @@ def test_program_is_stopped_after_its_timeout() -> None:
         machine.run(['sleep', '600'], timeout_seconds=0.1)
 
 
+MISSING_PATTERN = (
+    'missing programs: no-such-1, no-such-2, no-such-3; missing modules in .*: no_such_module. '
+    'Fix: apt-get install --no-install-recommends a b && pip install'
+)
+
+
 def test_require_names_everything_missing() -> None:
-    with pytest.raises(UsageError, match='apt-get install --no-install-recommends a b; missing in .*: no_such_module'):
+    with pytest.raises(UsageError, match=MISSING_PATTERN):
         machine.require({'no-such-1': 'b', 'no-such-2': 'a', 'no-such-3': 'b', 'sh': 'dash'}, ['no_such_module', 'os'])
     machine.require({'sh': 'dash'}, ['os'])
     # libvirt's package is compiled at installation, so a host with etcd and placement only must not need it.
     for modules, extras in ((['no_placement'], 'lab'), (['no_placement', 'libvirt'], 'hypervisor,lab')):
         with pytest.raises(UsageError) as caught:
             machine.require({}, modules)
-        assert str(caught.value).endswith(f"; pip install '.[{extras}]'")
+        assert str(caught.value).endswith(f". Fix: pip install '.[{extras}]'")
 
 
 def test_lock_survives_concurrent_removal_of_its_directory(tmp_path: Path) -> None:
@@ -343,8 +351,8 @@ def test_down_refuses_a_lab_with_a_mount_before_ending_anything(
     mounts = [line.format(str(mount_point).replace(' ', '\\040')) for mount_point in (*outside, directory / 'images')]
     state.MOUNTINFO.write_text(''.join(mounts))
     assert main(['down', '--name', 'one']) == 1
-    reason = f'{root}/one cannot be removed whole ({directory}/images is a mount)'
-    message = f'elab: {reason}: unmount what is mounted there, and say elab down again\n'
+    reason = f'{root}/one cannot be removed completely: {directory}/images is a mount'
+    message = f'elab: {reason}. Fix: unmount what is mounted there, and run `elab down` again\n'
     assert capsys.readouterr() == ('', message)
     assert (directory / 'images/mine').exists()
     monkeypatch.setattr(machine, 'end_processes', lambda *_: None)
@@ -488,7 +496,7 @@ def test_placement_answers_only_to_its_own_names() -> None:
         assert send_request(application, HTTP_HOST=host)[0] == '200 OK', host
     assert send_request(application)[0] == '200 OK'  # no Host header: not a browser
     application = restrict_hosts(echo_identity, ('localhost', '127.0.0.1'))
-    refused = '421 Misdirected Request', b'placement answers here by localhost and 127.0.0.1 alone\n'
+    refused = '421 Misdirected Request', b'placement accepts only these host names here: localhost and 127.0.0.1\n'
     for host in ('', 'evil.example', 'localhost.evil.example', '[', 'localhost@evil', '127.0.0.1.x'):
         assert send_request(application, HTTP_HOST=host) == refused, host
 

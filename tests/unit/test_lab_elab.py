@@ -31,16 +31,16 @@ from tests.unit.lab_root import make_lab
         (['up', '--hosts', '0'], 'not a number from 1 to 64'),
         (['up', '--hosts', '65'], 'not a number from 1 to 64'),
         (['up', '--hosts', 'three'], 'not a number from 1 to 64'),
-        (['up', '--name', '../x'], 'a lab is named'),
-        (['down', '--name', ''], 'a lab is named'),
+        (['up', '--name', '../x'], "'../x' is not a valid lab name"),
+        (['down', '--name', ''], "'' is not a valid lab name"),
         (['exec'], 'HOST'),
         (['guest'], 'OUT.qcow2'),
         (['list', 'all'], 'unrecognized arguments: all'),
-        (['shell', '--name', '../x'], 'a lab is named'),
+        (['shell', '--name', '../x'], "'../x' is not a valid lab name"),
         *((['control', '--etcd-port', each], f"'{each}' is not a port") for each in ('x', '0', '-1', '65536', '99999')),
         *((['certs', 'd', '--placement-port', each], f"'{each}' is not a port") for each in ('', '0')),
-        (['control', '--etcd-port', '8080'], 'cannot both have port 8080'),
-        (['certs', 'd', '--control', 'a', '--placement-port', '2379'], 'cannot both have port 2379'),
+        (['control', '--etcd-port', '8080'], 'cannot both use port 8080'),
+        (['certs', 'd', '--control', 'a', '--placement-port', '2379'], 'cannot both use port 2379'),
     ],
 )
 def test_invalid_command_is_refused_with_one_line_and_exit_2(
@@ -67,7 +67,7 @@ def test_lab_commands_need_root(words: list[str], tmp_path: Path) -> None:
         pytest.skip(f'another user cannot read {top}')
     assert (process.returncode, process.stdout) == (2, '')
     command_line = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
-    assert process.stderr == f'elab: elab {words[0]} needs root: {command_line}\n'
+    assert process.stderr == f'elab: elab {words[0]} needs root. Fix: {command_line}\n'
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_interrupt_of_up_and_down_says_how_to_continue(
         monkeypatch.setattr(module, name, interrupt)
     monkeypatch.setattr(state, 'list_labs', interrupt)
     assert main(words) == 1
-    hint = '; elab up goes on where it was, elab down removes what there is' if words[0] in ('up', 'down') else ''
+    hint = '; `elab up` continues, `elab down` removes the lab' if words[0] in ('up', 'down') else ''
     assert capsys.readouterr() == ('', f'elab: interrupted{hint}\n')
     assert not [*root.iterdir()]
 
@@ -134,7 +134,7 @@ def test_guest_image_path_must_be_a_file_in_a_directory(
     message = capsys.readouterr().err
     assert message.count('\n') == 1
     if not name.startswith('none'):
-        assert message == f'elab: {name} is a directory: name the file that is to be the image\n'
+        assert message == f'elab: {name} is a directory. Fix: give the name of the image file\n'
 
 
 # Prints a unit, without the check that no directory above the clone keeps root out.
@@ -186,7 +186,7 @@ def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
 def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     me = Process('me', os.getpid(), machine.read_start_time(os.getpid()) or 0)
     assert main(['list']) == 0
-    assert capsys.readouterr() == ('', 'there is no lab: elab up makes one\n')
+    assert capsys.readouterr() == ('', 'there is no lab. Try: elab up\n')
     make_lab(root, 'off', 3)
     servers = ('etcd', 'placement', 'hv1 libvirtd', 'hv1 ecompute')
     make_lab(root, 'on', 1, **dict.fromkeys(servers, me))
@@ -209,9 +209,9 @@ def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_missing_lab_is_reported_with_the_command_to_make_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_lab(root, 'one', 1)
     assert main(['shell', '--name', 'two']) == 4
-    assert capsys.readouterr().err == "elab: there is no lab 'two' (there is one): elab up --name two makes one\n"
+    assert capsys.readouterr().err == "elab: there is no lab 'two' (existing: one). Try: elab up --name two\n"
     assert main(['shell', '--name', 'one']) == 1
-    assert 'elab up --name one writes it' in capsys.readouterr().err
+    assert 'cannot be read. Try: elab up --name one\n' in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures('fake_root')
@@ -227,7 +227,7 @@ def test_malformed_lab_is_reported_and_can_be_removed(
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ['one']
     for words in ('status', 'shell'):
         assert main([words, '--name', 'two']) == 1
-        message = f'elab: {broken} is not what elab wrote: elab down --name two removes the lab\n'
+        message = f'elab: {broken} is malformed. Fix: remove the lab with `elab down --name two`\n'
         assert capsys.readouterr() == ('', message)
     assert main(['down', '--name', 'two']) == 0
     assert [path.name for path in root.iterdir()] == ['one']
@@ -284,7 +284,7 @@ def test_up_refuses_a_directory_with_other_files(
         (root / 'lab').symlink_to(directory)
     assert main(['up']) == 2
     message = (
-        f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make '
+        f'elab: {root}/lab is not empty, and `elab down` would remove its content. Fix: move the content away, or make '
         f'{root}/lab a link to an empty directory\n'
     )
     assert capsys.readouterr() == ('', message)

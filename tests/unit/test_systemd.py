@@ -183,7 +183,7 @@ def test_unit_of_mdserver_refuses_other_options(words: list[str], capfd: pytest.
         server.main(['--unit', 'mdserver.conf', *words])
     out, stderr = capfd.readouterr()
     assert (exit_info.value.code, out, stderr.count('\n')) == (2, '', 1)
-    assert stderr.startswith('mdserver: --unit goes with CONF alone')
+    assert stderr.startswith('mdserver: --unit accepts CONF alone')
 
 
 @pytest.mark.parametrize('more', [[], ['--unit']])
@@ -194,7 +194,7 @@ def test_address_that_cannot_be_certified_is_refused(
     monkeypatch.setattr(systemd, 'find_unsafe_directory', lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert elab.main(['control', '--bind', address, *more]) == 2
-    reason = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
+    reason = f'--bind {address}: an address with a % cannot be certified. Fix: use another address of this machine'
     assert capsys.readouterr() == ('', f'elab: {reason}\n')
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
@@ -246,7 +246,7 @@ def test_unit_that_root_without_rights_cannot_run_is_refused(
     opt, var = str(tmp_path / 'elab'), tmp_path / 'var'
     monkeypatch.chdir(ann_home / 'clone')
     monkeypatch.setattr(systemd, 'PACKAGE', tmp_path)
-    cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
+    cure = 'install ecomp in /opt/ecomp, and use --data /var/lib/ecomp'
     for program, arguments, problem in (
         (f'{ann_home}/.venv/elab', [], f'{ann_home}/.venv/elab'),
         (opt, [], '--data elab-control'),
@@ -255,18 +255,16 @@ def test_unit_that_root_without_rights_cannot_run_is_refused(
     ):
         monkeypatch.setattr(sys, 'argv', [program])
         assert elab.main(['control', '--bind', '10.0.0.5', *arguments, '--unit']) == 2
-        reason = (
-            f"{problem} is in {ann_home}, which is another user's or closed to root, and the service has no right there"
-        )
-        expected = f'elab: --unit: {reason}: {cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)\n'
-        assert capsys.readouterr() == ('', expected)
+        reason = f'{problem}: {ann_home} belongs to another user or is closed to root'
+        fix = f'{cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)'
+        assert capsys.readouterr() == ('', f'elab: --unit: the service cannot use {reason}. Fix: {fix}\n')
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
     assert f'--data {var} ' in capsys.readouterr().out
     # Without --bind no other host reaches it, so it has no certificates.
     assert elab.main(['control', '--unit']) == 2
-    assert f': {cure} (docs' in capsys.readouterr().err
+    assert f'. Fix: {cure} (docs' in capsys.readouterr().err
     for target, name, problem in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
         with monkeypatch.context() as patched:
             patched.setattr(target, name, str(ann_home / 'clone'))
             assert elab.main(['control', '--data', str(var), '--unit']) == 2
-        assert f'{problem} {ann_home}/clone is in {ann_home}, which' in capsys.readouterr().err
+        assert f'{problem} {ann_home}/clone: {ann_home} belongs to another user' in capsys.readouterr().err
