@@ -62,7 +62,7 @@ def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[
 
     def read(value: str, base: Path) -> T:
         if not value:
-            raise ValueError(f'is empty: name {description}')
+            raise ValueError(f'is empty: must be {description}')
         return convert(base / value)
 
     return read
@@ -93,7 +93,7 @@ class Config:
     port: int = _make_field(80, _parse_port)
     guests: Path = _make_field(Path('/var/lib/ecompute/metadata'), _make_path_reader('a directory', Path))
     leases: str = _make_field(
-        '/var/lib/libvirt/dnsmasq/*.status', _make_path_reader("the status files of libvirt's dnsmasq", str)
+        '/var/lib/libvirt/dnsmasq/*.status', _make_path_reader("a pattern of status files of libvirt's dnsmasq", str)
     )
     user_data: Path | None = _make_field(None, _make_path_reader('a file', _check_readable), name='user-data')
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -117,7 +117,7 @@ def load(path: Path | None) -> Config:
     try:
         text = named_path.read_bytes().decode('utf-8-sig')
     except OSError as error:
-        raise ConfError(f'{path}: {error.strerror}: name a file that can be read, or none for the defaults') from error
+        raise ConfError(f'{path}: {error.strerror}. Fix: give a readable file, or none for the defaults') from error
     except UnicodeDecodeError as error:
         raise ConfError(f'{path}: is not UTF-8 text') from error
     finally:
@@ -136,14 +136,15 @@ def parse(text: str, path: Path) -> Config:
     try:
         parser.read_string(text, str(path))
     except configparser.MissingSectionHeaderError as error:
-        raise ConfError(f'{path}: line {error.lineno}: no [section] before it: begin with [mdserver]') from error
+        raise ConfError(f'{path}: line {error.lineno}: no [section] precedes it. Fix: begin with [mdserver]') from error
     except configparser.ParsingError as error:
         lines = ', '.join(str(number) for number, _ in error.errors)
         raise ConfError(f'{path}: line {lines}: neither [section] nor "key = value"') from error
     except configparser.DuplicateSectionError as error:
-        raise ConfError(f'{path}: line {error.lineno}: [{error.section}] is there twice') from error
+        raise ConfError(f'{path}: line {error.lineno}: [{error.section}] is given more than once') from error
     except configparser.DuplicateOptionError as error:
-        raise ConfError(f'{path}: line {error.lineno}: "{error.option}" is there twice in [{error.section}]') from error
+        problem = f'"{error.option}" is given more than once in [{error.section}]'
+        raise ConfError(f'{path}: line {error.lineno}: {problem}') from error
 
     lines_of = _find_line_numbers(text)
     values: dict[str, Any] = {}
@@ -151,7 +152,7 @@ def parse(text: str, path: Path) -> Config:
     problems: list[tuple[int, str]] = []
     for section in parser.sections():
         if section not in ('mdserver', 'public-keys'):
-            problem = f'unknown section [{section}]: known are [mdserver] and [public-keys]'
+            problem = f'unknown section [{section}]: must be [mdserver] or [public-keys]'
             problems.append((lines_of[section, None], problem))
             continue
         for name, value in parser.items(section):
@@ -170,7 +171,7 @@ def parse(text: str, path: Path) -> Config:
 
 def check_public_key(text: str) -> str:
     """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid."""
-    problem = 'is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
+    problem = 'is not an OpenSSH public key: must be the one line of a file like ~/.ssh/id_ed25519.pub'
     kind, _, rest = text.partition(' ')
     blob = rest.split(' ')[0]
     try:
@@ -192,16 +193,16 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
 def _find_field(key: str) -> Field[Any]:
     """Return the field that the key sets; ValueError for an unknown or retired key."""
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
-        raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
+        raise ValueError('passwords for guests are no longer supported: remove it, and put a key into [public-keys]')
     if key not in FIELDS_BY_KEY:
-        raise ValueError(f'unknown key in [mdserver]: known are {", ".join(FIELDS_BY_KEY)}')
+        raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(FIELDS_BY_KEY)}')
     return FIELDS_BY_KEY[key]
 
 
 def _check_key_name(name: str) -> str:
     """Return the name of a public key unchanged; ValueError if it is invalid."""
     if not re.fullmatch('[a-z0-9._@+-]+', name):
-        raise ValueError('is no name for a key: use letters, digits and . _ @ + -')
+        raise ValueError('is not a valid name of a key: a name has only letters, digits and . _ @ + -')
     return name
 
 

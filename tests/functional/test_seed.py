@@ -96,7 +96,7 @@ def test_exit_codes_of_mdserver_seed(data: GuestData) -> None:
     conf.write_text('[x]\n')
     result = run_seed(MACS[0], str(conf))
     assert (result.returncode, result.stdout) == (2, '')
-    assert result.stderr == f'mdserver: {conf}: line 1: unknown section [x]: known are [mdserver] and [public-keys]\n'
+    assert result.stderr == f'mdserver: {conf}: line 1: unknown section [x]: must be [mdserver] or [public-keys]\n'
 
 
 # The disk

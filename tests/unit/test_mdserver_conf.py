@@ -98,22 +98,25 @@ good = {make_key()}
         parse(text, Path('m.conf'))
     assert str(caught.value) == (
         'm.conf: '
-        'line 3: "prot": unknown key in [mdserver]: known are listen_address, port, guests, leases, user-data; '
+        'line 3: "prot": unknown key in [mdserver]: must be one of listen_address, port, guests, leases, user-data; '
         'line 4: "port": \'http\' is not a port, 0 to 65535; '
         'line 5: "listen_address": \'virbr0\' is not an IPv4 address; '
-        'line 7: unknown section [nova]: known are [mdserver] and [public-keys]; '
-        'line 10: "default": is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
+        'line 7: unknown section [nova]: must be [mdserver] or [public-keys]; '
+        'line 10: "default": is not an OpenSSH public key: must be the one line of a file like ~/.ssh/id_ed25519.pub'
     )
 
 
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('[mdserver]\npassword = password', 'line 2: "password": guests are given no password any more: remove it'),
-        ('port = 80', r'line 1: no \[section\] before it'),
+        (
+            '[mdserver]\npassword = password',
+            'line 2: "password": passwords for guests are no longer supported: remove it',
+        ),
+        ('port = 80', r'line 1: no \[section\] precedes it'),
         ('[mdserver]\nport', 'line 2: neither'),
-        ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is there twice'),
-        ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is there twice'),
+        ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is given more than once'),
+        ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is given more than once'),
         ('[DEFAULT]\nport = 1', r'line 1: unknown section \[DEFAULT\]'),
         ('[mdserver]\nport = 65536', 'not a port'),
         ('[mdserver]\nport = -1', 'not a port'),
@@ -124,7 +127,7 @@ good = {make_key()}
         ('[mdserver]\nuser-data =', '"user-data": is empty'),
         ('[mdserver]\nuser-data = /no/such', 'line 2: "user-data": /no/such: No such file'),
         ('[mdserver]\nuser-data = /', 'Is a directory'),
-        ('[public-keys]\na b = x', 'line 2: "a b": is no name for a key'),
+        ('[public-keys]\na b = x', 'line 2: "a b": is not a valid name of a key'),
         ('[public-keys]\n0=x = y', 'line 2: "0": is not an OpenSSH public key'),
         ('[public-keys]\ndefault =', 'not an OpenSSH public key'),
         (f'[public-keys]\ndefault = {make_key()}\n  {make_key()}', 'not an OpenSSH public key'),
@@ -146,7 +149,7 @@ def test_user_data_too_large(tmp_path: Path) -> None:
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfError, match=r'm\.conf: No such file or directory: name a file'):
+    with pytest.raises(ConfError, match=r'm\.conf: No such file or directory\. Fix: give a readable file'):
         load(tmp_path / 'm.conf')
     (tmp_path / 'm.conf').write_bytes(b'\xff')
     with pytest.raises(ConfError, match='is not UTF-8'):
@@ -188,7 +191,7 @@ def test_any_text_parses_or_fails_in_one_line(text: str) -> None:
 def test_error_names_the_path_of_an_open_descriptor(tmp_path: Path) -> None:
     """A directory read as /proc/self/fd/N is reported by its path; its descriptor is closed."""
     descriptor = os.open(tmp_path, os.O_PATH)
-    with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory: name a file that can be read'):
+    with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory. Fix: give a readable file'):
         load(Path(f'/proc/self/fd/{descriptor}'))
     with pytest.raises(OSError, match='Bad file descriptor'):
         os.fstat(descriptor)
