@@ -89,7 +89,7 @@ class Files:
             if macs:
                 detail = f'leased to {owner.mac}, used by {", ".join(sorted(macs))}'
                 raise ForgedAddressError(f'{address} is leased to another machine', detail)
-        problems = problems or [f'looked in {self._config.leases}']
+        problems = problems or [f'searched in {self._config.leases}']
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
@@ -118,7 +118,7 @@ class Files:
         try:
             return guests.parse_guest(_read_all(opened), mac)
         except FileNotFoundError as error:
-            raise UnknownGuestError(f'no instance with the MAC address {mac}', f'{name} is not there') from error
+            raise UnknownGuestError(f'no instance with the MAC address {mac}', f'{name} does not exist') from error
         except OSError as error:
             raise BrokenFileError(f'{name}: {error.strerror}') from error
         except ValueError as error:

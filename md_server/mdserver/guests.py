@@ -138,9 +138,9 @@ def parse_guest(data: bytes, mac: str) -> Guest:
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
     if record.get('version', FORMAT_VERSION) != FORMAT_VERSION:
-        raise ValueError(f'"version" is {record["version"]!r}, understood is {FORMAT_VERSION}')
+        raise ValueError(f'"version" is {record["version"]!r}, but mdserver supports {FORMAT_VERSION}')
     if record.get('mac', mac) != mac:
-        raise ValueError('"mac" is another than the name of the file')
+        raise ValueError('"mac" differs from the name of the file')
     instance, hostname = record.get('instance'), record.get('hostname')
     if not isinstance(instance, str) or not is_uuid(instance):
         raise ValueError('"instance" is not a uuid')

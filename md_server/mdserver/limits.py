@@ -132,7 +132,7 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         if not self._is_allowed(address):
             self._to_close.append(channel)
             if self._log_limiter.try_acquire('', now):
-                log.warning('client=%s is no guest here: not answered', address)
+                log.warning('client=%s is not a guest of this host: not answered', address)
             return float('inf')
         peers = [
             peer for peer in self.active_channels.values() if peer.addr[0] == address and peer not in self._to_close
@@ -141,7 +141,7 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
             self._to_close.append(peers[0])  # a dict keeps the order of insertion
             if self._log_limiter.try_acquire(address, now):
                 log.warning(
-                    'client=%s has more than %d connections: the oldest ends', address, MAX_CONNECTIONS_PER_ADDRESS
+                    'client=%s has more than %d connections: closing the oldest', address, MAX_CONNECTIONS_PER_ADDRESS
                 )
         return now + self._request_limiter.schedule(address, now)
 

@@ -80,7 +80,7 @@ class Monitor:
         """Return the next packet and its descriptor, or -1; OSError if the monitor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
-            raise OSError(errno.EPIPE, 'its monitor is gone')
+            raise OSError(errno.EPIPE, 'the monitor is gone')
         return packet, descriptors[0] if descriptors else -1
 
     def _disconnect(self) -> None:
@@ -131,14 +131,14 @@ def find_user(user: str) -> UserIds:
         entry = pwd.getpwnam(user)
     except KeyError as error:
         if not re.fullmatch('[0-9]{1,10}', user) or int(user) > MAX_UID:
-            raise ValueError(f'there is no user {user!r} here: name one that is, or give a number') from error
+            raise ValueError(f'there is no user {user!r}. Fix: give an existing user or a number') from error
         ids = UserIds(int(user), int(user))
         with suppress(KeyError):
             ids = UserIds(ids.uid, pwd.getpwuid(ids.uid).pw_gid)
     else:
         ids = UserIds(entry.pw_uid, entry.pw_gid)
     if ids.uid == 0:
-        raise ValueError(f'{user!r} is root, who gives up nothing: name another user')
+        raise ValueError(f'{user!r} is root, which keeps all rights. Fix: give another user')
     return ids
 
 
@@ -160,4 +160,4 @@ def drop_privileges(ids: UserIds) -> None:
         os.setuid(0)
     except PermissionError:
         return
-    raise OSError(errno.EPERM, 'it can become root again')
+    raise OSError(errno.EPERM, 'the process can become root again')

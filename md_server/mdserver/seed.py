@@ -20,10 +20,10 @@ from mdserver.files import Files
 def main(argv: list[str] | None = None) -> int:
     """Print the files of the guest's seed as JSON; return the exit code."""
     parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
-    parser.add_argument('mac', help='of any of its interfaces')
-    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
-    parser.add_argument('--guests', metavar='DIR', type=Path, help="ecompute's files of guests, in place of the file's")
-    parser.add_argument('--no-phone-home', action='store_true', help='no metadata server is there to hear of it')
+    parser.add_argument('mac', help='MAC address of one interface of the guest')
+    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf. Default: built-in values')
+    parser.add_argument('--guests', metavar='DIR', type=Path, help="files of guests. Default: mdserver.conf's")
+    parser.add_argument('--no-phone-home', action='store_true', help='omit the report to the metadata server')
     arguments = parser.parse_args(argv)
     try:
         config = conf.load(arguments.conf)

@@ -120,7 +120,7 @@ def make_app(files: Files) -> bottle.Bottle:
             refusal = bottle.HTTPError(404, f'{error}')
         except (guests.BrokenFileError, OSError, ValueError) as error:
             log.error('client=%s: %s', address, error)
-            refusal = bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
+            refusal = bottle.HTTPError(500, 'the data of this guest cannot be read: see the log of mdserver')
         else:
             environ[INSTANCE_KEY] = guest.instance
             with suppress(OSError):  # answer even if the file system is read-only
@@ -147,14 +147,14 @@ def make_app(files: Files) -> bottle.Bottle:
         try:
             report = metadata.parse_report(bottle.request.body.read(MAX_BODY_BYTES))
         except ValueError:
-            return bottle.HTTPError(400, f'a form of at most {metadata.MAX_FORM_FIELDS} fields, please')
+            return bottle.HTTPError(400, f'the form has more than {metadata.MAX_FORM_FIELDS} fields')
         try:
             files.note_ready(mac, instance, report)
         except FileNotFoundError:
             return bottle.HTTPError(404, 'no such data')  # removed concurrently
         except OSError as error:
-            log.error('instance %s is ready, and that cannot be noted: %s', instance, error)
-            return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
+            log.error('cannot store the ready report of instance %s: %s', instance, error)
+            return bottle.HTTPError(500, 'the report cannot be stored: see the log of mdserver')
         return _make_response(b'ok')
 
     app.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', receive_report)
@@ -167,10 +167,10 @@ def _check_headers() -> None:
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
-        raise bottle.HTTPError(403, 'not through a proxy')
+        raise bottle.HTTPError(403, 'requests through a proxy are refused')
     # DNS rebinding: a malicious web page in a guest becomes same-origin by a host name that resolves to this server.
     if not HOST_HEADER_PATTERN.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
-        raise bottle.HTTPError(421, f'not by a name: ask {METADATA_ADDRESS}')
+        raise bottle.HTTPError(421, f'host names are not accepted: use {METADATA_ADDRESS}')
 
 
 def _make_response(body: bytes) -> bottle.HTTPResponse:
@@ -189,9 +189,9 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         advice = {
-            errno.EADDRNOTAVAIL: f'no interface here has that address: ip addr add {address}/32 dev virbr0',
-            errno.EADDRINUSE: 'something listens there already, another mdserver perhaps: end it or take another port',
-            errno.EACCES: "ports below 1024 are root's: start it with sudo",
+            errno.EADDRNOTAVAIL: f'no interface has this address. Fix: ip addr add {address}/32 dev virbr0',
+            errno.EADDRINUSE: 'another process listens there, perhaps an mdserver. Fix: end it or use another port',
+            errno.EACCES: 'ports below 1024 need root. Fix: start mdserver with sudo',
         }.get(error.errno or 0, error.strerror)
         raise OSError(f'cannot listen on {address}:{port}: {advice}') from error
     return sock
@@ -234,8 +234,8 @@ def _switch_user(name: str, ids: UserIds) -> None:
     try:
         drop_privileges(ids)
     except OSError as error:
-        advice = 'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
-        raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
+        advice = 'mdserver needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
+        raise OSError(f'--user {name}: cannot become this user: {error.strerror}: {advice}') from error
 
 
 def _resolve_user(name: str) -> UserIds:
@@ -245,7 +245,7 @@ def _resolve_user(name: str) -> UserIds:
     except ValueError as error:
         raise conf.ConfError(f'--user: {error}') from error
     if os.geteuid() != 0:
-        raise conf.ConfError('--user: only root can become another user: start it with sudo, or leave --user out')
+        raise conf.ConfError('--user: only root can become another user. Fix: start mdserver with sudo, or omit --user')
     return ids
 
 
@@ -267,7 +267,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors, as in ecomp's commands."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'mdserver: {message}; --help shows all\n')
+        self.exit(2, f'mdserver: {message}. Try: --help\n')
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is not sys.stdout:
@@ -289,15 +289,16 @@ class _OneLine(logging.Formatter):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of mdserver's command line; its errors end the process with 2."""
-    cli = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
-    cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
-    cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
-    cli.add_argument('--guests', metavar='DIR', type=Path, help='the files of guests (/var/lib/ecompute/metadata)')
-    cli.add_argument('--bridge', metavar='NAME', help='answer nobody but this host, and leases on this bridge')
-    cli.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
-    cli.add_argument('--with-parent', action='store_true', help='end when standard input ends')
-    cli.add_argument('--verbose', action='store_true', help='log each request too, not only what is wrong')
-    unit_help = 'print the systemd unit that runs it beside ecompute, with CONF alone if given, and end'
+    cli = _Parser(prog='mdserver', description='Serve metadata to the guests on this host.')
+    cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf. Default: built-in values')
+    cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="listen here. Default: CONF's, or 169.254.169.254:80")
+    guests_help = "directory of ecompute's files of guests. Default: CONF's, or /var/lib/ecompute/metadata"
+    cli.add_argument('--guests', metavar='DIR', type=Path, help=guests_help)
+    cli.add_argument('--bridge', metavar='NAME', help='answer only this host, this bridge and holders of DHCP leases')
+    cli.add_argument('--user', metavar='NAME', help='after listening, run as this user (a name or a number)')
+    cli.add_argument('--with-parent', action='store_true', help='exit when standard input ends')
+    cli.add_argument('--verbose', action='store_true', help='log each request, too')
+    unit_help = 'print the systemd unit that runs mdserver beside ecompute, with CONF if given, and exit'
     cli.add_argument('--unit', action='store_true', help=unit_help)
     cli.add_argument('--version', action='version', version=f'mdserver {__version__}')
     return cli
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = command.parse_args(argv)
         if arguments.unit:
             if {**vars(arguments), 'unit': False, 'conf': None} != vars(command.parse_args([])):
-                command.error('--unit goes with CONF alone: `guests` goes there, the rest by systemctl edit mdserver')
+                command.error('--unit accepts CONF alone: set `guests` in it, the rest by `systemctl edit mdserver`')
             _print_unit(make_unit(arguments.conf, sys.argv[0]))
             return 0
     except OSError as error:
@@ -348,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2 if isinstance(error, conf.ConfError) else 1
         _serve(arguments, config, files, sock)
     if orphaned:
-        log.error('ENDED: its monitor, which opened its files for it, is gone')
+        log.error('ENDED: the monitor, which opens the files, is gone')
         return 1
     log.info('ENDED')
     return 0

@@ -95,7 +95,7 @@ def test_other_methods_and_proxies_are_refused(server: Server) -> None:
     assert (answer.status, answer.read()) == (200, b'')
     for header in ('X-Forwarded-For', 'Forwarded', 'x-forwarded-for', 'Via', 'X-Forwarded-Host', 'X-Real-IP'):
         answer = server.get('/latest/meta-data/hostname', headers={header: '192.168.122.12'})
-        assert (answer.status, answer.read()) == (403, b'403 Forbidden: not through a proxy\n')
+        assert (answer.status, answer.read()) == (403, b'403 Forbidden: requests through a proxy are refused\n')
 
 
 def test_dns_rebinding_by_a_malicious_web_page_is_refused(server: Server) -> None:
@@ -163,14 +163,14 @@ def test_failure_to_listen_is_reported(server: Server) -> None:
     address = f'{server.address}:{server.port}'
     assert run_refused('--listen', address) == (
         1,
-        f'mdserver: cannot listen on {address}: something listens there already, another mdserver perhaps: '
-        'end it or take another port\n',
+        f'mdserver: cannot listen on {address}: another process listens there, perhaps an mdserver. '
+        'Fix: end it or use another port\n',
     )
     # No machine has an address of TEST-NET-1 (RFC 5737).
     assert run_refused('--listen', '192.0.2.254:0') == (
         1,
-        'mdserver: cannot listen on 192.0.2.254:0: no interface here has that address: '
-        'ip addr add 192.0.2.254/32 dev virbr0\n',
+        'mdserver: cannot listen on 192.0.2.254:0: no interface has this address. '
+        'Fix: ip addr add 192.0.2.254/32 dev virbr0\n',
     )
 
 

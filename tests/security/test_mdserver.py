@@ -290,20 +290,20 @@ def test_missing_setuid_capability_is_an_error(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stderr) == (
         1,
-        f'mdserver: --user {SERVER_UID}: cannot become that user: Operation not permitted: '
-        'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n',
+        f'mdserver: --user {SERVER_UID}: cannot become this user: Operation not permitted: '
+        'mdserver needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n',
     )
 
 
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('no-such-user', "there is no user 'no-such-user' here: name one that is, or give a number"),
-        ('', "there is no user '' here: name one that is, or give a number"),
-        ('4294967295', "there is no user '4294967295' here: name one that is, or give a number"),
-        ('65520 ', "there is no user '65520 ' here: name one that is, or give a number"),
-        ('root', "'root' is root, who gives up nothing: name another user"),
-        ('0', "'0' is root, who gives up nothing: name another user"),
+        ('no-such-user', "there is no user 'no-such-user'. Fix: give an existing user or a number"),
+        ('', "there is no user ''. Fix: give an existing user or a number"),
+        ('4294967295', "there is no user '4294967295'. Fix: give an existing user or a number"),
+        ('65520 ', "there is no user '65520 '. Fix: give an existing user or a number"),
+        ('root', "'root' is root, which keeps all rights. Fix: give another user"),
+        ('0', "'0' is root, which keeps all rights. Fix: give another user"),
     ],
 )
 def test_invalid_users_are_refused(name: str, message: str) -> None:
@@ -319,7 +319,9 @@ def test_number_of_a_user_means_that_user() -> None:
 
 def test_user_option_requires_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, 'geteuid', lambda: 1000)
-    with pytest.raises(conf.ConfError, match='only root can become another user: start it with sudo, or leave --user'):
+    with pytest.raises(
+        conf.ConfError, match=r'only root can become another user\. Fix: start mdserver with sudo, or omit --user'
+    ):
         server._resolve_user('nobody')
 
 
@@ -394,7 +396,7 @@ def test_server_ends_if_its_monitor_is_killed(running_server: MetadataServer) ->
     """The ecompute notices that, and starts another."""
     running_server.find_monitor().kill()
     assert running_server.process.wait(20) == 1
-    assert 'ENDED: its monitor, which opened its files for it, is gone' in running_server.log.read_text()
+    assert 'ENDED: the monitor, which opens the files, is gone' in running_server.log.read_text()
 
 
 def query_monitor(monitor: Monitor, request: str) -> list[str]:

@@ -140,7 +140,7 @@ ip netns del "$1"; exec 3>&-; wait $server
     )
     subprocess.run(['ip', 'netns', 'del', name], capture_output=True)
     assert result.stdout == '200 000', (result, (tmp_path / 'log').read_text())
-    assert 'client=10.9.0.2 is no guest here: not answered' in (tmp_path / 'log').read_text()
+    assert 'client=10.9.0.2 is not a guest of this host: not answered' in (tmp_path / 'log').read_text()
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
