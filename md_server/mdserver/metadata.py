@@ -39,7 +39,7 @@ HOST_KEY_FIELDS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
 # not conflict with the user's own cloud-config either.
 REPORT_SCRIPT = """\
 #!/bin/sh
-# Tells the host what became of cloud-init, and which keys sshd has. It waits in the background until cloud-init ends.
+# Reports to the host how cloud-init ended, and the keys of sshd. Waits in the background for the end of cloud-init.
 python=$(sed -n '1s/^#! *//p' "$(command -v cloud-init)")
 exec ${python:-python3} - "$0" <<'END'
 import glob, json, os, shutil, sys, time
@@ -69,12 +69,12 @@ for kind in ('ed25519', 'ecdsa', 'rsa'):
     for name in glob.glob('/etc/ssh/ssh_host_%s_key.pub' % kind):
         with open(name) as file:
             said['pub_key_' + kind] = ' '.join(file.read().split()[:2])
-# What is in vendor-data cloud-init runs once, and what is there at each boot.
+# cloud-init runs vendor-data once, but this directory at each boot.
 PER_BOOT = '/var/lib/cloud/scripts/per-boot/'
 try:
     if not sys.argv[1].startswith(PER_BOOT):
         os.makedirs(PER_BOOT, exist_ok=True)
-        # Half of it, after a power cut, would be an error at each boot. So it comes there whole, from the next folder.
+        # An incomplete copy, after a power cut, would fail at each boot, so copy to the parent directory and rename.
         half = os.path.dirname(PER_BOOT.rstrip('/')) + '/ecomp-report.half'
         shutil.copy(sys.argv[1], half)
         with open(half) as file:
@@ -85,8 +85,8 @@ try:
         os.close(directory)
 except OSError:
     pass
-# A boot at which no metadata server answers is another instance's to cloud-init, and it makes sshd's keys anew. With
-# this file it keeps what it knows of ours. Only in the guest that was told by network: a copy of its disk is to be new.
+# If no metadata server answers at a boot, cloud-init assumes a new instance and makes new keys for sshd. This file
+# prevents that. Only for a guest that uses the network: a copy of its disk is a new instance.
 KEEP = '/var/lib/cloud/instances/INSTANCE/manual-clean'
 try:
     with open('/sys/class/dmi/id/product_serial') as file:
