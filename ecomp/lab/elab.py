@@ -388,7 +388,7 @@ def _run_list(_: argparse.Namespace) -> int:
     """Print a row for each lab; return 0."""
     labs = state.list_labs()
     if not labs:
-        _print_message('there is no lab. Try: elab up')
+        _print_message('no lab exists. Try: elab up')
         return 0
     rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_make_row, labs)]
     width = max(len(name) for name, *_ in rows)
@@ -419,7 +419,7 @@ def _run_down(options: argparse.Namespace) -> int:
         # Killed before writing lab.json, or lab.json is lost or of another version: find namespaces by name.
         lab = None
         if not directory.exists() and not machine.list_namespaces(name):
-            _print_message(f'there is no lab {name}')
+            _print_message(f'lab {name} does not exist')
             return 0
     with _lock_lab(name), _report_step(f'lab {name} is removed'):
         state.check_removable(directory)

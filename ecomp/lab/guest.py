@@ -176,7 +176,7 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
     if output.is_dir():
         raise UsageError(f'{output} is a directory. Fix: give the name of the image file')
     if not output.parent.is_dir():
-        raise UsageError(f'{output}: there is no directory {output.parent}')
+        raise UsageError(f'{output}: directory {output.parent} does not exist')
     machine.require(PROGRAMS)
     busybox = _find_static_busybox()
     with tempfile.TemporaryDirectory(prefix='elab-guest-') as name:

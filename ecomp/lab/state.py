@@ -113,7 +113,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
         hint = f' (existing: {", ".join(names)})' if names else ''
-        raise NotFound(f'there is no lab {name!r}{hint}. Try: elab up --name {name}') from error
+        raise NotFound(f'lab {name!r} does not exist{hint}. Try: elab up --name {name}') from error
     except OSError as error:
         raise EcompError(f'{path}: {error.strerror}') from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:

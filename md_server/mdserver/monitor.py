@@ -131,7 +131,7 @@ def find_user(user: str) -> UserIds:
         entry = pwd.getpwnam(user)
     except KeyError as error:
         if not re.fullmatch('[0-9]{1,10}', user) or int(user) > MAX_UID:
-            raise ValueError(f'there is no user {user!r}. Fix: give an existing user or a number') from error
+            raise ValueError(f'user {user!r} does not exist. Fix: give an existing user or a number') from error
         ids = UserIds(int(user), int(user))
         with suppress(KeyError):
             ids = UserIds(ids.uid, pwd.getpwuid(ids.uid).pw_gid)

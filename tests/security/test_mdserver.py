@@ -298,10 +298,10 @@ def test_missing_setuid_capability_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('no-such-user', "there is no user 'no-such-user'. Fix: give an existing user or a number"),
-        ('', "there is no user ''. Fix: give an existing user or a number"),
-        ('4294967295', "there is no user '4294967295'. Fix: give an existing user or a number"),
-        ('65520 ', "there is no user '65520 '. Fix: give an existing user or a number"),
+        ('no-such-user', "user 'no-such-user' does not exist. Fix: give an existing user or a number"),
+        ('', "user '' does not exist. Fix: give an existing user or a number"),
+        ('4294967295', "user '4294967295' does not exist. Fix: give an existing user or a number"),
+        ('65520 ', "user '65520 ' does not exist. Fix: give an existing user or a number"),
         ('root', "'root' is root, which keeps all rights. Fix: give another user"),
         ('0', "'0' is root, which keeps all rights. Fix: give another user"),
     ],

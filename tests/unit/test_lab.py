@@ -173,7 +173,7 @@ def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
 
 
 def test_loading_a_missing_lab_fails(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no lab 'other'"):
+    with pytest.raises(NotFound, match="lab 'other' does not exist"):
         state.load('other', tmp_path)
 
 

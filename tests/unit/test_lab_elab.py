@@ -186,7 +186,7 @@ def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
 def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     me = Process('me', os.getpid(), machine.read_start_time(os.getpid()) or 0)
     assert main(['list']) == 0
-    assert capsys.readouterr() == ('', 'there is no lab. Try: elab up\n')
+    assert capsys.readouterr() == ('', 'no lab exists. Try: elab up\n')
     make_lab(root, 'off', 3)
     servers = ('etcd', 'placement', 'hv1 libvirtd', 'hv1 ecompute')
     make_lab(root, 'on', 1, **dict.fromkeys(servers, me))
@@ -209,7 +209,7 @@ def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_missing_lab_is_reported_with_the_command_to_make_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_lab(root, 'one', 1)
     assert main(['shell', '--name', 'two']) == 4
-    assert capsys.readouterr().err == "elab: there is no lab 'two' (existing: one). Try: elab up --name two\n"
+    assert capsys.readouterr().err == "elab: lab 'two' does not exist (existing: one). Try: elab up --name two\n"
     assert main(['shell', '--name', 'one']) == 1
     assert 'cannot be read. Try: elab up --name one\n' in capsys.readouterr().err
 
