@@ -400,9 +400,7 @@ def add_default_certs(endpoints: Endpoints) -> Endpoints:
         fix = 'use another address of this machine'
         raise UsageError(f'--bind {endpoints.bind}: an address with a % cannot be certified. Fix: {fix}')
     if address.is_unspecified:
-        raise UsageError(
-            f'--bind {endpoints.bind}: this address cannot be certified. Fix: use one address of this machine'
-        )
+        raise UsageError(f'--bind {endpoints.bind}: this address cannot be certified. Fix: give one of this machine')
     return endpoints if address.is_loopback or endpoints.certs is not None else replace(endpoints, certs=Path('certs'))
 
 

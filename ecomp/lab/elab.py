@@ -499,9 +499,7 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
     """Hold the lab's lock; report if another elab has it, and wait."""
-    return state.hold_lock(
-        state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another elab that changes it')
-    )
+    return state.hold_lock(state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another elab'))
 
 
 @contextlib.contextmanager
