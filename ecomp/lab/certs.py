@@ -3,13 +3,13 @@
     DIR/ca.crt, DIR/ca.key    the authority; its key stays here
     DIR/etcd, DIR/placement   server.crt, server.key and a copy of ca.crt; placement's also has `token`
     DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
-                              client.crt, client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
-                              them by relative paths: copied, it is the machine's /etc/ecomp. The compute.yaml also has
-                              the compute's uuid, for its certificate's role in etcd
+                              client.crt, client.key, ca.crt, token, and the compute.yaml (with the compute's uuid, for
+                              its role in etcd) or schedule.yaml that names them by relative paths: copied, it is the
+                              machine's /etc/ecomp
 
-A certificate valid for another month is kept, and one process at a time makes the others. Without a name all in DIR are
-checked. With --enable etcd enforces the roles of the certificates in DIR. Each run determines again what has to change,
-so that it can be repeated after a kill or for a new machine; everything that may be refused is read before any change.
+One process at a time makes missing certificates and replaces those that expire within a month; without a name it checks
+all in DIR. With --enable etcd enforces their roles. Each run determines again what has to change, so it can be repeated
+after a kill; everything that may be refused is read before any change.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -65,8 +65,8 @@ MAX_LISTED_NAMES = 5
 class Cluster:
     """The owners of certificates: `computes` and `schedulers` are machines, `operators` people.
 
-    `servers` are names and addresses of the host of etcd and placement, the first one for clients; empty means those in
-    etcd's certificate. `uuids` has the uuid of each compute, by name, that has one already.
+    `servers` are names and addresses of the control host, the first one for clients; empty means those in etcd's
+    certificate. `uuids` has the uuid of each compute, by name, that has one already.
     """
 
     servers: tuple[str, ...]
@@ -89,9 +89,9 @@ def make_certificates(
 ) -> None:
     """Make each certificate that is missing or expires soon; report one line a directory.
 
-    Soon is within MIN_REMAINING_DAYS of `now`, a UTC time. `include_others` adds all other clients in `directory`.
-    Waits for another process's lock. Raises UsageError for an invalid name or uuid, or without a server name, and
-    EcompError if the authority or a file is unusable.
+    Soon is within MIN_REMAINING_DAYS of `now` (UTC). `include_others` adds all other clients in `directory`. Waits for
+    another process's lock. Raises UsageError for an invalid name or uuid, or without a server name, and EcompError if
+    the authority or a file is unusable.
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):
@@ -144,16 +144,12 @@ def _make_all(
 
 
 def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
-    """Make the client's certificate unless it is usable, and copy the token."""
     _make_certificate(place, 'client', place.name, (), signer, now, say)
     _write_if_changed(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """Raise UsageError if `compute` is not a uuid or differs from the compute.yaml at `path`.
-
-    A missing compute.yaml is accepted.
-    """
+    """Raise UsageError if `compute` is not a uuid, or differs from an existing compute.yaml at `path`."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
@@ -203,9 +199,9 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
 def _make_certificate(  # noqa: PLR0913
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable.
+    """Make `kind`.crt and `kind`.key in `place`, a client's without `names`, unless they are usable.
 
-    Without `names` it is a client's. Reports a line if made, and one for removed names.
+    Reports a line if made, and one for removed names.
     """
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
@@ -230,8 +226,7 @@ def _make_certificate(  # noqa: PLR0913
     if names:
         builder = builder.add_extension(alternatives, critical=False)
     signed = builder.sign(signer.key, hashes.SHA256())
-    # A reader between these two writes finds a mismatched pair, reports it and reads again; after a kill here the next
-    # run makes both again.
+    # A reader between these writes finds a mismatched pair and reads again; after a kill the next run makes both again.
     write_durably(place / f'{kind}.key', _encode_key(key))
     write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: valid until {_format_expiry(signed)}')
@@ -250,10 +245,7 @@ def _read_names(path: Path) -> tuple[str, ...]:
 
 
 def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
-    """Return whether it is the authority's, fits its key and is valid for another month.
-
-    Until the authority's end, if that is earlier. Raises OSError.
-    """
+    """Return whether it fits key and authority, and is valid for a month or as long as the authority; or OSError."""
     try:
         certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
@@ -308,21 +300,19 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return the private key as PEM, unencrypted."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def _format_expiry(certificate: x509.Certificate) -> str:
-    """Return the date (UTC) on which it expires, as 2026-01-31."""
     return certificate.not_valid_after_utc.date().isoformat()
 
 
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     """Have etcd restrict each certificate in `directory` to its role; report each step.
 
-    Raises UsageError if a compute's uuid is missing or not unique, or there is no operator certificate, Conflict if
+    Raises UsageError if a compute's uuid is missing or a duplicate, or no operator has a certificate, Conflict if
     computes of an earlier version run, Denied if no operator may do this, and another EcompError if etcd fails.
     """
     target_roles = roles.make_roles(
@@ -358,10 +348,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
-    """Have etcd let every certificate write all again; keep users and roles.
-
-    Only reports it if etcd does so already. Raises UsageError without operators, or another EcompError.
-    """
+    """Have etcd allow every certificate everything; users and roles stay. EcompError, UsageError without operators."""
     with _connect_as_operator(directory) as (accounts, _):
         was_on = accounts.is_enabled()
         if was_on:
@@ -371,10 +358,7 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List the directories of a kind, such as `compute-`, that have a certificate.
-
-    They are also the common names, sorted.
-    """
+    """List the directories of a kind, such as `compute-`, that have a certificate: common names, sorted."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
@@ -398,10 +382,7 @@ def _read_computes(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
-    """Connect to etcd with the certificate of the first operator that etcd allows everything.
-
-    Raises UsageError without operators, and Denied if all are refused.
-    """
+    """Connect as the first operator that etcd allows everything; UsageError without one, Denied if all are refused."""
     from ecomp.store.roles import Accounts  # imported here: the other commands run without etcd3
 
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
@@ -435,10 +416,7 @@ def _format_names(names: list[str]) -> str:
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
-    """Write /cluster if it is missing; return True if this call did.
-
-    Retries without a limit until it is there.
-    """
+    """Write /cluster if it is missing, retrying without a limit; return True if this call did."""
     value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
         try:

@@ -2,7 +2,7 @@
 
 A lab has etcd, placement, an image server and DHCP in a namespace (`make_lab_servers`); `elab control` runs etcd and
 placement in the foreground. With certificates (ecomp.lab.certs) etcd and the stunnel before placement require one of
-each client. On localhost they are optional, on other addresses not.
+each client. They are optional on localhost only.
 """
 
 from __future__ import annotations
@@ -61,10 +61,7 @@ UNREACHABLE_ORIGIN = 'http://localhost:1'
 
 @dataclass(frozen=True)
 class LabServer:
-    """A server of the control plane, named `name` in messages; `is_ready` checks it.
-
-    `files` are the settings that start() writes before it runs the command.
-    """
+    """A server, named `name` in messages; `is_ready` checks it, and start() first writes `files`."""
 
     name: str
     command: list[str]
@@ -74,20 +71,14 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
-        """Write the files and start the command after `prefix`, without waiting for it.
-
-        `record_process`, unless None, is called before the program runs. Raises EcompError or OSError.
-        """
+        """Write the files and start the command after `prefix`, as machine.start(). Raises EcompError or OSError."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
-        """Wait for readiness or `stopped`; raise EcompError at its end or after START_SECONDS.
-
-        Once `stopped` is set, no error is raised.
-        """
+        """Wait for readiness or `stopped`; before that, raise EcompError at its end or after START_SECONDS."""
         stops = stopped or threading.Event()
         try:
             machine.wait_for(
@@ -106,9 +97,9 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
     A malicious web page cannot use gRPC, so without the JSON gateway it reaches only /health, /metrics and /version;
     the host whitelist (against DNS rebinding) and the CORS origin keep the answers from it.
 
-    An etcd that ends in the first milliseconds of its first start has recorded that it began, but not its membership,
-    and would wait for a leader forever. So a file beside its data exists until it has been healthy once, and while it
-    exists etcd starts with --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
+    An etcd that ends in the first milliseconds of its first start may lack its membership, and would wait for a leader
+    forever. So a file beside its data exists until it has been healthy once, and while it exists etcd starts with
+    --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
     """
     urls = [f'{"http" if certs is None else "https"}://{bracket_address(address)}:{port}' for address in addresses]
     # A single member has no peers: any free port of the loopback will do.
@@ -139,10 +130,10 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
 
 
 def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
-    """Make placement over SQLite in the directory `data`; without `certs` any client is admin.
+    """Make placement over SQLite in `data`, in the order to start; without `certs` any client is admin.
 
     With `certs` it listens on a socket in `data`, behind a stunnel that requires a client certificate, and accepts the
-    token in `certs`/token. They are in the order to start them. https://www.stunnel.org/static/stunnel.html
+    token in `certs`/token. https://www.stunnel.org/static/stunnel.html
     """
     command, listen_address = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracket_address(address)}:{port}'
     log, env = data / 'placement.log', make_placement_environment(data)
@@ -274,9 +265,9 @@ def run_control(
 ) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
-    `on_ready` is called once both are usable, with the scheme of placement's URL, `http` or `https`; `say` gets each
-    line of progress. Missing certificates are made. Raises UsageError for a used port, a foreign address, and missing
-    programs, directories or certificates, and EcompError if a server ends or is not ready within START_SECONDS.
+    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress.
+    Missing certificates are made. Raises UsageError for a used port, a foreign address, and missing programs,
+    directories or certificates, and EcompError if a server ends or is not ready within START_SECONDS.
     """
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _check_free(backend, endpoints.bind, port)
@@ -349,7 +340,6 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
 
 
 def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
-    """Make etcd and placement's servers in the order to start them."""
     etcd, stunnel = (
         None if endpoints.certs is None else endpoints.certs.resolve() / name for name in ('etcd', 'placement')
     )
@@ -367,10 +357,7 @@ def _read_certificate_time(endpoints: Endpoints) -> float:
 
 
 def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Make missing certificates; raise UsageError if one of CERTIFICATE_FILES is unreadable.
-
-    Only if placement's is missing; an old one is not replaced. Raises EcompError.
-    """
+    """Make certificates unless placement has one. UsageError if one of CERTIFICATE_FILES is unreadable; EcompError."""
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():

@@ -1,7 +1,4 @@
-"""elab's entry point: make, check, enter and remove a whole cluster on one machine.
-
-Progress, with the seconds of each step, goes to stderr, results to stdout.
-"""
+"""elab's entry point. Progress, with the seconds of each step, goes to stderr, results to stdout."""
 
 from __future__ import annotations
 
@@ -44,10 +41,10 @@ PS1="({name}) ${{PS1-}}"
 
 
 def enter_shell(lab: Lab, words: Sequence[str]) -> int:
-    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG and eschedule's directory first in PATH.
 
-    Returns its exit code, 128 + N if signal N ended it. This Python's directory, which has eschedule, comes first in
-    PATH. Raises EcompError if the lab's schedule.yaml is unreadable or the command cannot be started.
+    Returns its exit code, 128 + N if signal N ended it. Raises EcompError if the lab's schedule.yaml is unreadable or
+    the command cannot be started.
     """
     config = lab.directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
@@ -69,10 +66,7 @@ def enter_shell(lab: Lab, words: Sequence[str]) -> int:
 
 
 def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command that has the terminal; return its exit code, 128 + N for signal N.
-
-    Ctrl-C does not end the wait.
-    """
+    """Wait for a command that has the terminal, through Ctrl-C; return its exit code, 128 + N for signal N."""
     while True:
         # Ctrl-C reaches the command too, which decides how to react.
         with contextlib.suppress(KeyboardInterrupt):
@@ -91,10 +85,7 @@ reach: {reach}
 
 
 def start_control(lab: Lab) -> None:
-    """Make what is missing of the control plane, start it and wait until it is ready.
-
-    Raises EcompError, also for a server that is not ready in time.
-    """
+    """Make what is missing of the control plane, start it and wait; EcompError if a server is late or fails."""
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
@@ -127,10 +118,7 @@ def _make_reach_command(name: str) -> str:
 
 
 def _make_certificates(lab: Lab) -> None:
-    """Make the lab's certificates, reload stunnel, give the operator's to sudo's caller.
-
-    stunnel is reloaded only if its certificate changed.
-    """
+    """Make the lab's certificates, reload stunnel if its own changed, give the operator's to sudo's caller."""
     from ecomp.lab import certs
 
     lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
@@ -153,10 +141,7 @@ GUEST_IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab and return its exit code; errors of users and the machine print no traceback.
-
-    `argv` None means sys.argv without the program. An interrupt returns 1.
-    """
+    """Run elab and return its exit code, 1 after an interrupt; EcompError and OSError print a line. None: sys.argv."""
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
     try:
@@ -241,30 +226,27 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_count(text: str) -> int:
-    """Parse a number from 1 to MAX_HOSTS; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_HOSTS:
         raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MAX_HOSTS}')
     return int(text)
 
 
 def _parse_port(text: str) -> int:
-    """Parse a port from 1 to 65535; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
     return int(text)
 
 
 def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
-    """Return the ports of etcd and placement; raise UsageError if they are equal."""
     if options.etcd_port == options.placement_port:
         raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two ports')
     return options.etcd_port, options.placement_port
 
 
 def _run_up(options: argparse.Namespace) -> int:
-    """Make the lab or what is missing or ended, wait until it is ready; return 0.
+    """Make the lab or what is missing or ended, wait until it is ready, print the addresses; return 0.
 
-    Prints the addresses. Raises UsageError unless root, or without the programs, and EcompError.
+    Raises UsageError unless root, or without the programs, and EcompError.
     """
     name = check_name(options.name)
     machine.require_root('elab up')
@@ -304,10 +286,7 @@ def _run_up(options: argparse.Namespace) -> int:
 
 
 def _reduce_shares(hosts: Sequence[LabHost]) -> None:
-    """Reduce the older hosts' shares of the machine when hosts join; guests continue.
-
-    Their ecomputes are ended. No-op without older or without new hosts.
-    """
+    """If hosts join, reduce the older hosts' shares of the machine and end their ecomputes; guests continue."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -319,16 +298,14 @@ def _reduce_shares(hosts: Sequence[LabHost]) -> None:
 def _provide_image(lab: Lab) -> None:
     """Copy another lab's guest image if this lab has none; else report how to make one."""
     own_image = lab.directory / GUEST_IMAGE
-    other_images = [
-        other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()
-    ]
+    images = [other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()]
     if own_image.exists():
         return
-    if other_images:
+    if images:
         part = own_image.with_suffix('.part')
-        shutil.copyfile(other_images[0], part)
+        shutil.copyfile(images[0], part)
         part.rename(own_image)
-        _print_message(f'{own_image}: copied from {other_images[0]}')
+        _print_message(f'{own_image}: copied from {images[0]}')
     else:
         _print_message(f'the lab has no guest image. Fix: elab guest {own_image}')
 
@@ -360,10 +337,7 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    """Run the command in a host or `control`; return its exit code.
-
-    Raises UsageError unless root or without a command, NotFound, or EcompError if it is down.
-    """
+    """Run the command in a host or `control`; return its exit code. UsageError unless root, NotFound, EcompError."""
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
@@ -378,14 +352,12 @@ def _run_exec(options: argparse.Namespace) -> int:
 
 
 def _run_shell(options: argparse.Namespace) -> int:
-    """Run the command or a shell as enter_shell() does; return its exit code."""
     # argparse passes a leading -- on to REMAINDER arguments.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
     return enter_shell(state.load(check_name(options.name)), words)
 
 
 def _run_list(_: argparse.Namespace) -> int:
-    """Print a row for each lab; return 0."""
     labs = state.list_labs()
     if not labs:
         _print_message('no lab exists. Try: elab up')
@@ -406,10 +378,7 @@ def _make_row(lab: Lab) -> tuple[str, ...]:
 
 
 def _run_down(options: argparse.Namespace) -> int:
-    """Remove the lab and all its processes; return 0, also if there is none.
-
-    Raises UsageError unless root, and EcompError if something cannot be removed.
-    """
+    """Remove the lab, if there is one, and all its processes; return 0. UsageError unless root, or EcompError."""
     name = check_name(options.name)
     machine.require_root('elab down')
     directory = state.ROOT / name
@@ -440,7 +409,6 @@ def _run_down(options: argparse.Namespace) -> int:
 
 
 def _run_control(options: argparse.Namespace) -> int:
-    """Run etcd and placement until a signal, or print their unit; return 0."""
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
 
     def print_addresses(scheme: str) -> None:
@@ -462,7 +430,6 @@ def _run_control(options: argparse.Namespace) -> int:
 
 
 def _run_certs(options: argparse.Namespace) -> int:
-    """Make certificates, then enable or disable roles, as the options say; return 0."""
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
@@ -491,7 +458,6 @@ def _run_certs(options: argparse.Namespace) -> int:
 
 
 def _run_guest(options: argparse.Namespace) -> int:
-    """Make the guest image; return 0."""
     with _report_step(f'{options.output} is made'):
         guest.make_image(options.output, _print_message)
     return 0
