@@ -1,8 +1,7 @@
 """A small guest image from Debian packages: a kernel, busybox, an init and syslinux.
 
-The kernel's package is downloaded and unpacked, not installed, and mtools writes the file system, so neither a loop
-device, a mount nor root is needed. Tested on Debian 12. Ubuntu's kernel packages (linux-image-virtual, linux-image-kvm,
-with modules in a separate package) are supported but untested.
+The kernel's package is unpacked, not installed, and mtools writes the file system, so neither a loop device, a mount
+nor root is needed. Tested on Debian 12; Ubuntu's kernel packages (modules in a separate package) are untested.
 """
 
 from __future__ import annotations
@@ -196,10 +195,10 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
 
 
 def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """Make an uncompressed initramfs of (path, mode, content) in cpio's newc format.
+    """Make an initramfs of (path, mode, content) in cpio's newc format; all files belong to root.
 
-    All files belong to root. The content of a character device is `major,minor`. It is uncompressed because emulation
-    unpacks slower than it reads. Documentation/driver-api/early-userspace/buffer-format.rst
+    The content of a character device is `major,minor`. Uncompressed, because emulation unpacks slower than it reads.
+    Documentation/driver-api/early-userspace/buffer-format.rst
     """
     out = bytearray()
     for number, (path, mode, content) in enumerate([*files, ('TRAILER!!!', 0, b'')], start=1):
@@ -216,7 +215,6 @@ def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
-    """Return the (path, mode, content) of the initramfs, directories first."""
     directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
     script = stat.S_IFREG | 0o755
     return [
@@ -232,7 +230,6 @@ def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[s
 
 
 def _find_static_busybox() -> Path:
-    """Return the path of a static busybox. Raises UsageError."""
     # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
@@ -241,10 +238,7 @@ def _find_static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """Return True if a 64-bit little-endian ELF program has no PT_INTERP segment (elf(5)).
-
-    Another file is False.
-    """
+    """Return True for a 64-bit little-endian ELF program without PT_INTERP segment (elf(5)), else False."""
     if program[:6] != b'\x7fELF\x02\x01':
         return False
     start = struct.unpack_from('<Q', program, 32)[0]
@@ -253,10 +247,7 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """Return the kernel file, and the (name, content) of the MODULES in its package.
-
-    Downloads packages to `work`. Raises EcompError.
-    """
+    """Download packages to `work`; return the kernel, and (name, content) of its MODULES. Raises EcompError."""
     packages = _kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'

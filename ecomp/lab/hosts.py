@@ -85,10 +85,7 @@ class LabHost:
         return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the missing namespace, private directories, compute.yaml and mdserver.conf.
-
-        libvirt's filters are copied each time; existing files of the others stay.
-        """
+        """Make the missing namespace, private directories, compute.yaml and mdserver.conf; copy libvirt's filters."""
         if machine.ensure_host(self.lab.layout, self.name):
             # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -114,10 +111,9 @@ class LabHost:
     def _prepare_kvm(self) -> None:
         """Make a /dev/kvm for the host that QEMU can open, if only root can open the machine's own.
 
-        Without udev the device belongs to root, and in a container its group is a number of the outer machine.
-        libvirtd, as root, can open it, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again
-        for every guest, which takes seconds, on a busy machine a minute. The machine's own device stays unchanged.
-        Without KVM or permission to make devices nothing is made.
+        Without udev the device belongs to root, and in a container its group is a number of the outer machine. libvirtd
+        can open it as root, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again for every
+        guest, which takes seconds, on a busy machine a minute. Without KVM or permission nothing is made.
         """
         node = self.directory / 'dev/kvm'
         node.parent.mkdir(mode=0o700, exist_ok=True)  # only for the host: no user of the machine needs it
@@ -128,10 +124,9 @@ class LabHost:
                 os.chmod(node, 0o666)  # systemd's own rule
 
     def publish_uuid(self) -> bool:
-        """Copy the uuid in the host's compute.yaml to the one beside its certificate.
+        """Copy the uuid in the host's compute.yaml to the one beside its certificate, for its role in etcd.
 
-        The host's role in etcd is made from the latter. Returns False if the host's compute.yaml, of an earlier elab,
-        has no uuid; its ecompute may be running.
+        Returns False if the host's compute.yaml, of an earlier elab, has no uuid; its ecompute may be running.
         """
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
@@ -151,10 +146,7 @@ class LabHost:
                 machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
-        """Wait until libvirtd answers, then define and start its network `default`.
-
-        Raises EcompError after START_SECONDS.
-        """
+        """Wait for libvirtd, then define and start its network `default`; EcompError after START_SECONDS."""
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
         machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
@@ -240,7 +232,6 @@ class LabHost:
 
     @functools.cached_property
     def _store(self) -> Store:
-        """The client of etcd with the operator's certificate, made once."""
         directory = self.lab.operator
         files = directory / 'ca.crt', directory / 'client.key', directory / 'client.crt'
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
@@ -252,15 +243,14 @@ class LabHost:
         return None
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
-        """Return what virsh prints on this host. Raises EcompError."""
         return machine.run(
             self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
         )
 
     def reduce_share(self) -> bool:
-        """Reduce the host's inventory to its current share; if that changes it, end ecompute.
+        """Reduce the inventory to the host's current share; if that changes it, end ecompute and return True.
 
-        Returns True if so; the guests continue, and start_ecompute() applies the new share.
+        The guests continue, and start_ecompute() applies the new share.
         """
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
@@ -294,16 +284,12 @@ class LabHost:
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Write the file durably; no-op if it exists."""
     if not path.exists():
         write_durably(path, text, 0o644)
 
 
 def render_mdserver_conf() -> str:
-    """Render a host's mdserver.conf with the first ssh key of elab's caller (SUDO_USER too).
-
-    Without a usable key it has a comment instead.
-    """
+    """Render mdserver.conf with the first usable ssh key of elab's caller (SUDO_USER too), or a comment."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # the user was removed

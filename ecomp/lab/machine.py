@@ -1,8 +1,8 @@
 """Programs, processes and network namespaces of a lab on this machine, by iproute2.
 
-A process is identified by its pid and its start time, so that a reused pid is never mistaken for it. The bridge of the
-lab's LAN is in the control namespace: on the machine itself, Docker's FORWARD rules would apply to the lab's traffic,
-and only one interface and one route may appear outside the namespaces.
+A process is identified by pid and start time, so that a reused pid is not mistaken for it. The bridge of the lab's LAN
+is in the control namespace, because Docker's FORWARD rules on the machine would apply to it, and only one interface and
+one route may appear outside the namespaces.
 """
 
 from __future__ import annotations
@@ -81,10 +81,7 @@ def is_alive(process: Process) -> bool:
 
 
 def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> None:
-    """Send SIGTERM to the running processes, SIGKILL after `timeout_seconds`; wait for the end.
-
-    Raises EcompError that names those still running 10 s later. Ended ones are skipped.
-    """
+    """Send SIGTERM to the running processes, SIGKILL after `timeout_seconds`; EcompError if one runs 10 s later."""
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
         for process in running:
@@ -147,10 +144,9 @@ def start(
 
 
 def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: float | None = None) -> str:
-    """Run a program to its end and return its stdout.
+    """Run a program to its end and return its stdout; `stdin_text` None: no input, `timeout_seconds` None: no limit.
 
-    `stdin_text` None means no input, `timeout_seconds` None no limit. Raises EcompError if the program cannot be run,
-    fails (with the last line of its stderr) or exceeds the limit.
+    Raises EcompError if it cannot be run, fails (with the last line of its stderr) or exceeds the limit.
     """
     try:
         result = subprocess.run(
@@ -235,8 +231,7 @@ MOUNTS = {
     'log': '/var/log/libvirt',
 }
 
-# Run as `sh -c ENTER_SCRIPT name directory command…` in the private mount and UTS namespaces that unshare made. Every
-# command repeats the mounts, so that it depends on no other running process.
+# Run as `sh -c ENTER_SCRIPT name directory command…` in mount and UTS namespaces that no running process has to keep.
 ENTER_SCRIPT = (
     'set -e; echo "$0" > /proc/sys/kernel/hostname; d=$1; shift; '
     + ''.join(f'mount --bind "$d/{name}" {target}; ' for name, target in MOUNTS.items())
@@ -253,9 +248,9 @@ def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make what is missing of the control namespace, its bridge, and the machine's link to it.
+    """Make what is missing of the control namespace, its bridge and the machine's link to it. Raises EcompError.
 
-    Raises Conflict before anything is made if the machine has another route to the lab's network, and EcompError.
+    Raises Conflict before anything is made if the machine has another route to the lab's network.
     """
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
@@ -275,9 +270,9 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """Make what is missing of a host's namespace, its LAN bridge and the route to its guests.
+    """Make what is missing of a host's namespace, LAN bridge (for `bridge: br0`) and route to its guests.
 
-    The bridge is for `bridge: br0`. Returns True if the namespace was missing. Raises EcompError.
+    Returns True if the namespace was missing. Raises EcompError.
     """
     was_missing = _ensure_namespace(layout, host)
     space, control = layout.get_namespace(host), layout.get_namespace(CONTROL)
@@ -313,10 +308,7 @@ def has_namespace(layout: Layout, place: str) -> bool:
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
-    """Return True if a host or `control` has an interface of that name.
-
-    Raises EcompError if its namespace is missing.
-    """
+    """Return True if a host or `control` has this interface; EcompError without its namespace."""
     links = json.loads(run(['ip', '-n', layout.get_namespace(place), '-json', 'link', 'show']))
     return any(link['ifname'] == name for link in links)
 
@@ -329,9 +321,9 @@ def list_namespaces(name: str) -> list[str]:
 
 
 def end_processes(spaces: list[str], recorded: list[Process]) -> None:
-    """End the processes in these namespaces, and the recorded ones that still run.
+    """End the processes in these namespaces, and the recorded ones: SIGTERM, 3 s later SIGKILL, up to 10 rounds.
 
-    SIGTERM, 3 s later SIGKILL, in up to 10 rounds. Raises EcompError if a process survives or new ones keep appearing.
+    Raises EcompError if a process survives or new ones keep appearing.
     """
     for _ in range(10):  # a process may have started another before its end
         running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
@@ -344,10 +336,7 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
-    """Remove namespaces with their interfaces, and the link of `layout` unless it is None.
-
-    Raises EcompError, also for a missing namespace.
-    """
+    """Remove namespaces, and the link of `layout` unless it is None; EcompError, also for a missing one."""
     if layout is not None:
         _delete_link(layout)
     for space in spaces:
