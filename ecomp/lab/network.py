@@ -27,8 +27,7 @@ PLACEMENT_PORT = 8080
 # The lab's chain for each iptables chain of a host: it filters the traffic from virbr0.
 FENCE_CHAINS = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
 
-# First those that home routers, Docker (172.17/16) and libvirt (192.168.122/24) do not use; the others only if all
-# those are used.
+# First those that home routers, Docker (172.17/16) and libvirt (192.168.122/24) do not use.
 SECOND_OCTETS = (*range(200, 255), *range(20, 200))
 
 
@@ -88,10 +87,7 @@ class Layout:
         return f'elab-{self.name}-{place}'
 
     def get_mac(self, place: str) -> str:
-        """Return the MAC of the bridge br0 of a host or of `control`.
-
-        A bridge without a fixed MAC changes it with every port, while neighbours remember the old one.
-        """
+        """Return the MAC of a bridge br0: without a fixed MAC, it changes with every port, unlike ARP caches."""
         return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else parse_host_number(place):02x}'
 
     def _make_subnet(self, third: int) -> IPv4Network:
@@ -109,20 +105,14 @@ def parse_host_number(host: str) -> int:
 
 
 def check_name(name: str) -> str:
-    """Return the valid name of a lab unchanged; else raise UsageError.
-
-    It is used in names of directories and namespaces.
-    """
+    """Return the valid name of a lab, as in directories and namespaces, unchanged; else raise UsageError."""
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
         raise UsageError(f'{name!r} is not a valid lab name: a name has at most 32 lower-case letters, digits and -')
     return name
 
 
 def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
-    """Choose the first 10.N.0.0/16 that overlaps none of `used_networks`.
-
-    These are the routes of this machine and the networks of other labs. Raises EcompError if all are used.
-    """
+    """Choose the first 10.N.0.0/16 that overlaps none of `used_networks`; EcompError if all are used."""
     networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -132,9 +122,9 @@ def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
 
 
 def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
-    """Parse the destinations narrower than 10.0.0.0/8 of `ip -json -4 route show table all`.
+    """Parse the destinations narrower than /8 of `ip -json -4 route show table all`.
 
-    Wider ones are general routes, such as a VPN's (0.0.0.0/1, or all of 10.0.0.0/8); a lab's /16 takes precedence.
+    Wider ones are general routes, such as a VPN's (0.0.0.0/1, 10.0.0.0/8); a lab's /16 takes precedence.
     """
     destinations = (str(route.get('dst', 'default')) for route in routes)
     networks = (IPv4Network(destination, strict=False) for destination in destinations if destination != 'default')
@@ -142,9 +132,9 @@ def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Netwo
 
 
 def render_backends(host: str, etcd_port: int, placement: str, certificate_directory: str = '') -> str:
-    """Render the sections etcd and placement of a configuration, with a client certificate.
+    """Render the sections etcd and placement (a URL) of a configuration, with a client certificate.
 
-    `placement` is its URL; `certificate_directory` has a trailing slash, '' means the directory of the file.
+    `certificate_directory` has a trailing slash, '' means the directory of the file.
     """
     names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
     files = ''.join(f'  {key}: {certificate_directory}{name}\n' for key, name in names.items())
@@ -155,7 +145,7 @@ def render_backends(host: str, etcd_port: int, placement: str, certificate_direc
 def render_network_xml(guests: IPv4Network, uuid: str) -> str:
     """Render libvirt's network `default` of a host (https://libvirt.org/formatnetwork.html).
 
-    `open`: libvirt does not route or filter, so the machine reaches the guests, and without a default route in the
+    `open`: libvirt neither routes nor filters, so the machine reaches the guests, and without a default route in the
     namespace nothing leaves it. No DNS: its servers could not be reached. DHCP answers only reserved MACs: otherwise
     one guest with many MACs could take all addresses.
     """
@@ -177,8 +167,8 @@ def render_network_xml(guests: IPv4Network, uuid: str) -> str:
 def render_fence_rules(layout: Layout) -> str:
     """Render the rules for guests behind virbr0, for iptables-restore.
 
-    Guests reach the DHCP and metadata server of their host, and on the LAN (the machine, etcd, placement, hosts) only
-    the image server; they may answer any machine.
+    Guests reach DHCP and metadata of their host, and on the LAN (the machine, etcd, placement, hosts) only the image
+    server; they may answer any machine.
     """
     allowed = {
         'INPUT': ('-p udp --dport 67', '-p tcp --dport 80', '-p icmp'),
@@ -194,10 +184,7 @@ def render_fence_rules(layout: Layout) -> str:
 
 
 def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
-    """Divide cores, memory (MiB) and disk (GiB) among `hosts` into the inventory of one host.
-
-    The minimum is 4, 512 and 1, so hosts may share cores: emulated guests are small.
-    """
+    """Divide cores, memory (MiB) and disk (GiB) among `hosts`; at least 4, 512 and 1, as emulated guests are small."""
     return {
         'VCPU': max(4, cores // hosts),
         'MEMORY_MB': max(512, memory_mb // hosts),
@@ -206,10 +193,7 @@ def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> di
 
 
 def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
-    """Return the compute.yaml with each amount in its inventory at most that in `maximum`.
-
-    Classes that are not in `maximum`, and other lines, stay.
-    """
+    """Return compute.yaml with each amount of its inventory at most that in `maximum`; other lines stay."""
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
         lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',

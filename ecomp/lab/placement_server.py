@@ -1,7 +1,7 @@
 """Placement over SQLite for a lab or a single machine, as a program.
 
 `python -m ecomp.lab.placement_server ADDRESS PORT`, or `... SOCKET TOKEN_FILE` for a Unix socket and clients that send
-the token in the file. Settings are in the environment (`ecomp.lab.control.make_placement_environment`). It uses one
+the token in the file; settings are in the environment (`ecomp.lab.control.make_placement_environment`). It uses one
 thread: with more, SQLite answers "database is locked", and half of all concurrent claims get a 500. docker.sh copies
 this file into its image and serves `application` with gunicorn over PostgreSQL, so nothing of ecomp is imported here.
 """
@@ -28,8 +28,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal ends it. `argv` has the two words after the program."""
     first, second = argv
-    # Placement requires this file in its configuration directory; it is empty, since all settings are in the
-    # environment.
+    # Placement requires this file; it is empty, since all settings are in the environment.
     Path(os.environ['OS_PLACEMENT_CONFIG_DIR'], 'placement.conf').touch()
     # Imported here: the tests run without waitress.
     import waitress
@@ -51,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Load placement, restricted to clients with the token and one of the host `names`.
-
-    Without `names` any host name is accepted; `token_file` None means no token check.
-    """
+    """Load placement for requests to one of the host `names` (none: any) with the token (`token_file` None: any)."""
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 
@@ -104,9 +100,8 @@ def require_token(application: Application, token_file: Path) -> Application:
 
 
 def check_schemas_once() -> None:
-    """Patch jsonschema to check each of placement's schemas once, not at every request.
+    """Patch jsonschema to check each schema once: they never change, and checks take a third of placement's time.
 
-    The schemas never change, and checking them takes a third of the processor time of placement's answers.
     https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
     """
     from jsonschema.validators import validator_for

@@ -1,7 +1,7 @@
 """The record of a lab on disk, by which all of it can be found and removed after a crash.
 
-Everything is written to lab.json before it is made, and a process before it runs its program. All processes run in the
-lab's namespaces, whose names begin with the lab's, so even an unrecorded process is found.
+Everything is written to lab.json before it is made, and a process before it runs its program. All processes run in
+namespaces whose names begin with the lab's, so even an unrecorded process is found.
 """
 
 from __future__ import annotations
@@ -92,10 +92,7 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab; raise NotFound without it, EcompError for an unusable lab.json.
-
-    After a reboot it has no processes.
-    """
+    """Load the lab, after a reboot without processes; NotFound without it, EcompError for an unusable lab.json."""
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -121,10 +118,10 @@ def load(name: str, root: Path = ROOT) -> Lab:
 
 
 def load_or_create(name: str, host_count: int | None) -> Lab:
-    """Load the lab, or create its lab.json alone, with at least `host_count` hosts.
+    """Load the lab, or create its lab.json alone, with at least `host_count` hosts; the caller holds its lock.
 
-    None means the current number, 3 for a new lab; a lab never shrinks. The caller holds the lab's lock. Raises
-    UsageError if the directory of a new lab has foreign files, which remove_directory() would delete, and EcompError.
+    None means the current number, 3 for a new lab; a lab never shrinks. Raises UsageError if the directory of a new lab
+    has foreign files, which remove_directory() would delete, and EcompError.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -132,8 +129,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
         lab.save()
         return lab
     directory = ROOT / name
-    # A killed write of lab.json leaves its temporary file. Files prepared for a lab are accepted, but not behind a
-    # link.
+    # A killed write of lab.json leaves its temporary file. Files prepared for a lab are not accepted behind a link.
     allowed = re.compile(
         re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
     )
@@ -149,10 +145,9 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 
 
 def check_removable(directory: Path) -> None:
-    """Raise EcompError for a mount below a lab's directory, whose files would be deleted.
+    """Raise EcompError for a mount below a lab's directory, whose files would be deleted: proc_pid_mountinfo(5).
 
     No-op for a link to a directory without lab.json. The lab's own mounts are in its namespaces and invisible here.
-    proc_pid_mountinfo(5)
     """
     if not _belongs_to_lab(directory):
         return
@@ -165,10 +160,9 @@ def check_removable(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a lab's directory, and the link to it. Raises EcompError.
+    """Remove a lab's directory, and the link to it; of a link to one without lab.json only the link.
 
-    Of a link to a directory without lab.json only the link is removed. lab.json is removed last: it shows that a
-    directory behind a link is a lab's.
+    lab.json is removed last: it shows that a directory behind a link is a lab's. Raises EcompError.
     """
     try:
         if _belongs_to_lab(directory):
@@ -210,10 +204,7 @@ def find_lab_name() -> str:
 
 
 def list_labs(root: Path = ROOT) -> list[Lab]:
-    """Load every lab that load() accepts, by name.
-
-    Others that run are seen only by their routes.
-    """
+    """Load every lab that load() accepts, by name; others that run are seen only by their routes."""
     labs = []
     for path in sorted(root.glob(f'*/{RECORD_NAME}')):
         with contextlib.suppress(EcompError):
@@ -223,15 +214,13 @@ def list_labs(root: Path = ROOT) -> list[Lab]:
 
 @contextlib.contextmanager
 def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on a directory, made if missing; wait for it without a limit.
+    """Hold the lock on a directory, made if missing; if another has it, call `on_busy` and wait without a limit.
 
-    `on_busy` is called before waiting if another has it. The kernel releases the lock when the process ends, even by a
-    kill. Raises OSError if the directory cannot be made or opened.
+    The kernel releases it when the process ends, even by a kill. Raises OSError for an unusable directory.
     """
     directory = directory.resolve()  # for a dangling link its target is made
     while True:
-        # FileExistsError also means that the directory was removed before mkdir checked it. A path that is not a
-        # directory fails in os.open().
+        # It may have been removed before mkdir checked it. A path that is not a directory fails in os.open().
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:
