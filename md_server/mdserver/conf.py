@@ -1,4 +1,4 @@
-"""Read mdserver.conf: an INI file as in 2019, read once, typed and complete. Errors name each bad key and its line.
+"""Read mdserver.conf: an INI file as in 2019, typed and complete. Errors name each bad key and its line.
 
 The example file explains the keys. Paths are relative to the file.
 """
@@ -39,7 +39,6 @@ def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) 
 
 
 def _parse_address(value: str, _: Path = Path()) -> str:
-    """Return the IPv4 address unchanged; ValueError if it is none."""
     try:
         return str(ipaddress.IPv4Address(value))
     except ValueError as error:
@@ -47,7 +46,6 @@ def _parse_address(value: str, _: Path = Path()) -> str:
 
 
 def _parse_port(value: str, _: Path = Path()) -> int:
-    """Parse a port, 0 (any free one) to 65535; else ValueError."""
     # 0 is any free port, for tests.
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port, 0 to 65535')
@@ -55,10 +53,7 @@ def _parse_port(value: str, _: Path = Path()) -> int:
 
 
 def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    """Return a reader of a path to `description`, whose value `convert` makes.
-
-    The reader raises ValueError for an empty text.
-    """
+    """Return a reader of a path to `description`, whose value `convert` makes; ValueError for an empty text."""
 
     def read(value: str, base: Path) -> T:
         if not value:
@@ -69,7 +64,6 @@ def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[
 
 
 def _check_readable(path: Path) -> Path:
-    """Return the path if read_user_data() accepts the file; else its ValueError."""
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
@@ -84,9 +78,8 @@ def _make_field(default: T, read: Reader[T], name: str = '') -> T:
 class Config:
     """The configuration of mdserver; most fields are a key of [mdserver].
 
-    `guests` is ecompute's directory with a file for each guest. `leases` is a glob of dnsmasq's status files.
-    `user_data` (None: none) and `public_keys`, pairs of name and line, are for guests without their own. `neighbours`
-    is the kernel's ARP table, not a key.
+    `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `user_data` and
+    `public_keys`, pairs of name and line, are for guests without their own. `neighbours`, not a key, is the ARP table.
     """
 
     listen_address: str = _make_field('169.254.169.254', _parse_address)
@@ -105,10 +98,7 @@ FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Con
 
 
 def load(path: Path | None) -> Config:
-    """Return the configuration in the file at `path`, the defaults if None. Raises ConfError.
-
-    For /proc/self/fd/N, descriptor N is closed afterwards.
-    """
+    """Return the configuration in the file `path` (None: the defaults); close a /proc/self/fd/N. Raises ConfError."""
     if path is None:
         return Config()
     named_path, descriptor = path, None
@@ -127,10 +117,7 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
-    """Return the configuration in `text` of the file `path`.
-
-    Raises ConfError, which names all invalid values and unknown keys, or the first error of syntax.
-    """
+    """Return the configuration in `text` of file `path`; ConfError names all wrong keys, or the first syntax error."""
     # Raw: a key's comment may contain '%'. No section has defaults for others, so [DEFAULT] is an unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:
@@ -200,7 +187,6 @@ def _find_field(key: str) -> Field[Any]:
 
 
 def _check_key_name(name: str) -> str:
-    """Return the name of a public key unchanged; ValueError if it is invalid."""
     if not re.fullmatch('[a-z0-9._@+-]+', name):
         raise ValueError('is not a valid name of a key: a name has only letters, digits and . _ @ + -')
     return name

@@ -52,10 +52,7 @@ OpenedFile = tuple[str, 'int | OSError']
 
 
 class Files:
-    """The files about guests, read again for each request.
-
-    `ask` executes the five requests above; with None this process does. OSError if the monitor is gone.
-    """
+    """The files about guests; `ask` executes the five requests, None: this process. OSError if the monitor is gone."""
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[OpenedFile]] | None = None) -> None:
         self._config = config
@@ -67,10 +64,10 @@ class Files:
     def find_leased_mac(self, address: str, now: float) -> str:
         """Return the MAC of the guest with this IPv4 address, by DHCP at `now`, in epoch seconds.
 
-        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another guest
-        sends the same client identifier. Raises UnknownGuestError without either, its subclass ForgedAddressError if
-        the kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. Unreadable files of
-        leases are only details of the error.
+        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another sends
+        the same client identifier. Raises UnknownGuestError without either, its subclass ForgedAddressError if the
+        kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. An unreadable file of
+        leases is only a detail of the error.
         """
         leases, problems = self._read_leases()
         table = self._read_table()
@@ -93,16 +90,13 @@ class Files:
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
-        """Return the MACs that the kernel lists at an address, on any bridge.
-
-        Incomplete entries (00:00:00:00:00:00) are included. Raises BrokenFileError.
-        """
+        """Return the MACs at an address on any bridge, also 00:00:00:00:00:00 (incomplete); BrokenFileError."""
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Store why the guests with these MACs were refused; '' means that they were answered.
+        """Store why the guests with these MACs were refused; '' means that they were answered, stored once.
 
-        Repeated answers are not stored again. A failure to write is ignored; OSError only if the monitor is gone.
+        A failure to write is ignored; OSError only if the monitor is gone.
         """
         for mac in macs:
             if refusal or mac not in self._answered_macs:
@@ -110,10 +104,7 @@ class Files:
             (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
     def read_guest(self, mac: str) -> Guest:
-        """Parse ecompute's file of the guest with this MAC address.
-
-        Raises UnknownGuestError if it is missing, and BrokenFileError if it is unusable.
-        """
+        """Parse ecompute's file of this MAC; UnknownGuestError if missing, BrokenFileError if unusable."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
             return guests.parse_guest(_read_all(opened), mac)
@@ -125,10 +116,7 @@ class Files:
             raise BrokenFileError(f'{name}: {error}') from error
 
     def fill_in_defaults(self, guest: Guest, address: str = '') -> Guest:
-        """Return the guest with its own keys and user-data, or mdserver.conf's, and `address`.
-
-        Raises ValueError if mdserver.conf's user-data is unusable.
-        """
+        """Return the guest with its own keys and user-data, or mdserver.conf's (ValueError if bad), and `address`."""
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._open_user_data())
@@ -136,10 +124,7 @@ class Files:
         return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, report: bytes) -> None:
-        """Store a guest's first ready report; later ones are ignored. `report` is ASCII.
-
-        Raises FileNotFoundError without the guest's file, or another OSError.
-        """
+        """Store a guest's first ready report, ASCII; FileNotFoundError without the guest, or another OSError."""
         for _, opened in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
@@ -149,10 +134,10 @@ class Files:
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
-        """Return whether any machine has a lease or reservation of this address at `now`.
+        """Return whether any machine has a lease or reservation of this address at `now`, in epoch seconds.
 
-        `now` is in epoch seconds. The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it
-        before any limit applies. Not thread-safe. Raises OSError if the monitor is gone.
+        The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it before any limit applies. Not
+        thread-safe. Raises OSError if the monitor is gone.
         """
         if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
             self._leased_addresses = {
@@ -183,7 +168,6 @@ class Files:
         return leases, problems
 
     def _read_table(self) -> str:
-        """Return the text of the kernel's ARP table; BrokenFileError if it is unreadable."""
         neighbours = self._config.neighbours
         try:
             return neighbours.read_text(encoding='ascii', errors='replace')
@@ -196,7 +180,6 @@ class Files:
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
     def _open_user_data(self) -> int:
-        """Return a descriptor of mdserver.conf's user-data. Raises OSError."""
         [(_, opened)] = self._ask('user-data')
         if isinstance(opened, OSError):
             raise opened
@@ -204,18 +187,16 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
-    """Open, or write, the files of `request`, one of the five above.
+    """Open, or write, the files of `request`, one of the five above; [] after writing.
 
-    Never raises OSError: errors are in the answer, EINVAL for any other request. The answer is [] after writing.
+    Never raises OSError: errors are in the answer, EINVAL for any other request.
     """
     # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):
         case ['leases']:
             hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS_SUFFIX}'))
-            libvirt_files = [
-                name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS_SUFFIX) + CONF_SUFFIX, hosts)
-            ]
-            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *libvirt_files)]
+            files = [name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS_SUFFIX) + CONF_SUFFIX, hosts)]
+            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *files)]
         case ['user-data'] if config.user_data is not None:
             return [_open(config.user_data, follow_links=True)]
         case ['guest', mac] if guests.is_mac(mac):
@@ -249,10 +230,7 @@ def _open(path: Path, follow_links: bool = False) -> OpenedFile:
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
-    """Store the first report of an existing guest, durably; later ones are ignored.
-
-    Raises FileNotFoundError without the guest, or another OSError.
-    """
+    """Store the first report of an existing guest, durably; FileNotFoundError without it, or another OSError."""
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
@@ -295,10 +273,7 @@ def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
 
 
 def _read_all(opened: int | OSError) -> bytes:
-    """Read an opened regular file and close it.
-
-    Raises OSError (the given one, too), ValueError if it is not regular or too large.
-    """
+    """Read an opened regular file and close it. Raises OSError (a given one), ValueError if irregular or too large."""
     if isinstance(opened, OSError):
         raise opened
     try:

@@ -40,10 +40,7 @@ class BrokenFileError(Exception):
 
 @dataclass(frozen=True)
 class Lease:
-    """A DHCP lease of libvirt's dnsmasq, or, if `reserved`, a reservation.
-
-    `expiry` is in seconds since the epoch, infinite if unlimited. `bridge` is the bridge of its network, '' if unknown.
-    """
+    """A DHCP lease or, if `reserved`, reservation; `expiry` in epoch seconds or infinite, `bridge` '' if unknown."""
 
     address: str
     mac: str
@@ -54,10 +51,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class Guest:
-    """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address.
+    """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address, `instance` its uuid.
 
-    `instance` is its uuid; `public_keys` are pairs of a unique name and an OpenSSH line. If `public_keys` or
-    `user_data` is None, those of mdserver.conf apply, or none after they were filled in. `network_config` may be None.
+    `public_keys` are pairs of a unique name and an OpenSSH line. If `public_keys` or `user_data` is None, those of
+    mdserver.conf apply, or none after they were filled in.
     """
 
     instance: str
@@ -69,10 +66,9 @@ class Guest:
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
-    """Return the valid IPv4 leases in the status file of one bridge, in its order.
+    """Return the valid IPv4 leases, also expired ones, in the status file of one bridge, in its order.
 
-    Expired ones are included. An empty file has no leases: dnsmasq creates it empty. Raises ValueError if it is not a
-    JSON list.
+    An empty file has none: dnsmasq creates it empty. Raises ValueError if it is not a JSON list.
     """
     if not data.strip():
         return []
@@ -89,10 +85,7 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
 
 
 def select_current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
-    """Return {address: lease} of the leases not expired at `now`, seconds since the epoch.
-
-    Of two leases for one address or one MAC, the one that expires later counts.
-    """
+    """Return {address: lease} of leases valid at `now` (epoch); of two for an address or MAC the later expiry wins."""
     by_address: dict[str, Lease] = {}
     by_mac: dict[str, Lease] = {}
     for lease in sorted(leases, key=lambda lease: lease.expiry):
@@ -108,10 +101,7 @@ def parse_bridge(conf: bytes) -> str:
 
 
 def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
-    """Return the IPv4 reservations in dnsmasq's hosts file, with lines `MAC,ADDRESS[,NAME]`.
-
-    Other lines are skipped. `expiry` is 0, which means nothing in a reservation.
-    """
+    """Return the IPv4 reservations, with `expiry` 0, in dnsmasq's hosts file; skip lines but `MAC,ADDRESS[,NAME]`."""
     rows = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
     return [Lease(row[1], row[0], 0, bridge, True) for row in rows if is_mac(row[0]) and _is_ipv4(row[1])]
 
@@ -130,10 +120,7 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
 
 
 def parse_guest(data: bytes, mac: str) -> Guest:
-    """Parse ecompute's file of the guest with this MAC; ignore unknown keys. Raises ValueError.
-
-    Without a hostname the instance's uuid is used.
-    """
+    """Parse ecompute's file of this MAC, ignoring unknown keys; default hostname: the uuid. Raises ValueError."""
     record = _load_json(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
@@ -187,7 +174,6 @@ def _load_json(data: bytes) -> Any:
 
 
 def _is_ipv4(text: str) -> bool:
-    """Return whether this is a canonical IPv4 address."""
     with suppress(ValueError):
         return str(ipaddress.IPv4Address(text)) == text
     return False
