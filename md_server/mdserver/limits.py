@@ -34,7 +34,7 @@ MAX_TRACKED_ADDRESSES = 4096  # remembered; another one drops those that are idl
 class RateLimiter:
     """Limits each address to `rate` events per second and `burst` immediate ones. Pure.
 
-    `now` is in seconds of any monotonic clock. This is the generic cell rate algorithm:
+    `now` is in seconds of any monotonic clock. It is the generic cell rate algorithm:
     https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
     """
 
@@ -44,10 +44,7 @@ class RateLimiter:
         self._used_until: dict[str, float] = {}  # when an address's share will be unused again
 
     def schedule(self, address: str, now: float) -> float:
-        """Count one event; return its delay in seconds, at most MAX_CONNECTIONS_PER_ADDRESS / rate.
-
-        0.0 means that it may happen immediately.
-        """
+        """Count one event; return its delay in seconds, 0.0 to MAX_CONNECTIONS_PER_ADDRESS / rate."""
         used_until = max(self._used_until.get(address, now), now)
         seconds = min(max(0.0, used_until - now - self._tolerance), MAX_CONNECTIONS_PER_ADDRESS * self._step)
         self._record(address, now, now + self._tolerance + seconds if seconds else used_until)
@@ -95,7 +92,7 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
     def is_late(self, now: float) -> bool:
         """Return whether, at monotonic time `now`, its request or its lifetime takes too long.
 
-        From `starts_at` on: REQUEST_TIMEOUT_SECONDS until the request is received, then CONNECTION_TIMEOUT_SECONDS.
+        From `starts_at` on: REQUEST_TIMEOUT_SECONDS to receive the request, then CONNECTION_TIMEOUT_SECONDS.
         """
         is_receiving = not self.requests and not self.total_outbufs_len
         return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
@@ -146,10 +143,7 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         return now + self._request_limiter.schedule(address, now)
 
     def readable(self) -> bool:
-        """Close the marked connections; return whether to accept others, as waitress's method.
-
-        waitress calls this while it handles no connection.
-        """
+        """Close the marked connections, while waitress handles none; return whether to accept others."""
         to_close, self._to_close = self._to_close, []
         for channel in to_close:
             channel.handle_close()

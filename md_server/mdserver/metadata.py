@@ -32,11 +32,10 @@ MAX_FORM_FIELDS = 32
 # The form's fields that are host keys of the types that sshd generates today. Other fields are ignored.
 HOST_KEY_FIELDS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
 
-# The vendor-data. INSTANCE, URL (where to post) and SEED (part of the SMBIOS serial if the guest uses the network) are
-# replaced.
-# cloud-init runs it once, as a script; it copies itself to run at later boots. cloud-init's own module phone_home runs
-# before the end, does not know of failures, and logs a warning in the guest for each missing type of key. A script does
-# not conflict with the user's own cloud-config either.
+# The vendor-data, with placeholders INSTANCE, URL (where to post) and SEED (in the SMBIOS serial if the guest uses the
+# network). cloud-init runs it once, as a script; it copies itself to run at later boots. cloud-init's own phone_home
+# runs before the end, ignores failures, and logs a warning for each missing type of key. A script does not conflict
+# with the user's own cloud-config either.
 REPORT_SCRIPT = """\
 #!/bin/sh
 # Reports to the host how cloud-init ended, and the keys of sshd. Waits in the background for the end of cloud-init.
@@ -116,10 +115,7 @@ def make_version_list() -> bytes:
 
 
 def find_body(path: str, guest: Guest) -> bytes | None:
-    """Return the body for this guest at this path, or None for 404.
-
-    A directory's body is its list of entries; `/` alone is None.
-    """
+    """Return the body for this guest at this path (a directory's list of entries), or None for 404 and for `/`."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in EC2_VERSIONS:
@@ -152,10 +148,9 @@ def _make_ec2_tree(guest: Guest) -> Tree:
 
 
 def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
-    """Return {name: content} of this guest's NoCloud disk, without empty optional files.
+    """Return {name: content} of this guest's NoCloud disk: meta-data, user-data and optional files with content.
 
-    meta-data and user-data are always there. With `with_phone_home` the vendor-data reports the end of cloud-init; a
-    metadata server must receive it.
+    With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
     """
     files = _make_seed_files(guest, {})
     if not with_phone_home:
@@ -205,7 +200,6 @@ def parse_report(body: bytes) -> bytes:
 
 
 def _make_vendor_data(instance: str) -> bytes:
-    """Return REPORT_SCRIPT for this instance."""
     host = 'http://169.254.169.254'
     replacements = {
         'INSTANCE': instance,

@@ -2,14 +2,12 @@
 
 mdserver parses what guests send, so it must not be root; the files it reads are root's, in root's directories. A child
 that stays root opens them and passes the descriptors: it accepts the five requests of `files`, stores a guest's report
-without parsing it, and ends with mdserver. This is privilege separation as in sshd (Provos, Friedl, Honeyman 2003,
+unparsed, and ends with mdserver. This is privilege separation as in sshd (Provos, Friedl, Honeyman 2003,
 https://www.usenix.org/conference/12th-usenix-security-symposium/preventing-privilege-escalation).
 
 A request is a packet of text. The answer is a packet `ERRNO NAME` for each file, with its descriptor if ERRNO is 0, and
-a final `.` (unix(7): SOCK_SEQPACKET, SCM_RIGHTS).
-
-For dropping rights permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS,
-and proc(5) for /proc/PID/status.
+a final `.` (unix(7): SOCK_SEQPACKET, SCM_RIGHTS). On dropping rights permanently see setresuid(2), capabilities(7) on
+leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, and proc(5) for /proc/PID/status.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from typing import NamedTuple
 from mdserver import conf
 from mdserver.files import OpenedFile, carry_out
 
-# Bytes of a request; a longer one is truncated. The longest has a guest's report: 4 KiB, up to six times that in JSON's
-# escapes.
+# Bytes of a request; a longer one is truncated. A guest's report has 4 KiB, up to six times that in JSON's escapes.
 MAX_REQUEST_BYTES = 32768
 # Bytes of an answer; a longer one is truncated. The kernel accepts paths of up to 4096.
 MAX_ANSWER_BYTES = 8192
@@ -84,7 +81,6 @@ class Monitor:
         return packet, descriptors[0] if descriptors else -1
 
     def _disconnect(self) -> None:
-        """Shut the connection down, which ends the monitor."""
         with suppress(OSError):  # already shut down by either end
             self._channel.shutdown(socket.SHUT_RDWR)
 
@@ -123,10 +119,7 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user name or, as chown(1), any number; ValueError if unknown or root.
-
-    A number that no user has is its own gid.
-    """
+    """Return the ids of a user name or, as chown(1), any number, its own gid if unknown; ValueError if none or root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
@@ -143,9 +136,9 @@ def find_user(user: str) -> UserIds:
 
 
 def drop_privileges(ids: UserIds) -> None:
-    """Make this process that user with only that group and no capabilities, permanently.
+    """Become that user with only that group and no capabilities, permanently, while there is one thread.
 
-    Call it while the process has one thread. Raises OSError, also if root or a capability could be regained.
+    Raises OSError, also if root or a capability could be regained.
     """
     os.setgroups([])
     os.setresgid(ids.gid, ids.gid, ids.gid)
