@@ -1,11 +1,9 @@
 """The metadata server: bottle on waitress. `make_app(files)` is the application; `main` starts it.
 
-Start it as `mdserver [CONF]`, as `python -m mdserver.server`, or from the source tree as
-`sudo python md_server/mdserver/server.py mdserver.conf`.
-
-It exits 0 on SIGINT, SIGTERM or, with --with-parent, at the end of standard input, 1 if it cannot listen, and 2 for
-wrong arguments or configuration. With --user it drops root after it listens and before it reads requests; its monitor
-then opens the files that only root may read.
+Start it as `mdserver [CONF]`, as `python -m mdserver.server`, or from the source tree as `sudo python
+md_server/mdserver/server.py mdserver.conf`. It exits 0 on SIGINT, SIGTERM or, with --with-parent, at the end of stdin,
+1 if it cannot listen, and 2 for wrong arguments or configuration. With --user it drops root after it listens and before
+it reads requests; its monitor then opens the files that only root may read.
 
 bottle's own wsgiref serves one client at a time; with threads, each silent client would hold one. waitress reads each
 request completely in one loop, with limits, before it uses a thread.
@@ -35,8 +33,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 if not __package__:
-    # Started as a script: import the package from the directory above this file's. Replace this file's own directory
-    # in the path, or any `import conf` would find ours.
+    # Started as a script: put the package's parent in place of this directory, where any `import conf` would find ours.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import bottle
@@ -53,12 +50,7 @@ REASON_KEY = 'mdserver.why'
 LATE_ENCODINGS = ('idna', 'ascii')  # encodings that Python imports at first use, perhaps from where only root can read
 METADATA_ADDRESS = '169.254.169.254'
 HOST_HEADER_PATTERN = re.compile(r'([0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?')
-PROXY_HEADER_PREFIXES = (
-    'HTTP_X_FORWARDED',
-    'HTTP_FORWARDED',
-    'HTTP_VIA',
-    'HTTP_X_REAL_IP',
-)  # prefixes of headers that they add
+PROXY_HEADER_PREFIXES = ('HTTP_X_FORWARDED', 'HTTP_FORWARDED', 'HTTP_VIA', 'HTTP_X_REAL_IP')
 THREADS = 4
 MAX_HEADER_BYTES = 8192  # bytes; more is refused
 MAX_BODY_BYTES = 4096  # bytes; more is refused. A guest posts its host keys and errors
@@ -104,9 +96,9 @@ def make_app(files: Files) -> bottle.Bottle:
     app = App()
 
     def identify_guest() -> tuple[str, guests.Guest]:
-        """Return the MAC of the requesting guest, and what is served to it.
+        """Return the MAC of the requesting guest and what is served to it; note either result for ecompute.
 
-        Raises HTTPError: 404 for an unknown client, 500 if a file is unusable. Either result is noted for ecompute.
+        Raises HTTPError: 404 for an unknown client, 500 if a file is unusable.
         """
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
@@ -198,10 +190,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client is local, on `bridge` or has a lease; True if `bridge` is None.
+    """Return whether the client is local, on `bridge` or has a lease; True if `bridge` is None, False if unreadable.
 
-    False if that cannot be read. The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this
-    far. SO_BINDTODEVICE would not work: a restarted network has a new bridge of the same name.
+    The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
+    not work: a restarted network has a new bridge of the same name.
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
@@ -221,7 +213,6 @@ def end_with_parent() -> None:
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
-    """Handle a signal: exit with 0."""
     # From here on the monitor is expected to end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
@@ -250,7 +241,6 @@ def _resolve_user(name: str) -> UserIds:
 
 
 def _load_config(arguments: argparse.Namespace) -> conf.Config:
-    """Load mdserver.conf and apply --guests and --listen. Raises ConfError."""
     config = conf.load(arguments.conf)
     if arguments.guests is not None:
         config = replace(config, guests=arguments.guests)
