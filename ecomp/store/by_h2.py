@@ -53,7 +53,7 @@ READ_BYTES = 65536
 # Details of a call that failed because its connection ended.
 CONNECTION_CLOSED = 'Socket closed'
 NO_HTTP2 = 'it does not speak HTTP/2'
-_EXPECTS_TLS = 'does it expect TLS, with ca_cert, cert_cert, cert_key?'
+_EXPECTS_TLS = 'it may expect TLS, with ca_cert, cert_cert and cert_key'
 
 
 class _Http2(H2Connection):
@@ -105,7 +105,7 @@ class Transport:
         the connection is unusable.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
+            raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
         try:
             # An unreachable member must leave time for the others; one that answers slowly may use all of it.
             self._connect_thread.join(max(min(deadline - time.monotonic(), self._connect_timeout), 0))
@@ -155,7 +155,7 @@ class Transport:
         except (BlockingIOError, ssl.SSLWantReadError):
             raise TimeoutError from None
         if not data:
-            raise ConnectionResetError(errno.ECONNRESET, 'it hung up')
+            raise ConnectionResetError(errno.ECONNRESET, 'the member closed the connection')
         events = self.http.receive_data(data)
         for event in events:
             if isinstance(event, ConnectionTerminated):
@@ -210,7 +210,7 @@ class Transport:
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)
         if self.http.is_ending or isinstance(error, ssl.SSLEOFError | ConnectionError):
             if not self._is_secure:
-                return f'the connection was closed (if that stays so: {_EXPECTS_TLS})'
+                return f'it closed the connection (if this persists, {_EXPECTS_TLS})'
             return CONNECTION_CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
         if isinstance(error, H2Error):
             return NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
@@ -387,7 +387,7 @@ GRPC_CODES = (
     *('PERMISSION_DENIED', RESOURCE_EXHAUSTED, 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
     *('INTERNAL', UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
-MALFORMED_ANSWER = 'its answer is no message'
+MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
 class EtcdMember:
@@ -478,7 +478,7 @@ class WatchStream:
                             check_deadline(deadline)
                             yield _parse_answer(name, message, deadline)
                 except TimeoutError:
-                    raise CallFailure(DEADLINE_EXCEEDED, 'its time is over') from None
+                    raise CallFailure(DEADLINE_EXCEEDED, 'the watch has lasted as long as requested') from None
                 finally:
                     if not stream.is_finished:
                         stream.reset()
@@ -503,7 +503,7 @@ class WatchStream:
             check_deadline(deadline)
             if is_ping_due:
                 self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
-        raise ConnectionError('it does not answer')
+        raise ConnectionError('the member does not answer')
 
     def _receive_until(self, stream: Stream, deadline: float) -> bool:
         """Process the next events and ask for progress until then; return False after the deadline."""
@@ -519,7 +519,7 @@ class WatchStream:
             try:
                 stream.send(_frame_message(WatchProgress().to_bytes()), now + self._timeout, end_stream=False)
             except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
-                raise ConnectionError('it takes nothing') from None
+                raise ConnectionError('the member accepts no data') from None
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:
@@ -560,10 +560,10 @@ def _check_status(stream: Stream) -> None:
     """Raise CallFailure unless etcd reports success."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
-        raise CallFailure(UNAVAILABLE, 'it does not answer as etcd does')
+        raise CallFailure(UNAVAILABLE, 'its answer is not gRPC')
     status = headers.get('grpc-status', '')
     if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(GRPC_CODES):
-        raise CallFailure(UNAVAILABLE, 'it does not say what became of the call')
+        raise CallFailure(UNAVAILABLE, 'its answer has no valid gRPC status')
     if int(status):
         from urllib.parse import unquote  # imported here: most calls do not need it
 
@@ -575,6 +575,6 @@ def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
     try:
         return parse_answer(name, message, lambda: check_deadline(deadline))
     except TimeoutError as error:
-        raise CallFailure(DEADLINE_EXCEEDED, 'its answer is too long to be read in time') from error
+        raise CallFailure(DEADLINE_EXCEEDED, 'its answer takes too long to parse') from error
     except ValueError as error:
-        raise CallFailure(UNAVAILABLE, f'its answer cannot be read: {error}') from error
+        raise CallFailure(UNAVAILABLE, f'its answer is malformed: {error}') from error

@@ -106,7 +106,8 @@ class Guard:
         try:
             identity = cluster.read_identity(value)
         except ValueError as error:
-            raise EcompError(f'{keys.CLUSTER} in etcd at {endpoints}: {error}: remove that key') from error
+            malformed = f'etcd at {endpoints}: {keys.CLUSTER} is malformed: {error}'
+            raise EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error
         with self._lock:
             current = self._known_cluster
             self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
@@ -121,8 +122,9 @@ class Guard:
     def _refuse(self, endpoints: str, reason: str) -> None:
         """Raise StrangeEtcd, now and later; the first time, call the listeners."""
         text = (
-            f'etcd at {endpoints} is not the one this compute knew: {reason}. Was it wiped or restored, or is `etcd:` '
-            'another one? Nothing is built, destroyed or published; if it is to be used: ecompute --accept-new-etcd'
+            f'etcd at {endpoints} is not the one this compute knew: {reason}. It was wiped, restored or replaced, or '
+            '`etcd:` names another etcd. This compute builds, destroys and publishes nothing. '
+            'Fix: correct `etcd:`, or accept this etcd with `ecompute --accept-new-etcd`'
         )
         with self._lock:
             is_first, self._refusal = not self._refusal, self._refusal or text
@@ -448,7 +450,7 @@ class Store:
                 reply = self._write(request, [operation.key for operation in operations])
             except NoSpace as error:
                 if self._may_have_been_written([*conditions, *([fencing] if fencing else [])], operations):
-                    raise UnknownOutcome(f'{error}; whether this was written before that is not known') from error
+                    raise UnknownOutcome(f'etcd may have written this before it became full: {error}') from error
                 raise
             if reply.succeeded:
                 return int(reply.header.revision)
@@ -461,7 +463,7 @@ class Store:
             while self.fence is fence and time.monotonic() < deadline:
                 time.sleep(FENCE_RENEWAL_SECONDS / 100)
             if time.monotonic() >= deadline:
-                raise Unreachable(f'{fencing.key} is not as we put it: nothing is written before it is')
+                raise Unreachable(f'{fencing.key} expired or was changed: nothing is written until it is restored')
 
     def _may_have_been_written(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]

@@ -199,8 +199,8 @@ class Connection:
         """
         name = f'etcd at {self.endpoints}'
         if is_full(error):
-            cure = 'compact and defragment it, and disarm its alarm'
-            return NoSpace(f'{name} takes no writes ({error.details}): {cure}')
+            cure = 'compact and defragment etcd, and disarm its alarm'
+            return NoSpace(f'{name} accepts no writes ({error.details}). Fix: {cure}')
         if is_too_long(error) and no_answer_error is Unreachable:
             return AnswerTooLong(f'{name}: {error.details}')
         if is_denied(error):

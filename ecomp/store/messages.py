@@ -250,7 +250,7 @@ def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambd
     try:
         return _parse_message(_ANSWERS[name], data, 0, len(data), _Budget(on_progress))
     except IndexError as error:
-        raise ValueError('a message that ends too early') from error
+        raise ValueError('a message ends too early') from error
 
 
 def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
@@ -284,14 +284,14 @@ def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, 
         elif wire_type in _FIXED_BYTES:
             position += _FIXED_BYTES[wire_type]
         else:
-            raise ValueError(f'a field of kind {wire_type}')
+            raise ValueError(f'a field has the unknown wire type {wire_type}')
         if position > end:
-            raise ValueError('a field that is longer than its message')
+            raise ValueError('a field is longer than its message')
         if tag not in fields:
             if tag < 8:
-                raise ValueError('a field without a number')
+                raise ValueError('a field has no number')
             if tag ^ _WIRE_TYPE_FLIP in fields:
-                raise ValueError('a number where bytes should be, or bytes where a number should be')
+                raise ValueError('a field has the wrong wire type')
             continue
         name, value_type, is_repeated = fields[tag]
         if value_type is int:
@@ -325,7 +325,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & (2 * _SIGN_BIT - 1), position + 1
         shift += 7
-    raise ValueError('a number without an end')
+    raise ValueError('a number does not end')
 
 
 _HEADER = _MessageSchema(
@@ -445,7 +445,7 @@ def suggest_remedy(error: CallFailure) -> str:
     """Return the remedy for an expired lease (a new run) as ': …' to append; else ''."""
     if error.details != _LEASE_NOT_FOUND:
         return ''
-    return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
+    return ': the lease expired (was this process suspended?); nothing was written. Try: run the command again'
 
 
 def is_denied(error: CallFailure) -> bool:
@@ -460,11 +460,12 @@ def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> st
     `certificate` is '' if there is none; `about` are the keys of the call, of which the first MAX_NAMED_KEYS are named:
     etcd does not name the key.
     """
-    user = certificate or 'whoever has no certificate (cert_cert)'
+    user = certificate or 'a client without a certificate (cert_cert)'
     key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
     more = [f'{len(about) - MAX_NAMED_KEYS} more'] if len(about) > MAX_NAMED_KEYS else []
     access = f'{"read" if is_read else "write"} {", ".join([*key_names, *more])}' if about else 'do that'
-    return f'{user} {access}: it is for another certificate, or `elab certs DIR --enable` has to run again'
+    cure = 'use the certificate of another role, or run `elab certs DIR --enable` again'
+    return f'{user} {access}: its role does not allow that. Fix: {cure}'
 
 
 def is_transient(error: CallFailure) -> bool:

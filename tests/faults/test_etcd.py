@@ -201,14 +201,14 @@ def test_full_etcd_completes_destroys_and_refuses_creates(small_etcd_control: Co
         assert_one_line(
             small_etcd_control.eschedule(*words),
             7,
-            'takes no writes',
-            'compact and defragment it, and disarm its alarm',
+            'accepts no writes',
+            'compact and defragment etcd, and disarm its alarm',
         )
     assert read_allocations(small_etcd_control) == before
     assert small_etcd_control.etcd.list_keys('/') == keys
     assert list_running_guests(compute) == {surviving}
     assert not find_log_lines(compute, 'INSTANTIATE', waiting)
-    assert count_logged(compute, 'takes no writes', 'trying again') == 1
+    assert count_logged(compute, 'accepts no writes', 'trying again') == 1
     clear_space_alarm(small_etcd_control.etcd)
     wait_address(small_etcd_control, waiting)
     assert small_etcd_control.eschedule('destroy', '--wait', surviving).code == 0
@@ -249,7 +249,7 @@ def test_etcd_full_between_claim_and_delivery(small_etcd_control: Control, insta
         assert small_etcd_control.placement.read_allocations(instance)
         fill(small_etcd_control.etcd)
         eschedule.resume()
-        assert_one_line(eschedule.wait(), 7, 'takes no writes')
+        assert_one_line(eschedule.wait(), 7, 'accepts no writes')
     assert small_etcd_control.placement.read_allocations(instance) == {}
     assert small_etcd_control.etcd.list_keys('/requests/') == []
     clear_space_alarm(small_etcd_control.etcd)

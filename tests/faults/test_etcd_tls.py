@@ -101,7 +101,7 @@ def test_wrong_client_certificates_are_reported(
     check_refused(secured, {'cert_key': expired[1]}, 'do not belong together')
     no_certificates: dict[str, Any] = dict.fromkeys(office.section)
     # By address: a name may have two, and the second one may not answer.
-    check_refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
+    check_refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'it may expect TLS')
     assert secured.etcd.list_keys('/requests/') == []
     for name in office.section:
         check_refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)

@@ -74,7 +74,7 @@ def test_presence_is_written_only_with_own_certificate(cloud: EtcdWithRoles) -> 
     first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
     foreign = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
     for write in (foreign.check, foreign.start):
-        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: it is for another certificate'):
+        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: its role does not allow that'):
             write()
     assert cloud.stores['operator-ann'].get(second) is None
     alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)

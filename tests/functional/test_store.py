@@ -141,7 +141,9 @@ def test_refusal_contains_etcd_s_message(store: Store, prefix: str) -> None:
     assert not isinstance(caught.value, Unreachable)
     with pytest.raises(EcompError, match='too large|larger than max'):
         store.commit([], [Put(prefix + 'a', 'x' * 3 * 2**20)])
-    with pytest.raises(EcompError, match='requested lease not found: .* not written. Try: the same command again$'):
+    with pytest.raises(
+        EcompError, match='requested lease not found: .* nothing was written. Try: run the command again$'
+    ):
         store.commit([], [Put(prefix + 'a', 'x', lease=1)])
     with pytest.raises(EcompError, match='refuses: etcdserver: duplicate key given in txn request'):
         store.commit([], [Put(prefix + 'a', 'x'), Delete(prefix + 'a')])
@@ -158,7 +160,7 @@ def test_full_etcd_refuses_writes_and_accepts_deletes(tmp_path: Path) -> None:
             store.commit([], [Put('/fill', 'x' * 2**20)])
             return False
 
-        with pytest.raises(Unreachable, match='takes no writes') as caught:
+        with pytest.raises(Unreachable, match='accepts no writes') as caught:
             wait_until(fill, 30, 'etcd has no space left')
         assert not isinstance(caught.value, UnknownOutcome)
         assert store.commit([Unchanged('/fill', read_entry(store, '/fill').revision)], [Delete('/fill')])
@@ -190,8 +192,8 @@ def test_write_while_etcd_becomes_full_has_an_unknown_outcome(tmp_path: Path) ->
             assert [key for key in refused if store.get(key) is not None] == []
             assert [key for key, _ in unknown if store.get(key) is None] == []
         for _, text in unknown:
-            assert 'takes no writes' in text
-            assert text.endswith('whether this was written before that is not known')
+            assert 'accepts no writes' in text
+            assert text.startswith('etcd may have written this before it became full: ')
 
 
 # Unreachable servers
@@ -401,9 +403,9 @@ def make_message(content: bytes, flag: int = 0, length: int | None = None) -> by
 
 
 VALID_ANSWER = CannedAnswer(GRPC_HEADERS, make_message(RANGE_RESPONSE), OK_TRAILERS)
-NOT_ETCD = 'does not answer as etcd does'
-NO_STATUS = 'does not say what became of the call'
-NO_MESSAGE = 'answer is no message'
+NOT_ETCD = 'answer is not gRPC'
+NO_STATUS = 'answer has no valid gRPC status'
+NO_MESSAGE = 'answer is not one gRPC message'
 MALFORMED_ANSWERS = {
     'a page': (NOT_ETCD, CannedAnswer([(':status', '404'), ('content-type', 'text/html')], b'<p>not here')),
     'another content': (
@@ -433,7 +435,7 @@ MALFORMED_ANSWERS = {
         CannedAnswer(GRPC_HEADERS, make_message(RANGE_RESPONSE) + make_message(RANGE_RESPONSE), OK_TRAILERS),
     ),
     'packed': (NO_MESSAGE, CannedAnswer(GRPC_HEADERS, make_message(RANGE_RESPONSE, flag=1), OK_TRAILERS)),
-    'no protobuf': ('answer cannot be read: ', CannedAnswer(GRPC_HEADERS, make_message(b'\x0a\xff\xff'), OK_TRAILERS)),
+    'no protobuf': ('answer is malformed: ', CannedAnswer(GRPC_HEADERS, make_message(b'\x0a\xff\xff'), OK_TRAILERS)),
 }
 for_each_malformed_answer = pytest.mark.parametrize(
     ('why', 'junk'), MALFORMED_ANSWERS.values(), ids=MALFORMED_ANSWERS.keys()
@@ -567,10 +569,10 @@ def test_ended_connection_is_freed(own_etcd: Etcd) -> None:
 @pytest.mark.parametrize(
     ('says', 'why'),
     [
-        (b'HTTP/1.1 400 Bad Request\r\n\r\n', 'the connection was closed (if that stays so: does it expect TLS, with'),
-        (b'\0' * 100, 'does not speak HTTP/2 (does it expect TLS, with'),
-        (b'', 'the connection was closed (if that stays so: does it expect TLS, with'),
-        (b'SSH-2.0-x\r\n', 'the connection was closed (if that stays so: does it expect TLS, with'),
+        (b'HTTP/1.1 400 Bad Request\r\n\r\n', 'it closed the connection (if this persists, it may expect TLS, with'),
+        (b'\0' * 100, 'does not speak HTTP/2 (it may expect TLS, with'),
+        (b'', 'it closed the connection (if this persists, it may expect TLS, with'),
+        (b'SSH-2.0-x\r\n', 'it closed the connection (if this persists, it may expect TLS, with'),
     ],
 )
 def test_server_of_another_protocol_receives_no_call(says: bytes, why: str) -> None:

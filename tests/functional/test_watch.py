@@ -446,7 +446,7 @@ def test_cluster_key_without_an_identity_is_refused(own_etcd: Etcd) -> None:
     own_etcd.put('/cluster', '{}')
     with (
         closing(Store(make_config(own_etcd.endpoint), Guard(KnownCluster(), lambda _: None))) as store,
-        pytest.raises(EcompError, match='remove that key'),
+        pytest.raises(EcompError, match='/cluster is malformed: .* Fix: etcdctl del /cluster'),
     ):
         store.adopt(CLUSTER_VALUE.decode())
 

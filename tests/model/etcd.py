@@ -75,7 +75,10 @@ class Etcd:
             return None
         for operation in operations:
             if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
-                raise EcompError('etcd refuses: requested lease not found: this is not written. Try: the same command')
+                expired = (
+                    'the lease expired (was this process suspended?); nothing was written. Try: run the command again'
+                )
+                raise EcompError(f'etcd refuses: requested lease not found: {expired}')
         return self._write(operations)
 
     def _check_room(self) -> None:
@@ -194,7 +197,7 @@ class ModelStore(Store):
             fence.on_broken()
             self._world.sleep(FENCE_RENEWAL_SECONDS)
             if self.fence is fence:
-                raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
+                raise Unreachable(f'{held.key} expired or was changed: nothing is written until it is restored')
 
     def grant(self, seconds: int) -> int:
         actor, name = self._world.current, 'the scene'

@@ -18,7 +18,7 @@ from tests.kit.story import read_log
 from tests.security.product import OPERATOR, start_product
 
 FIRST_USER = 'compute-hv1'
-ENABLE_HINT = '`elab certs DIR --enable` has to run again'
+ENABLE_HINT = 'run `elab certs DIR --enable` again'
 
 
 def test_acceptance_file_of_an_older_version_is_moved_to_etcd(tmp_path: Path) -> None:

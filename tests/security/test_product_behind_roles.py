@@ -25,7 +25,7 @@ from tests.security.product import OPERATOR, SCHEDULER, Product, start_product
 FIRST_USER = 'compute-hv1'
 SECOND_USER = 'compute-hv2'
 HUGE_QUERY = 'resources=VCPU:640,DISK_GB:1,MEMORY_MB:128'
-ENABLE_HINT = '`elab certs DIR --enable` has to run again'
+ENABLE_HINT = 'run `elab certs DIR --enable` again'
 
 
 @pytest.fixture(scope='module')
@@ -200,7 +200,7 @@ def test_scheduler_cannot_write_keys_of_other_roles(cloud: Product) -> None:
     before = cloud.read_lasting_values()
     for words in (('flavor', 'set', 'small', 'resources=VCPU:9'), ('flavor', 'delete', 'small')):
         output = assert_one_line(
-            cloud.run_eschedule(*words), 1, 'write /flavors/small: it is for another certificate', ENABLE_HINT
+            cloud.run_eschedule(*words), 1, 'write /flavors/small: its role does not allow that', ENABLE_HINT
         )
         assert f'{SCHEDULER}/client.crt' in output
     for key in ('/cluster', f'/computes/{cloud.computes[FIRST_USER].uuid}', '/flavors/new'):
@@ -216,7 +216,7 @@ def test_eschedule_with_a_compute_certificate_claims_nothing(cloud: Product) -> 
         cloud.run_eschedule(SMALL_QUERY, user=FIRST_USER),
         1,
         'write /requests/',
-        'it is for another certificate',
+        'its role does not allow that',
         ENABLE_HINT,
     )
     assert cloud.placement.database.read_allocations() == before
