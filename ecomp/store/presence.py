@@ -148,11 +148,9 @@ class PresenceLease:
                 self._store.keep_alive(self._lease_id)
             except EcompError as error:
                 self._is_lapsed = True
-                reason = f'etcd answers, and has not renewed the lease of this compute for {self._seconds} s: {error}'
+                reason = f'etcd answers, but has not renewed the lease of this compute for {self._seconds} s: {error}'
                 for member in members:
-                    member.report_loss(
-                        f'{reason}. Fix: see that `etcd:` names members of etcd, or a proxy that renews leases'
-                    )
+                    member.report_loss(f'{reason}. Fix: name members of etcd in `etcd:`, or a proxy that renews leases')
         return self._is_lapsed
 
     def _defer(self, members: dict[Presence, None], error: Exception) -> None:
@@ -189,9 +187,10 @@ MAX_EXPIRY_DELAY_SECONDS = 5
 # A revision that no key has.
 IMPOSSIBLE_REVISION = 2**63 - 1
 COPY_REMEDY = (
-    'one state directory is a copy of the other: stop one of them, and remove `uuid` and `token` from its directory '
-    'before it is started again'
+    ': one state directory is a copy of the other. Fix: stop one of the two, remove `uuid` and `token` from its state '
+    'directory, and start it again'
 )
+OTHER_OWNER_REMEDY = '. Fix: stop that one, or set another `uuid:` for this one'
 
 
 class Presence:
@@ -282,7 +281,7 @@ class Presence:
             if self._presence_lease.leave(self) and self._revision:
                 self._store.commit([Unchanged(self._key, self._revision)], [Delete(self._key)], use_fence=False)
         except EcompError as error:
-            log.warning('%s: %s is gone in %d s by itself', error, self._key, LEASE_SECONDS)
+            log.warning('%s was not deleted, and expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
     def is_active(self) -> bool:
         return not self._stopped.is_set()
@@ -296,7 +295,7 @@ class Presence:
             if self._published_value == self._value or not self._update_value():
                 entry = self._read_entry()
                 if entry is None or entry.revision != self._revision:
-                    log.info('%s was gone or overwritten: putting it again', self._key)
+                    log.info('%s was deleted or overwritten: writing it again', self._key)
                     self._publish()
         except Conflict as error:
             self.report_loss(str(error))
@@ -336,7 +335,7 @@ class Presence:
         deadline = 0.0
         while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
             if not deadline:
-                log.info('%s is that of an earlier boot, or of a copy: waiting until it has ended', self._key)
+                log.info('%s is of an earlier boot, or of a copy: waiting until its lease expires', self._key)
             deadline = deadline or time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
             if time.monotonic() >= deadline:
                 raise self._make_conflict(entry, COPY_REMEDY)
@@ -352,7 +351,7 @@ class Presence:
             return entry  # no ecompute wrote it, or it would not expire: no owner
         # ecompute 1.0 wrote the token itself.
         if holder['token'] not in (self._value['token'], self._token):
-            raise self._make_conflict(entry, 'stop that one, or give this one a `uuid:` of its own')
+            raise self._make_conflict(entry, OTHER_OWNER_REMEDY)
         if self._revision and {name: holder.get(name) for name in self._base_value} != self._base_value:
             raise self._make_conflict(entry, COPY_REMEDY)
         return entry
@@ -366,7 +365,7 @@ class Presence:
         """Make the error that names the owner of the key, and how to end the conflict."""
         holder = _parse_holder(entry) or {}
         owner = f'on {_format_field(holder, "hostname")} since {_format_field(holder, "since")}'
-        return Conflict(f'{self._key} is held by another ecompute, {owner}: {remedy}')
+        return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
 
     def _publish(self) -> None:
         """Put the key, free or ours, on the lease, and let the store's commits compare it.
@@ -393,7 +392,9 @@ class Presence:
                 self._lease_id = lease
                 self._record_revision(written, value)
                 return
-        raise Conflict(f'{self._key} is changed by somebody else all the time: is another ecompute starting?')
+        raise Conflict(
+            f'{self._key}: another process changed it during each write. Try: stop other ecomputes of this uuid'
+        )
 
 
 def hash_token(token: str) -> str:

@@ -115,8 +115,8 @@ class Accounts:
         except EcompError as error:
             token = self._query('Authenticate', etcdrpc.AuthenticateRequest(name=ROOT, password=password)).token
             self._change('AuthDisable', etcdrpc.AuthDisableRequest(), ('token', token))
-            reason = 'knows nobody by a certificate: start it with --client-cert-auth, each of its members'
-            raise UsageError(f'etcd at {self.endpoints} {reason}') from error
+            cure = 'start each member with --client-cert-auth'
+            raise UsageError(f'etcd at {self.endpoints} takes no user from a certificate. Fix: {cure}') from error
 
     def disable(self) -> None:
         """Disable authentication; users and roles stay."""

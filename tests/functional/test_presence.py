@@ -71,7 +71,7 @@ def test_second_compute_with_the_same_token_fences_the_first(etcd: Etcd, store: 
             wait_until(lambda: lost, 10, 'it is told')
             assert 'held by another ecompute, on second since when-second' in lost[0]
             assert 'copy' in lost[0]
-            with pytest.raises(Unreachable, match='is not as we put it'):
+            with pytest.raises(Unreachable, match='expired or was changed: nothing is written'):
                 store.commit([], [Put(prefix + 'x', '1')])
             assert other_store.commit([], [Put(prefix + 'x', '2')])
         assert second_lost == []
@@ -224,7 +224,7 @@ def test_owner_that_lost_the_key_cannot_write(etcd: Etcd, store: Store, prefix: 
         with open_store(etcd.endpoint) as other_store:
             other_store.revoke(entry.lease)
             with start_and_stop(make_presence(other_store, key, 'theirs')):
-                with pytest.raises(Unreachable, match='is not as we put it'):
+                with pytest.raises(Unreachable, match='expired or was changed: nothing is written'):
                     store.commit([], [Put(prefix + 'x', '3')])
                 wait_until(lambda: lost, 5, 'it is told at once')
                 assert 'held by another ecompute, on host-of-theirs' in lost[0]
@@ -254,7 +254,7 @@ def test_write_fails_while_the_key_is_not_restored(store: Store, prefix: str) ->
     alive.start()
     alive.stop()  # so the key is not restored
     began = time.monotonic()
-    with pytest.raises(Unreachable, match='is not as we put it'):
+    with pytest.raises(Unreachable, match='expired or was changed: nothing is written'):
         store.commit([], [Put(prefix + 'x', '1')])
     assert time.monotonic() - began >= FENCE_RENEWAL_SECONDS
     assert store.get(prefix + 'x') is None
@@ -295,7 +295,10 @@ def test_owner_with_an_expired_lease_may_delete_in_a_full_etcd(own_etcd: Etcd) -
         alive.schedule_check()
         store.revoke(entry.lease)
         with start_and_stop(make_presence(other_store, '/c', 'theirs')):
-            with simulate_full_etcd(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
+            with (
+                simulate_full_etcd(own_etcd),
+                pytest.raises(Unreachable, match='expired or was changed: nothing is written'),
+            ):
                 store.commit([], [Delete('/z')])
             assert other_store.get('/z') is not None
     assert lost == []
@@ -367,7 +370,7 @@ def test_unrenewed_lease_is_reported_and_replaced(etcd: Etcd, prefix: str) -> No
             store.fails = True
             wait_until(lambda: lost, 20, 'it is told')
             wait_until(lambda: store.get(key) is None, 20, 'the lease has ended')
-            assert 'etcd answers, and has not renewed the lease' in lost[0]
+            assert 'etcd answers, but has not renewed the lease' in lost[0]
             assert 'context canceled. Fix: ' in lost[0]
             store.fails = False
             wait_until(lambda: recovered, 20, 'it is alive again')

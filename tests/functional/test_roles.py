@@ -213,7 +213,9 @@ def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks:
     original, cloud.etcd.client_auth_options = cloud.etcd.client_auth_options, cloud.etcd.client_auth_options[:asks]
     cloud.etcd.restart()
     wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
-    with pytest.raises(UsageError, match='knows nobody by a certificate: start it with --client-cert-auth'):
+    with pytest.raises(
+        UsageError, match='takes no user from a certificate. Fix: start each member with --client-cert-auth'
+    ):
         cloud.enable()
     put_key(cloud, '/flavors/small')
     assert cloud.disable()[0].endswith('allows every certificate everything, as before; its users and roles remain')
