@@ -142,9 +142,8 @@ class History:
         """
         if reply.compact_revision:
             if 1 < self._next_revision < reply.compact_revision:
-                self._report(
-                    f'etcd forgot what was before revision {reply.compact_revision} while it could not be heard'
-                )
+                missing = f'revisions {self._next_revision} to {reply.compact_revision - 1}'
+                self._report(f'etcd compacted {missing} before they were read: their changes are missing here')
             self._next_revision = self.oldest_revision = int(reply.compact_revision)
             self._last_revision = 0
         elif reply.canceled:
@@ -170,7 +169,7 @@ class History:
             raise Unreachable(f'{where}: {failure}', 'etcd') from failure
         if self._follow and tries > 1 and not self._is_lost and not self._is_failure_reported:
             self._is_failure_reported = True
-            self._report(f'{where}: {failure}; asking again for what is from revision {self._next_revision} on')
+            self._report(f'{where}: {failure}; reading again from revision {self._next_revision}')
 
     def _check_etcd(self) -> None:
         """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer.
@@ -187,8 +186,8 @@ class History:
             self._is_lost = True
             return
         if revision < self._next_revision - 1:
-            where = f'etcd at {self._store.endpoints}'
-            raise EcompError(f'{where} is behind what it said before: it was restored, or is another; ask again')
+            behind = f'etcd at {self._store.endpoints} is at revision {revision}, behind what it reported before'
+            raise EcompError(f'{behind}: it was restored or replaced. Try: run the command again')
         if self._is_lost:
             self._report('etcd is back')
         self._is_lost = False
@@ -274,7 +273,7 @@ def _read_answers(
         last_useful = time.monotonic()
         while True:
             if end_revision is not None and time.monotonic() >= last_useful + max_silence_seconds:
-                raise _StreamError(f'nothing came for {max_silence_seconds:g} s')
+                raise _StreamError(f'no answer for {max_silence_seconds:g} s')
             try:
                 reply = replies.get(timeout=0.5)
             except queue.Empty:

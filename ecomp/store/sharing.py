@@ -140,9 +140,8 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
         raise Excluded(admitted)
     extended = settled.with_members(places)
     if len(extended.members) > MAX_MEMBERS:
-        raise Conflict(
-            f'group {membership.name} has {len(settled.members)} members, and {MAX_MEMBERS} at most: take another'
-        )
+        limit = f'has {len(settled.members)} members, and the limit is {MAX_MEMBERS}'
+        raise Conflict(f'group {membership.name}: {limit}. Fix: use another group')
     return [unchanged], [make_group_operation(extended)]
 
 

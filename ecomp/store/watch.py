@@ -104,13 +104,12 @@ class EntryCache:
             return
         self._reported_keys.add(key)
         if len(self._reported_keys) > MAX_NAMED_KEYS:
-            log.warning('more values than these %d are too large, and are not kept', MAX_NAMED_KEYS)
+            log.warning('more than %d values are not kept; further ones are not logged', MAX_NAMED_KEYS)
         elif size > self._max_value_bytes:
-            log.warning(
-                '%s has %d bytes, and %d is the limit: not kept', make_printable(key, 200), size, self._max_value_bytes
-            )
+            name = make_printable(key, 200)
+            log.warning('%s is not kept: it has %d bytes, and the limit is %d', name, size, self._max_value_bytes)
         else:
-            log.warning('%s has %d bytes, and there is no room for it: not kept', make_printable(key, 200), size)
+            log.warning('%s is not kept: %d bytes exceed the limit of its prefix', make_printable(key, 200), size)
 
 
 def _estimate_bytes(value: bytes) -> int:
@@ -212,7 +211,7 @@ class Follower:
             except _Resync as reason:
                 if self._stopped.is_set():
                     return
-                log.debug('listing %s anew: %s', self._watches[0].prefix, reason)
+                log.debug('listing %s again: %s', self._watches[0].prefix, reason)
                 self._store.reconnect()
             except StrangeEtcd:
                 return  # the guard has reported it; there is nothing to follow here
@@ -261,7 +260,7 @@ class Follower:
                     and self._guard is not None
                     and not self._guard.observe(cluster_before, parse_header(reply))
                 ):
-                    raise _Resync('the watch is answered by an etcd that is behind')
+                    raise _Resync('a member that lags answered the watch')
                 if reply.created:
                     watched[reply.watch_id] = self._watches[len(watched)]
                 if len(watched) == len(self._watches):
@@ -279,7 +278,7 @@ class Follower:
     def _apply(self, events: Iterable[Any], watch: _PrefixWatch | None) -> None:
         """Apply events to the kept entries and deliver the state; _Resync without a watch."""
         if watch is None:
-            raise _Resync('a change came of what is not watched')
+            raise _Resync('a change arrived for an unknown watch')
         for event in events:
             entry = parse_entry(event.kv)
             if event.type == EVENT_DELETE:

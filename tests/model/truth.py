@@ -289,12 +289,17 @@ ROWS = [
     Row(PLACEMENT_COMMANDS, Conflict, 'is the name of instance', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, 'its policy cannot change while it has members', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, '(changed by somebody else|at this uuid) all the time', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and [0-9]+ at most)', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
     Row(PLACEMENT_COMMANDS, NoCapacity, '', has_left_nothing),
     Row(PLACEMENT_COMMANDS, UsageError, '', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Unreadable, '', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, EcompError, 'requested lease not found: this is not written', has_left_nothing),
+    Row(
+        PLACEMENT_COMMANDS,
+        EcompError,
+        'requested lease not found: the lease expired .*; nothing was written',
+        has_left_nothing,
+    ),
     # eschedule --queue
     Row(QUEUE, bool, '', is_queued),
     Row(QUEUE, Conflict, 'not queued', is_not_placed),
@@ -308,7 +313,7 @@ ROWS = [
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
     Row(DESTROY, Conflict, 'changed by somebody else all the time', is_not_destroyed),
     Row(DESTROY, Unreadable, '', is_not_destroyed),
-    Row(DESTROY, EcompError, 'requested lease not found: this is not written', is_not_destroyed),
+    Row(DESTROY, EcompError, 'requested lease not found: the lease expired .*; nothing was written', is_not_destroyed),
     # eschedule stop, start, reboot
     Row(POWER, Acceptance, '( accepted, |asked for before| already$)', is_switched),
     Row(POWER, NotFound, '', is_not_switched),
@@ -321,7 +326,7 @@ ROWS = [
     Row(FORGET, Conflict, '(is not forgotten|stays|changed by somebody else)', is_not_forgotten),
     Row(FORGET, NotFound, '', promises_nothing),
     Row(FORGET, Unreachable, '', promises_nothing),
-    Row(FORGET, EcompError, 'requested lease not found: this is not written', promises_nothing),
+    Row(FORGET, EcompError, 'requested lease not found: the lease expired .*; nothing was written', promises_nothing),
     # eschedule host drain --wait, disable, enable
     Row(DRAIN, type(None), '', is_drained),
     Row(DRAIN, StillGoing, 'it stays disabled', is_disabled),
