@@ -114,7 +114,7 @@ class StateDirectory(NamedTuple):
 class MachineFacts:
     """Facts about this machine; a reason or directory is '' if there is no problem.
 
-    `no_library_reason` says that libvirt-python is missing, then a colon and the cure. `has_libvirtd`: its program is
+    `no_library_reason` says that libvirt-python is missing, then `. Fix: ` and the cure. `has_libvirtd`: its program is
     installed. `configured_uuid`, `virt_type` and `metadata_mode` are `uuid:`, `virt_type:` and `metadata:` in
     compute.yaml. `proxy_variables` are names of environment variables; `has_image_proxy`: compute.yaml sets one.
     `is_metadata_port_taken`: another kind of server listens there. `refused_settings` are the errors in compute.yaml
@@ -196,7 +196,7 @@ def _check_images(facts: MachineFacts) -> Iterator[Problem]:
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
     """Report that libvirt-python is missing, or else that libvirt gives no facts."""
     if facts.no_library_reason:
-        problem, _, cure = facts.no_library_reason.partition(': ')
+        problem, _, cure = facts.no_library_reason.partition('. Fix: ')
         yield problem, cure
     elif facts.no_libvirt_reason:
         cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'

@@ -20,7 +20,7 @@ try:
     import libvirt
 except ImportError as error:
     raise UsageError(
-        f"libvirt-python is missing: in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' "
+        f"libvirt-python is missing. Fix: in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' "
         '(it needs libvirt-dev, pkg-config and gcc)'
     ) from error
 
@@ -107,10 +107,9 @@ class Connection:
         except libvirt.libvirtError as error:
             if is_broken(error):
                 self._discard(connection)
-                raise Unreachable(
-                    f'{self._name} is gone while {activity}: {describe_error(error)}', self._name
-                ) from error
-            raise EcompError(f'libvirt: {activity}: {describe_error(error)}') from error
+                message = f'{self._name}: the connection broke while {activity}: {describe_error(error)}'
+                raise Unreachable(message, self._name) from error
+            raise EcompError(f'libvirt failed while {activity}: {describe_error(error)}') from error
 
     def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
@@ -144,7 +143,7 @@ class Connection:
         """
         with self._lock:
             if self._closed.is_set():
-                raise EcompError(f'libvirt {self.uri}: the connection was closed by us')
+                raise EcompError(f'{self._name}: this process has closed the connection')
             # isAlive() sends nothing: the event loop has noticed a closed socket or a failed keepalive.
             if self._current is not None and self._current.isAlive():
                 return self._current
@@ -156,7 +155,7 @@ class Connection:
         try:
             return opening.result(OPEN_TIMEOUT)
         except TimeoutError as error:
-            raise Unreachable(f'{self._name} does not answer: is libvirtd overloaded?', self._name) from error
+            raise Unreachable(f'{self._name} does not answer within {OPEN_TIMEOUT:g} s', self._name) from error
         except libvirt.libvirtError as error:
             raise Unreachable(f'{self._name}: {describe_error(error)} (is libvirtd running?)', self._name) from error
 
@@ -170,7 +169,7 @@ class Connection:
             _run_event_loop()
             threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()
         except RuntimeError as error:
-            raise Unreachable(f'{self._name}: no thread can be started to open it: {error}', self._name) from error
+            raise Unreachable(f'{self._name}: cannot start a thread to connect: {error}', self._name) from error
         self._pending = opening
         return opening
 
@@ -224,7 +223,7 @@ class Connection:
             if is_broken(error):
                 raise
             # A host that only uses bridges may lack libvirt's network driver.
-            log.debug('libvirt tells nothing of networks: %s', describe_error(error))
+            log.debug('libvirt reports no changes of networks: %s', describe_error(error))
             return None
 
     def _remove_callbacks(self, connection: libvirt.virConnect) -> None:

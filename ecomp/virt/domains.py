@@ -47,7 +47,7 @@ class GuestAgents:
             try:
                 thread.start()
             except RuntimeError as error:
-                log.debug('agents are asked later: %s', error)
+                log.debug('guest agents are queried later, because no thread can start: %s', error)
                 return {}
             self._thread = thread
         self._answers[instance] = Future()
@@ -72,7 +72,7 @@ class GuestAgents:
     def _query(self, instance: str) -> Mapping[str, Any]:
         """Return libvirt's answer; {} if no agent is connected or on an error (logged at DEBUG)."""
         try:
-            with self._connection.use(f'asking the agent of {instance}') as connection:
+            with self._connection.use(f'querying the guest agent of {instance}') as connection:
                 domain = connection.lookupByUUIDString(instance)
                 if not xml.has_agent(domain.XMLDesc()):
                     return {}
@@ -80,7 +80,7 @@ class GuestAgents:
                 answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
                 return answer
         except (EcompError, ValueError) as error:  # ValueError: a name in the answer is not text
-            log.debug('the agent of %s: %s', instance, error)
+            log.debug('guest agent of %s: %s', instance, error)
             return {}
 
 
@@ -176,7 +176,7 @@ class Domains:
     def list_disk_users(self, disk: str) -> Set[str]:
         """Return the names of domains, ours or not, with this disk now or at their next start."""
         names = set()
-        with self._connection.use(f'looking for who has {disk}') as connection:
+        with self._connection.use(f'looking for the domains with {disk}') as connection:
             for domain in connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
                     if disk in _read_disk_paths(domain):
@@ -197,7 +197,7 @@ class Domains:
                     if domain.isActive():
                         raise Conflict(f'domain {instance} is running: its disk is not removed')
                 elif used := _read_disk_paths(domain) & set(files):
-                    raise Conflict(f'domain {label}, not made by ecompute, has {min(used)}: that is not removed')
+                    raise Conflict(f'domain {label}, not created by ecompute, uses {min(used)}: the file is kept')
 
     def start(self, spec: GuestSpec, description: str) -> None:
         """Define the domain from the XML in `description` and start it; no-op if it runs.
@@ -262,9 +262,11 @@ class Domains:
         With `undefine` the latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
         DESTROY_TIMEOUT_SECONDS; until then failures that may pass are retried.
         """
-        failure, foreign = 'no error', set[str]()
+        failure, foreign = 'libvirt reports no error', set[str]()
         for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
-            with self._connection.use(f'destroying domain {instance}') as connection:
+            with self._connection.use(
+                f'{"destroying" if undefine else "switching off"} domain {instance}'
+            ) as connection:
                 for domain in _find_domains(connection, instance):
                     try:
                         if not _check_ours(domain, instance, compute, allow_foreign=undefine):
@@ -285,13 +287,12 @@ class Domains:
                 ]
                 if not any(undefine or _is_active(domain) for domain in remaining):
                     return
-        raise EcompError(
-            f'domain {instance} is still there after {DESTROY_TIMEOUT_SECONDS:g} s of destroying it: {failure}'
-        )
+        state = 'still exists' if undefine else 'still runs'
+        raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
     def read_interfaces(self, instance: str) -> Mapping[str, xml.InterfaceLink]:
         """Return {MAC: InterfaceLink} of our domain's interfaces, in order; {} without a domain."""
-        use = self._connection.use(f'asking for the interfaces of {instance}')
+        use = self._connection.use(f'reading the interfaces of {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             return xml.parse_interfaces(connection.lookupByUUIDString(instance).XMLDesc())
         return {}
@@ -355,9 +356,9 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_fo
         if allow_foreign:
             return False
         label = f'{domain.name()} ({domain.UUIDString()})'
-        raise Conflict(f'domain {label} is here and was not made by ecompute: not touched')
+        raise Conflict(f'domain {label} exists and was not created by ecompute: it is left as it is')
     if mark.compute != compute:
-        raise Conflict(f'domain {instance} is here and belongs to compute {mark.compute}, not {compute}: not touched')
+        raise Conflict(f'domain {instance} belongs to compute {mark.compute}, not {compute}: it is left as it is')
     return True
 
 

@@ -237,7 +237,7 @@ def test_foreign_domains_are_not_touched(host: Hypervisor) -> None:
         for instance in (same_uuid, same_name):
             failed = host.wait_state(instance, 'error')
             assert failed['error']['stage'] == 'started'
-            assert 'not made by ecompute: not touched' in failed['error']['reason']
+            assert 'not created by ecompute: it is left as it is' in failed['error']['reason']
             assert host.read_allocation(instance) == {}
             assert not host.get_disk_path(instance).exists()
         # Builds that fail earlier, and builds that are destroyed, end as they would without these domains.

@@ -102,7 +102,8 @@ def test_failing_address_query_does_not_block_other_guests(
     hypervisor = FailingHypervisor()
     with make_toy_compute(cloud, tmp_path, hypervisor) as toy_compute:
         failing = toy_compute.place()
-        hypervisor.failures[failing] = EcompError("libvirt: asking for the DHCP: no network with matching name 'lan'")
+        message = "libvirt failed while reading the DHCP of network lan: no network with matching name 'lan'"
+        hypervisor.failures[failing] = EcompError(message)
         assert toy_compute.step() == [f'build {failing}']
         other = toy_compute.place()
         assert toy_compute.step() == [f'build {other}']

@@ -213,7 +213,7 @@ OTHER = Attachment('network', 'web')
         (WITHOUT_LIBVIRT, 'libvirt', 'no socket', 'systemctl start libvirtd'),
         (replace(WITHOUT_LIBVIRT, has_libvirtd=False), 'libvirt', 'no socket', 'apt install libvirt-daemon-system'),
         (
-            replace(WITHOUT_LIBVIRT, no_libvirt_reason='', no_library_reason='it is away: pip it'),
+            replace(WITHOUT_LIBVIRT, no_libvirt_reason='', no_library_reason='it is away. Fix: pip it'),
             'libvirt',
             'it is away',
             'pip it',
