@@ -49,7 +49,9 @@ class FakeHypervisor:
     def choose_virt_type(self, setting: str) -> str:
         """Return 'qemu' for any setting; UsageError for 'kvm'."""
         if setting == 'kvm':
-            raise UsageError('virt_type kvm cannot be had: the guests are only pretended (--fake)')
+            raise UsageError(
+                'virt_type: kvm is not available, because the guests are fake (--fake). Fix: virt_type: auto'
+            )
         return 'qemu'
 
     def read_cpu_features(self, _virt_type: str) -> Set[str]:
@@ -89,14 +91,14 @@ class FakeHypervisor:
         with self._lock:
             guest = self._get_guest(spec.instance)
             if guest.running:
-                raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
+                raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not replaced')
             self._save_guest(replace(guest, disk=True), 'disk')
 
     def create_seed(self, instance: str, _files: Mapping[str, bytes]) -> None:
         """Record that the instance has a seed; BuildFailed('disk', …) if its guest runs."""
         with self._lock:
             if self._get_guest(instance).running:
-                raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
+                raise BuildFailed('disk', f'domain {instance} is running: its seed is not replaced')
             self._save_seeds(self._seeds | {instance}, 'disk')
 
     def list_seeds(self) -> Set[str]:
@@ -118,14 +120,12 @@ class FakeHypervisor:
         with self._lock:
             guest = self._get_guest(spec.instance)
             if guest.compute not in (None, spec.compute):
-                raise Conflict(
-                    f'domain {spec.instance} is here and belongs to compute {guest.compute}, '
-                    f'not {spec.compute}: not touched'
-                )
+                owner = f'compute {guest.compute}, not {spec.compute}'
+                raise Conflict(f'domain {spec.instance} belongs to {owner}: it is left as it is')
             if not guest.disk:
-                raise BuildFailed('started', f'the disk of {spec.instance} is not there')
+                raise BuildFailed('started', f'the disk of {spec.instance} is missing')
             if spec.seed is not None and spec.instance not in self._seeds:
-                raise BuildFailed('started', f'the seed of {spec.instance} is not there')
+                raise BuildFailed('started', f'the seed of {spec.instance} is missing')
             self._save_guest(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
         self._notify_change(f'fake: domain {spec.instance} started')
 
@@ -225,7 +225,7 @@ class FakeHypervisor:
         """Return the guest, as _get_guest() does; Conflict if it is another compute's."""
         guest = self._get_guest(instance)
         if guest.compute not in (None, compute):
-            raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
+            raise Conflict(f'domain {instance} belongs to compute {guest.compute}: it is left as it is')
         return guest
 
     def _save_guest(self, guest: Guest, stage: str | None = None) -> None:
@@ -276,7 +276,9 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
     except FileNotFoundError:
         return None
     except (AttributeError, ValueError, TypeError) as error:
-        raise EcompError(f'{path} is not what this ecompute writes ({error}): remove it') from error
+        raise EcompError(
+            f'{path} is malformed: {error}. Fix: remove it, which forgets the fake guests in it'
+        ) from error
 
 
 def _make_empty_guest(instance: str) -> Guest:

@@ -37,7 +37,10 @@ def determine_capacity(spec: GuestSpec) -> int:
     if spec.base.virtual_size > spec.disk_gb * GIB:
         # qemu-img would truncate the file system. Rounded up, or an image a few bytes larger would seem to fit.
         size = -(-spec.base.virtual_size * 10 // GIB) / 10
-        raise BuildFailed('disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}: ask for more DISK_GB')
+        needed_gb = -(-spec.base.virtual_size // GIB)
+        raise BuildFailed(
+            'disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
+        )
     return spec.disk_gb * GIB
 
 
@@ -61,7 +64,7 @@ def inspect(path: Path) -> BaseImage:
         reasons = '; '.join(str(failure) for failure in error.failures.values())
         raise _make_refusal(f'is a qcow2 that is not safe to use: {reasons}') from error
     except format_inspector.ImageFormatError as error:
-        raise _make_refusal(f'is not a plain disk image: {error}') from error
+        raise _make_refusal(f'is not a valid disk image: {error}') from error
     except OSError as error:
         raise BuildFailed('image', f'{path} cannot be read: {error.strerror}') from error
 
@@ -127,9 +130,9 @@ def _read_backing_file(path: Path) -> str | None:
     return os.path.join(path.parent, os.fsdecode(name)) if name else None
 
 
-def _make_refusal(problem: str) -> BuildFailed:
+def _make_refusal(problem: str, cure: str = 'use a qcow2 or raw image') -> BuildFailed:
     """Make BuildFailed('image', …); `problem` continues 'the image '."""
-    return BuildFailed('image', f'the image {problem}; qcow2 and raw are taken')
+    return BuildFailed('image', f'the image {problem}. Fix: {cure}')
 
 
 def _check_features(path: Path) -> None:
@@ -159,10 +162,11 @@ def _check_raw(file: BinaryIO) -> int:
         raise _make_refusal('is a qcow2 cut off in its header')
     if start[510:] != b'\x55\xaa':
         packed = [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]
-        reason = f'it is packed with {packed[0]}, unpack it first' if packed else 'it has no boot signature'
-        raise _make_refusal(f'is not a disk image: {reason}')
+        if packed:
+            raise _make_refusal(f'is not a disk image: it is compressed with {packed[0]}', 'unpack it first')
+        raise _make_refusal('is not a disk image: it has no boot signature')
     if size % 512:
-        raise _make_refusal(f'is a raw disk of {size} bytes, not a multiple of 512: it is cut off')
+        raise _make_refusal(f'is a cut-off raw disk: its {size} bytes are not a multiple of 512')
     return size
 
 
@@ -181,22 +185,20 @@ def _check_qcow2(file: BinaryIO) -> int:
     if incompatible & 0b10:
         raise _make_refusal('is a qcow2 marked corrupt')
     if not 9 <= cluster_bits <= 21 or not 0 < size < 2**63:
-        raise _make_refusal('is a qcow2 with a size, or a size of its clusters, that cannot be')
+        raise _make_refusal('is a qcow2 with an invalid size, or an invalid cluster size')
     cluster_bytes = 1 << cluster_bits
     if l1_entries * 8 > MAX_L1_BYTES:
-        raise _make_refusal('is a qcow2 with a larger table than QEMU reads')
+        raise _make_refusal('is a qcow2 with a table larger than QEMU accepts')
     if l1_entries * (cluster_bytes // 8) * cluster_bytes < size:
         raise _make_refusal('is a qcow2 whose tables do not cover its size')
 
     def check_range(offset: int, size_bytes: int) -> None:
         if offset + size_bytes > file_bytes:
-            raise _make_refusal(f'is a cut-off qcow2: {file_bytes} bytes, and it names what is behind them')
+            raise _make_refusal(f'is a cut-off qcow2: it refers to data beyond its {file_bytes} bytes')
 
     def check_table(offset: int, size_bytes: int) -> None:
         if offset % cluster_bytes:
-            raise _make_refusal(
-                'is a qcow2 with a table that is not where a cluster begins, which QEMU refuses as well'
-            )
+            raise _make_refusal('is a qcow2 with a table that does not begin at a cluster, which QEMU refuses')
         check_range(offset, size_bytes)
 
     check_table(l1_offset, l1_entries * 8)

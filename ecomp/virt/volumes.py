@@ -38,7 +38,9 @@ class _InstanceFiles:
             names = os.listdir(self.directory)
         except OSError as error:
             # Not an empty set: the instances would seem to be removed.
-            raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
+            raise Unreachable(
+                f'{self.directory} cannot be read: {error.strerror} (is its file system mounted?)'
+            ) from error
         stems = (name.removesuffix(self.suffix) for name in names if name.endswith(self.suffix))
         return {stem for stem in stems if keys.is_uuid(stem)}
 
@@ -128,9 +130,9 @@ class Volumes(_InstanceFiles):
         target = xml.parse_pool_target(pool.XMLDesc())
         if os.path.realpath(target) != os.path.realpath(self.directory):
             raise Conflict(
-                f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this '
-                f'libvirt, or `state:` was changed; if the pool is not needed: virsh pool-destroy {POOL}; '
-                f'virsh pool-undefine {POOL}'
+                f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this libvirt, '
+                f'or `state:` was changed. Fix: correct `state:`, or, if no ecompute needs the pool, '
+                f'`virsh pool-destroy {POOL}; virsh pool-undefine {POOL}`'
             )
         return pool
 
@@ -154,7 +156,7 @@ class Volumes(_InstanceFiles):
         path, base = self.get_path(spec.instance), spec.base
         description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
-            raise BuildFailed('disk', f'the base volume {base.path} is gone')
+            raise BuildFailed('disk', f'the base volume {base.path} is missing')
         if path.exists():
             self.delete(spec.instance)
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
@@ -216,10 +218,8 @@ class Volumes(_InstanceFiles):
             return f'{self.directory}: {error.strerror}'
         free_bytes = free.f_bavail * free.f_frsize
         if free_bytes < 2**20 or (free.f_files and not free.f_favail):
-            return (
-                f'the file system of {self.directory} is full: {free_bytes // 1024} KiB and {free.f_favail} files '
-                'are left'
-            )
+            rest = f'{free_bytes // 1024} KiB and {free.f_favail} inodes'
+            return f'the file system of {self.directory} is full: {rest} are free'
         return message
 
 

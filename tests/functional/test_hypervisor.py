@@ -90,7 +90,7 @@ def test_seed_is_removed_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) 
     assert hypervisor.list_guests() == {instance: running_guest}
     assert hypervisor.list_disk_users(instance) == {instance}
     assert hypervisor.list_missing_bases() == {}
-    with pytest.raises(BuildFailed, match='disk: .*not made again'):
+    with pytest.raises(BuildFailed, match='disk: .*not replaced'):
         hypervisor.create_seed(instance, seeded.seed)
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_seed(instance)

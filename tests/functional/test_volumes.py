@@ -93,7 +93,7 @@ def test_guest_is_not_built_if_filters_disappeared(
     worker, spec = Libvirt(host.root / 'state', uri=host.uri, has_filters=real_libvirt.has_filters), make_spec()
     with monkeypatch.context() as patch:
         patch.setattr('ecomp.virt.libvirt_host.get_search_path', lambda: '/nowhere')
-        with pytest.raises(Unreachable, match='ebtables is not installed.*no guest is made'):
+        with pytest.raises(Unreachable, match='ebtables is not installed.*starts no guest'):
             build(worker, spec)
     assert not real_libvirt.is_running(spec.instance)
     build(worker, spec)
@@ -117,7 +117,7 @@ def test_disk_without_a_size_has_the_image_s_size(real_libvirt: Libvirt, spec: G
 
 
 def test_missing_base_volume_fails_the_build(real_libvirt: Libvirt, spec: GuestSpec) -> None:
-    with pytest.raises(BuildFailed, match='disk: the base volume /gone is gone'):
+    with pytest.raises(BuildFailed, match='disk: the base volume /gone is missing'):
         real_libvirt.create_disk(replace(spec, base=replace(spec.base, path='/gone')))
     assert real_libvirt.list_guests() == {}
 
@@ -213,7 +213,7 @@ def test_disk_of_a_foreign_domain_is_kept(
         if runs:
             foreign.create()
         real_libvirt.destroy(spec.instance, COMPUTE)
-        with pytest.raises(Conflict, match=r'domain theirs \(.*\), not made by ecompute, has .*: that is not removed'):
+        with pytest.raises(Conflict, match=r'domain theirs \(.*\), not created by ecompute, uses .*: the file is kept'):
             real_libvirt.delete_disk(spec.instance)
         assert path.exists()
         assert foreign.isActive() == runs

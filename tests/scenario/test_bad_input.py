@@ -470,8 +470,8 @@ REFUSALS: Mapping[str, tuple[dict[str, object], int, str]] = {
     'a trait that placement does not know': ({'traits': ['HW_CPU_NO_SUCH']}, 2, 'HW_CPU_NO_SUCH'),
     'a ratio of what there is not': ({'allocation_ratios': {'SRIOV_NET_VF': 2.0}}, 2, 'SRIOV_NET_VF'),
     'a class that placement does not know': ({'fake': 'VCPU:4,MEMORY:512,DISK_GB:10'}, 2, 'resource class MEMORY (did'),
-    'KVM for what is pretended': ({'virt_type': 'kvm'}, 2, 'only pretended'),
-    'both': ({'uuid': OTHER_UUID, 'virt_type': 'kvm'}, 2, 'only pretended'),
+    'KVM for what is pretended': ({'virt_type': 'kvm'}, 2, 'the guests are fake'),
+    'both': ({'uuid': OTHER_UUID, 'virt_type': 'kvm'}, 2, 'the guests are fake'),
 }
 
 

@@ -449,7 +449,7 @@ def test_unaligned_table_is_refused_as_by_qemu(which: str, tmp_path: Path) -> No
         (offset,) = struct.unpack('>Q', file.read(8))
         file.seek(position)
         file.write(struct.pack('>Q', offset + 512))
-    assert_refused(path, 'a table that is not where a cluster begins')
+    assert_refused(path, 'a table that does not begin at a cluster')
     assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
 
 
@@ -458,7 +458,7 @@ def test_overlapping_tables_are_refused_quickly(tmp_path: Path) -> None:
     tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
     path = make_qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
     started = time.process_time()
-    assert_refused(path, 'a table that is not where a cluster begins')
+    assert_refused(path, 'a table that does not begin at a cluster')
     assert time.process_time() - started < SLOWDOWN_FACTOR
 
 

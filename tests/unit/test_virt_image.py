@@ -69,11 +69,11 @@ def test_raw_image_is_accepted(raw: Path) -> None:
         (b'', 'is empty'),
         (b'<!DOCTYPE html><html>Not found</html>', 'is not a disk image'),
         (b'\0' * MIB, 'is not a disk image'),
-        (b'\x1f\x8b\x08' + b'z' * 2000, 'it is packed with gzip, unpack it first'),
-        (lzma.compress(b'QFI\xfb' + bytes(MIB)), 'it is packed with xz, unpack it first'),
-        (bz2.compress(bytes(2000)), 'it is packed with bzip2, unpack it first'),
-        (b'(\xb5/\xfd' + bytes(2000), 'it is packed with zstd, unpack it first'),
-        (b'PK\3\4' + bytes(2000), 'it is packed with zip, unpack it first'),
+        (b'\x1f\x8b\x08' + b'z' * 2000, 'it is compressed with gzip. Fix: unpack it first'),
+        (lzma.compress(b'QFI\xfb' + bytes(MIB)), 'it is compressed with xz. Fix: unpack it first'),
+        (bz2.compress(bytes(2000)), 'it is compressed with bzip2. Fix: unpack it first'),
+        (b'(\xb5/\xfd' + bytes(2000), 'it is compressed with zstd. Fix: unpack it first'),
+        (b'PK\3\4' + bytes(2000), 'it is compressed with zip. Fix: unpack it first'),
         (BOOT[:300], 'not a disk image'),
         (BOOT + b'\0' * 100, 'not a multiple of 512'),
         (b'QFI\xfb' + b'\0' * 296, 'cut off in its header'),
@@ -206,10 +206,10 @@ def test_capacity() -> None:
     assert image.determine_capacity(make_spec(3, 100 * MIB)) == 3 * GIB
     assert image.determine_capacity(make_spec(1, GIB)) == GIB
     assert image.determine_capacity(make_spec(None, 100 * MIB)) == 100 * MIB
-    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
+    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1. Fix: request DISK_GB:3 '):
         image.determine_capacity(make_spec(1, 2_361_393_152))
     # A fixed VHD is a raw disk with 512 more bytes.
-    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30: '):
+    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30. Fix: request DISK_GB:31 '):
         image.determine_capacity(make_spec(30, 30 * GIB + 512))
 
 
