@@ -40,7 +40,7 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
     Raises Unreachable if libvirt does not answer, EcompError if it reports an error, and OSError.
     """
     with closing(Connection(uri)) as connection:
-        with connection.use('asking for its version') as opened:
+        with connection.use('reading its version') as opened:
             version, capabilities = opened.getLibVersion(), xml.parse_capabilities(opened.getCapabilities())
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
         states = {attachment: Networks(connection).read_state(attachment) for attachment in attachments}
@@ -86,12 +86,12 @@ def _find_foreign_pool(connection: Connection, directory: Path) -> str:
 log = logging.getLogger(__name__)
 
 NO_FILTERS = (
-    "libvirt cannot filter what guests send ({why}), so each can take another one's address and speak to etcd and "
-    "placement: it takes libvirt's nwfilter driver, and ebtables, which is in Debian's package iptables"
+    "libvirt cannot filter what guests send ({why}): a guest can use another guest's address, and reach etcd and "
+    "placement. Fix: install libvirt's nwfilter driver, and ebtables (in Debian's package iptables)"
 )
 FILTERS_LOST = (
-    'libvirt cannot filter what guests send any more ({why}): no guest is made until it can, or until ecompute is '
-    'started again without'
+    'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until it can. Fix: restore the '
+    'filters, or restart ecompute, which then runs without them'
 )
 
 
@@ -142,10 +142,10 @@ class Libvirt:
         """
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
-            log.info('libvirt is asked what QEMU can do here: seconds at first, up to a minute of a busy machine')
+            log.info('asking libvirt for the capabilities of QEMU: this takes seconds, or a minute on a busy machine')
         qemu = self._find_qemu_user()
         if is_first:
-            log.info('libvirt has said so, after %.1f s', time.monotonic() - started_at)
+            log.info('libvirt answered after %.1f s', time.monotonic() - started_at)
         check_reachable(self._volumes.directory, qemu)
         has_filters = not self._filters.explain_missing()
         for number, attachment in enumerate(self._attachments):
@@ -169,7 +169,8 @@ class Libvirt:
                 directory.mkdir(parents=True, exist_ok=True)
                 directory.chmod(mode)
             except OSError as error:
-                raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
+                problem = f'{directory} cannot be created or made accessible: {error.strerror}'
+                raise UsageError(f'{problem}. Fix: correct `state:`, or repair that directory') from error
         qemu = self._find_qemu_user()
         check_reachable(self._volumes.directory, qemu)  # again: a new directory may have a default ACL
         if is_kvm_closed(qemu):
@@ -198,7 +199,7 @@ class Libvirt:
         """
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
-            with self._connection.use('asking what guests can do') as connection:
+            with self._connection.use('reading the CPU of guests') as connection:
                 cpu = xml.parse_guest_cpu(connection.getDomainCapabilities(None, *target))
                 if cpu is None:
                     return frozenset()
@@ -207,7 +208,7 @@ class Libvirt:
         except Unreachable:
             raise
         except EcompError as error:
-            log.warning('no traits of the processor: %s', error)
+            log.warning('no CPU traits are published: %s', error)
             return frozenset()
         return (xml.parse_cpu_features(expanded) | cpu.extra_features) - cpu.missing_features
 
@@ -241,13 +242,13 @@ class Libvirt:
         """Create or replace the overlay; BuildFailed('disk', …), also while a domain runs on it."""
         # Without a disk no domain runs on it, so the query to libvirt is skipped.
         if self._volumes.get_path(spec.instance).exists() and self._domains.is_domain_running(spec.instance):
-            raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
+            raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not replaced')
         self._volumes.create(spec)
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
         """Write or replace the seed; BuildFailed('disk', …), also while the domain runs."""
         if self._domains.is_domain_running(instance):
-            raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
+            raise BuildFailed('disk', f'domain {instance} is running: its seed is not replaced')
         self._seeds.create(instance, files)
 
     def delete_seed(self, instance: str) -> None:
@@ -361,7 +362,7 @@ class Libvirt:
             self._lease_watch.callback(networks.watch_leases(networks.LEASES_DIRECTORY, notify))
         except OSError as error:
             log.warning(
-                '%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES_DIRECTORY, error
+                '%s cannot be watched (%s): a new lease is noticed at the next check', networks.LEASES_DIRECTORY, error
             )
 
     def has_metadata_address(self) -> bool:
@@ -400,12 +401,12 @@ class Libvirt:
         capabilities = self._read_capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
-                f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
+                f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: install qemu-system-x86 and restart libvirtd'
             )
         return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _read_capabilities(self) -> xml.Capabilities:
-        with self._connection.use('asking for its capabilities') as connection:
+        with self._connection.use('reading its capabilities') as connection:
             return xml.parse_capabilities(connection.getCapabilities())
 
 
@@ -465,8 +466,8 @@ class Filters:
         except (OSError, ValueError) as error:
             if host not in self._last_addresses:
                 name = f'the address of {host}'
-                raise Unreachable(f'{name}, which no guest is to reach, cannot be found: {error}', name) from error
-            log.warning('%s has no address now (%s): guests are kept from those it had', host, error)
+                raise Unreachable(f'{name}, which guests must not reach, cannot be resolved: {error}', name) from error
+            log.warning('%s cannot be resolved (%s): its last addresses stay blocked for guests', host, error)
         return self._last_addresses[host]
 
 
@@ -492,8 +493,8 @@ CPUINFO = Path('/proc/cpuinfo')
 KVM_DEVICE = Path('/dev/kvm')
 # libvirt then considers its cache of QEMU's capabilities outdated on every use.
 UNUSABLE_KVM = (
-    'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
-    'libvirt probes QEMU again. chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+    'cannot be opened by {name}: each start of a guest, and this one of ecompute, takes up to a minute longer, because '
+    'libvirt probes QEMU again. Fix: chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
 )
 
 
@@ -521,8 +522,8 @@ def check_reachable(directory: Path, qemu: QemuUser) -> None:
     """Raise UsageError, with a fix, for the first existing directory that QEMU cannot enter."""
     if (step := find_blocked_directory(directory, qemu)) is not None:
         raise UsageError(
-            f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
-            f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
+            f'QEMU runs as {qemu.name}, which cannot enter {step}, on the path to the disks in {directory}. '
+            f'Fix: setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
         )
 
 
@@ -582,8 +583,8 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
         'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
-        '/dev/kvm is not there for QEMU to open': KVM_DEVICE.exists() and not is_kvm_closed(qemu),
-        'libvirt does not offer it': 'kvm' in domain_types,
+        'QEMU cannot open /dev/kvm': KVM_DEVICE.exists() and not is_kvm_closed(qemu),
+        'libvirt does not offer KVM': 'kvm' in domain_types,
     }
     return '; '.join(problem for problem, is_met in needed.items() if not is_met)
 
@@ -596,7 +597,7 @@ def choose_virt_type(setting: str, no_kvm: str) -> str:
     if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
     if setting not in ('auto', 'kvm'):
-        raise UsageError(f'virt_type {setting!r} is not known: auto, kvm or qemu')
+        raise UsageError(f'virt_type: must be auto, kvm or qemu, not {setting!r}')
     if no_kvm:
-        raise UsageError(f'virt_type kvm cannot be had: {no_kvm}. Use virt_type: auto or qemu')
+        raise UsageError(f'virt_type: kvm is not available: {no_kvm}. Fix: virt_type: auto')
     return 'kvm'

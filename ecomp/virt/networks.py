@@ -59,8 +59,8 @@ def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
 @lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
 def _warn_once(mac: str, bridge: str, addresses: str) -> None:
     """Log a warning, once in this process for the same arguments."""
-    fix = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
-    log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, fix)
+    fix = f'`ip neighbour del ADDRESS dev {bridge}` for each address that is not its own'
+    log.warning('%s has several addresses by ARP on %s, and none is trusted: %s. Fix: %s', mac, bridge, addresses, fix)
 
 
 def list_own_addresses() -> list[IPv4Address | IPv6Address]:
@@ -94,12 +94,12 @@ def set_metadata_address(bridge: str, present: bool) -> None:
     if has_metadata_address(bridge) == present:
         return
     if all(interface['ifname'] != bridge for interface in _query_ip('address', 'show')):
-        raise EcompError(f'the bridge {bridge} is not there: is the network started?')
+        raise EcompError(f'the bridge {bridge} does not exist. Fix: start its network with `virsh net-start`')
     try:
         # Not `add`, which fails if mdserver's unit adds it concurrently.
         _run_ip('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
     except EcompError as error:
-        verb = 'put on' if present else 'taken off'
+        verb = 'added to' if present else 'removed from'
         raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error}') from error
 
 
@@ -119,7 +119,7 @@ def _run_ip(*arguments: str) -> str:
     """Return what `ip` prints. Raises EcompError, also if it takes over IP_TIMEOUT_SECONDS."""
     program = shutil.which('ip', path=get_search_path())
     if program is None:
-        raise EcompError('the program `ip` is not there: install iproute2')
+        raise EcompError('the program `ip` is missing. Fix: install iproute2')
     try:
         process = subprocess.run(
             (program, *arguments),
@@ -131,7 +131,7 @@ def _run_ip(*arguments: str) -> str:
             errors='replace',  # an interface's name is bytes
         )
     except subprocess.TimeoutExpired as error:
-        raise EcompError(f'`ip {" ".join(arguments)}` does not end') from error
+        raise EcompError(f'`ip {" ".join(arguments)}` does not end within {IP_TIMEOUT_SECONDS} s') from error
     except OSError as error:
         raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
@@ -171,7 +171,7 @@ class Networks:
             for _ in range(MAX_TRIES):
                 definitions = _read_definitions(libvirt_network)
                 if not definitions:
-                    raise BuildFailed(RESERVE_STAGE, f'network {network} was stopped and is gone')
+                    raise BuildFailed(RESERVE_STAGE, f'network {network} was removed')
                 for existing in filter(None, (dhcp.find_reservation(mac) for dhcp in definitions.values())):
                     if existing.name != instance and _is_ours(existing):
                         raise make_mac_conflict(mac, existing.name)
@@ -186,14 +186,12 @@ class Networks:
                 for existing in (entry for definition in definitions.values() for entry in definition.reservations):
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if existing.name == instance and existing.mac != mac:
-                        problem = f'network {network} has {existing.mac} under its name, and not its own {mac}'
+                        problem = f'network {network} has its reservation for {existing.mac}, not for {mac}'
                         command = f'delete ip-dhcp-host "<host mac=\'{existing.mac}\'/>" --live --config'
                         raise BuildFailed(RESERVE_STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
                 if _write_reservation(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
-        raise BuildFailed(
-            RESERVE_STAGE, f'network {network}: each of {MAX_TRIES} addresses was taken by somebody else meanwhile'
-        )
+        raise BuildFailed(RESERVE_STAGE, f'network {network}: other processes took each of {MAX_TRIES} addresses first')
 
     def list_reservations(self) -> Mapping[str, ReservedAddress]:
         """Return {MAC: ReservedAddress} of the reservations for instances."""
@@ -225,7 +223,7 @@ class Networks:
                         is_incomplete = not _update(network, DELETE, reservation, flags) or is_incomplete
                 if not is_incomplete:
                     return
-        raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
+        raise EcompError(f'other processes changed the DHCP reservations of {instance} during {MAX_TRIES} tries')
 
     def read_state(self, attachment: Attachment) -> str:
         """Return USABLE if guests can be plugged in, OFF if libvirt's network is off, or MISSING."""
@@ -243,10 +241,11 @@ class Networks:
             return state
         kind, name = attachment
         if kind == 'bridge':
-            raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
+            cure = 'create it (docs/howto/bridge.md), or remove it from `networks:`'
+            raise UsageError(f'this host has no bridge {name}. Fix: {cure}')
         define_default = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-        fix = define_default if name == 'default' else 'virsh net-list --all has those there are'
-        raise UsageError(f'libvirt has no network {name!r}: {fix}')
+        cure = f'Fix: {define_default}' if name == 'default' else 'Try: virsh net-list --all'
+        raise UsageError(f'libvirt has no network {name!r}. {cure}')
 
     def prepare(self, attachment: Attachment) -> None:
         """Start libvirt's network if it is off. Raises UsageError if it is missing."""
@@ -259,7 +258,7 @@ class Networks:
 
         Raises EcompError if the network is missing.
         """
-        with self._connection.use(f'asking for the bridge of network {name}') as connection:
+        with self._connection.use(f'reading the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
 
@@ -289,7 +288,7 @@ class Networks:
 
     def _read_dhcp(self, name: str) -> Dhcp:
         """Return the network's DHCP; one without ranges if the network is missing."""
-        use = self._connection.use(f'asking for the DHCP of network {name}')
+        use = self._connection.use(f'reading the DHCP of network {name}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
         return Dhcp((), frozenset(), (), is_served=False)
@@ -300,7 +299,7 @@ class Networks:
         `macs` are lower-case; one without a lease is left out.
         """
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
-        with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
+        with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
             return pick_newest_leases(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
         return {}
@@ -383,7 +382,8 @@ def _parse_address(address: str | None) -> Iterator[IPv4Address]:
 
 def _explain_exhausted(definition: Dhcp) -> str:
     ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
-    return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'
+    cure = 'enlarge its range with `virsh net-edit` and restart it, which disconnects its guests for a second'
+    return f'all of {ranges} are leased or reserved. Fix: {cure}'
 
 
 # Here libvirt's helper for dnsmasq rewrites `<bridge>.status` on each lease.

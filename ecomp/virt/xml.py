@@ -449,14 +449,14 @@ def _explain_unfit(
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
     if ports or not (is_served or root.find('bridge') is not None):
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
-        fix = 'name a Linux bridge in its place under `networks:` (docs/howto/bridge.md), as in `{bridge: br0}`'
-        unfilterable = f'{name} is {kind}, where libvirt cannot filter guests, so none is made. Fix: {fix}'
+        fix = 'name a Linux bridge instead under `networks:`, as in `{bridge: br0}` (docs/howto/bridge.md)'
+        unfilterable = f'{name} uses {kind}, where libvirt cannot filter guests: no guest can run there. Fix: {fix}'
     if is_served and has_no_range and any(element.find('dhcp') is not None for element in ipv4_elements):
         fix = f"virsh net-update {root.findtext('name')} add ip-dhcp-range \"<range start='FIRST' end='LAST'/>\""
-        unaddressed = f'{name} has DHCP without a <range>: guests wait for ever. Fix: {fix} --live --config'
+        unaddressed = f'{name} has DHCP without a <range>: guests get no address. Fix: {fix} --live --config'
     elif is_served and not ipv4_elements and root.find('ip') is not None:
-        fix = 'give it an <ip> of IPv4 with a <dhcp><range> by virsh net-edit, and restart it'
-        unaddressed = f'{name} has IPv6 alone: a guest waits for an IPv4 address for ever. Fix: {fix}'
+        fix = 'add an <ip> of IPv4 with a <dhcp><range> with `virsh net-edit`, and restart the network'
+        unaddressed = f'{name} has only IPv6: guests wait for an IPv4 address forever. Fix: {fix}'
     return unfilterable, unaddressed
 
 

@@ -67,7 +67,7 @@ ip.set_metadata_address('none', False)
 print(json.dumps([said, failed(ip.set_metadata_address, 'none', True)]))
 """)
     after_adding_twice, after_removing_twice = [True, False] * 2, [False] * 2
-    missing = 'the bridge none is not there: is the network started?'
+    missing = 'the bridge none does not exist. Fix: start its network with `virsh net-start`'
     assert results == [[False, False, *after_adding_twice, *after_removing_twice], missing]
 
 
@@ -98,7 +98,7 @@ def test_missing_ip_program_is_reported() -> None:
 ip.get_search_path = lambda: '/nowhere'
 print(json.dumps(failed(ip.list_own_addresses)))
 """)
-    assert missing == 'the program `ip` is not there: install iproute2'
+    assert missing == 'the program `ip` is missing. Fix: install iproute2'
 
 
 def test_interface_name_that_is_not_utf_8_and_ip_that_cannot_start() -> None:

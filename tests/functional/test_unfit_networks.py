@@ -53,11 +53,11 @@ def read_start_error(host: LibvirtHost, *attachments: Attachment) -> str:
 @pytest.mark.parametrize(
     ('definition', 'says', 'as_second'),
     [
-        (MACVTAP_NETWORK, 'is the network card itself (macvtap or hostdev), where libvirt cannot filter', True),
-        (OPEN_VSWITCH_NETWORK, 'is a port of openvswitch, where libvirt cannot filter', True),
+        (MACVTAP_NETWORK, 'uses the network card itself (macvtap or hostdev), where libvirt cannot filter', True),
+        (OPEN_VSWITCH_NETWORK, 'uses a port of openvswitch, where libvirt cannot filter', True),
         (STATIC_NETWORK, 'without a <range>', False),
-        (IPV6_NETWORK, 'has IPv6 alone', False),
-        (IPV6_NETWORK_WITHOUT_DHCP, 'has IPv6 alone', False),
+        (IPV6_NETWORK, 'has only IPv6', False),
+        (IPV6_NETWORK_WITHOUT_DHCP, 'has only IPv6', False),
     ],
 )
 def test_ecompute_does_not_start_with_an_unfit_network(
