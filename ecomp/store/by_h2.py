@@ -1,6 +1,6 @@
 """A client of one etcd member: gRPC over one HTTP/2 connection by h2, one stream after another.
 
-grpc itself is slow to load and large. https://www.rfc-editor.org/rfc/rfc9113 and
+grpc itself is slow to load and large. Deadlines are of the monotonic clock. https://www.rfc-editor.org/rfc/rfc9113 and
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
@@ -48,7 +48,6 @@ from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
 
 # Bytes that a member may send before we acknowledge them.
 WINDOW_BYTES = 4 * 1024**2
-# Bytes of one recv().
 READ_BYTES = 65536
 # Details of a call that failed because its connection ended.
 CONNECTION_CLOSED = 'Socket closed'
@@ -57,8 +56,7 @@ _EXPECTS_TLS = 'it may expect TLS, with ca_cert, cert_cert and cert_key'
 
 
 class _Http2(H2Connection):
-    # Closed streams that are remembered, for frames that still arrive for them: h2's own 65,536 let an idle process
-    # grow by ten megabytes.
+    # Closed streams that are remembered, for late frames: h2's own 65,536 let an idle process grow by ten megabytes.
     MAX_CLOSED_STREAMS = 256
 
     def __init__(self) -> None:
@@ -66,19 +64,16 @@ class _Http2(H2Connection):
         self.is_ending = False
 
     def _receive_goaway_frame(self, frame: Any) -> Any:
-        # After GOAWAY h2 regards the connection as closed. It raises an error for whatever the member still sends, such
-        # as a ping, and does not report the frames of the same bytes.
+        # After GOAWAY h2 raises an error for all that still arrives, such as a ping, and drops the same bytes' frames.
         self.is_ending = True
         return super()._receive_goaway_frame(frame)
 
 
 class Transport:
-    """One connection to one endpoint; threads may share it, one at a time.
-
-    A thread of its own makes it. The constructor raises OSError for a certificate that cannot be read or is empty.
-    """
+    """One connection to one endpoint, made in its own thread; other threads use it one at a time."""
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
+        """Begin to connect; raise OSError for a certificate that is empty or cannot be read."""
         self._socket: socket.socket | None = None
         self._closed = False
         self._config = config
@@ -98,11 +93,10 @@ class Transport:
 
     @contextmanager
     def reserve(self, deadline: float) -> Iterator[None]:
-        """Reserve the connection for this thread; wait for it until `deadline` (monotonic clock).
+        """Reserve the connection for this thread; wait for it until `deadline`.
 
-        For an endpoint that accepts no connection it waits at most the timeout divided by the number of endpoints.
-        Raises CallFailure: unsent without a connection; not unsent for an OSError or H2Error in the body, after which
-        the connection is unusable.
+        An endpoint that accepts no connection gets at most the timeout divided by the number of endpoints. Raises
+        CallFailure: unsent without a connection, else for an OSError or H2Error in the body, which breaks it.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
@@ -127,10 +121,7 @@ class Transport:
             self._reservation.release()
 
     def send(self, deadline: float) -> None:
-        """Send what h2 has queued until `deadline` (monotonic); raise TimeoutError or OSError.
-
-        The connection is unusable after either.
-        """
+        """Send what h2 has queued; after OSError, or TimeoutError at `deadline`, the connection is unusable."""
         data = self.http.data_to_send()
         if data:
             assert self._socket is not None
@@ -145,7 +136,7 @@ class Transport:
     def receive(self, deadline: float) -> list[Any]:
         """Return the next events and send h2's replies to them; raise OSError or H2Error.
 
-        After `deadline` (monotonic) only events that have arrived already; TimeoutError if there are none.
+        After `deadline` only events that have arrived already; TimeoutError if there are none.
         """
         assert self._socket is not None
         seconds = deadline - time.monotonic()
@@ -189,10 +180,8 @@ class Transport:
         self._failed = CallFailure(UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
         return error
 
-    # No request is sent before the connection is made, so its failure is recorded for the thread that asks.
-
     def _try_connect(self) -> None:
-        """Connect; a failure is kept, as not sent, for the thread that reserves the connection."""
+        """Connect; keep a failure, as unsent, for the thread that reserves the connection."""
         try:
             self._connect()
         except TimeoutError:
@@ -204,7 +193,6 @@ class Transport:
             self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), unsent=True)
 
     def _describe_connect_error(self, error: Exception) -> str:
-        """Explain why no connection was made."""
         if self._socket is None and isinstance(error, OSError):
             return f'Failed to connect to remote host: {error.strerror or error}'
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)
@@ -217,10 +205,7 @@ class Transport:
         return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
-        """Connect, and wait for the member's HTTP/2 settings; at most twice the timeout.
-
-        Raises OSError, H2Error, or ValueError if a certificate is unusable or HTTP/2 is not offered.
-        """
+        """Connect, and await HTTP/2 settings, for two timeouts at most; OSError, H2Error, or ValueError (unusable)."""
         deadline = time.monotonic() + 2 * self._config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
@@ -261,10 +246,7 @@ class Transport:
 
 
 class Stream:
-    """One stream of a connection that the caller has reserved, and the data received so far.
-
-    `headers` are those of the answer and its trailers. After an OSError or H2Error the connection is unusable.
-    """
+    """One stream of a reserved connection, and its data so far; `headers` include the trailers of the answer."""
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], max_body_bytes: int) -> None:
         """Queue the headers for the first send(); a `body` above `max_body_bytes` is a CallFailure."""
@@ -278,10 +260,7 @@ class Stream:
         self.is_finished = False
 
     def send(self, data: bytes, deadline: float, end_stream: bool) -> None:
-        """Send data, take what arrives, stop if the member finishes; raise OSError or CallFailure.
-
-        `deadline` is monotonic: TimeoutError after it. `end_stream` ends our side of the stream.
-        """
+        """Send data, process what arrives, stop if the member finishes; raise OSError (TimeoutError) or CallFailure."""
         rest = memoryview(data)
         while True:
             room = min(self._http.local_flow_control_window(self._stream_id), self._http.max_outbound_frame_size)
@@ -300,10 +279,7 @@ class Stream:
         self._transport.send(deadline)
 
     def receive(self, deadline: float) -> None:
-        """Process the next events; raise OSError (TimeoutError is one) or CallFailure.
-
-        `deadline` is monotonic. Sets `is_finished` if the member ended the stream.
-        """
+        """Process the next events and set `is_finished`; raise OSError (TimeoutError at `deadline`) or CallFailure."""
         for event in self._transport.receive(deadline):
             if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
                 raise CallFailure(UNAVAILABLE, CONNECTION_CLOSED)
@@ -341,7 +317,7 @@ def make_too_long_error(length_bytes: int, limit_bytes: int) -> CallFailure:
 
 
 def check_deadline(deadline: float) -> None:
-    """Raise TimeoutError from `deadline` (monotonic) on: a member may send for ever."""
+    """Raise TimeoutError from `deadline` on: a member may send for ever."""
     if time.monotonic() >= deadline:
         raise TimeoutError
 
@@ -355,10 +331,7 @@ def check_certificate(path: Path | None) -> None:
 
 
 def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
-    """Make a context that checks the member's name; ValueError if a file is no certificate.
-
-    Raises OSError if a file cannot be read.
-    """
+    """Make a context that checks the member's name; OSError for an unreadable file, ValueError for a wrong one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
@@ -376,9 +349,8 @@ def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
 
 # Maximum bytes of an answer; pages and watches stay below it, see ecomp.store.connection.
 MAX_ANSWER_BYTES = 64 * 1024**2
-# Seconds of silence after which a member is pinged, and in which it must answer. etcd closes a connection that pings
-# more often than every five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list
-# that follows.
+# Seconds of silence before a ping, and until its answer. etcd closes a connection that pings more often than every
+# five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list that follows.
 PING_AFTER_SECONDS = 5.5
 PING_ANSWER_SECONDS = 2.5
 # gRPC's codes by number.
@@ -391,10 +363,7 @@ MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
 class EtcdMember:
-    """One connection to one endpoint; threads may share it, one call or watch at a time.
-
-    The constructor raises OSError for a certificate that cannot be read or is empty.
-    """
+    """One connection to one endpoint, for one call or watch at a time; its constructor raises what Transport's does."""
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
         self._transport = Transport(config, endpoint)
@@ -444,8 +413,7 @@ class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
     Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, after
-    `duration_seconds` from its start; UNAVAILABLE if the stream breaks, after cancel(), or if the
-    member does not answer a ping; or etcd's code.
+    `duration_seconds`; UNAVAILABLE after cancel(), or if the stream breaks or a ping is not answered; or etcd's code.
     """
 
     def __init__(
@@ -492,10 +460,7 @@ class WatchStream:
             self._transport.shut_down()
 
     def _receive(self, stream: Stream, deadline: float) -> None:
-        """Process the next events; raise TimeoutError after the deadline.
-
-        A silent member is pinged, for it may be gone: ConnectionError if it does not answer.
-        """
+        """Process events; ping a silent member. TimeoutError at `deadline`, ConnectionError without an answer."""
         check_deadline(deadline)
         for seconds, is_ping_due in ((PING_AFTER_SECONDS, True), (PING_ANSWER_SECONDS, False)):
             if self._receive_until(stream, min(time.monotonic() + seconds, deadline)):
@@ -523,7 +488,7 @@ class WatchStream:
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:
-    """Return the headers of a call; it may take until `deadline` (monotonic), 1 ms at least."""
+    """Return the headers of a call that may take until `deadline`, 1 ms at least."""
     timeout_ms = max(int((deadline - time.monotonic()) * 1000), 1)
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
@@ -538,10 +503,7 @@ def _frame_message(message: bytes) -> bytes:
 
 
 def _take_message(body: bytearray) -> bytes | None:
-    """Remove and return the first message, None if it is incomplete.
-
-    Raises CallFailure if it is compressed or longer than MAX_ANSWER_BYTES.
-    """
+    """Remove and return the first message, None if incomplete; CallFailure if compressed or over MAX_ANSWER_BYTES."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')
@@ -557,7 +519,6 @@ def _take_message(body: bytearray) -> bytes | None:
 
 
 def _check_status(stream: Stream) -> None:
-    """Raise CallFailure unless etcd reports success."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise CallFailure(UNAVAILABLE, 'its answer is not gRPC')

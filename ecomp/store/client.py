@@ -40,9 +40,8 @@ from ecomp.store.messages import (
 class Guard:
     """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
 
-    A linearizable reply is compared with the state known before its request was sent. The first foreign one raises
-    StrangeEtcd, as does each later check_reply() and raise_if_refused(). `on_change` gets each new state to remember
-    that has an identity, from any thread, and must be quick.
+    A linearizable reply is compared with the state known before its request. The first foreign one raises StrangeEtcd,
+    as does each later check. `on_change` gets each new state with an identity, from any thread, and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -80,23 +79,16 @@ class Guard:
             self._learn(self._known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Learn from any other reply; return False if it is foreign or older than `cluster_before`.
-
-        Such a reply refuses nothing, because its member may just lag.
-        """
+        """Learn from another reply; return False, refusing nothing, if it is foreign or older: its member may lag."""
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
-        # The term is ignored: it is the member's own. A member that has just stood for election has a higher term than
-        # the leader, which goes on answering for a moment and is still the same etcd.
+        # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
         with self._lock:
             self._learn(self._known_cluster.with_header(replace(header, term=0)))
         return True
 
     def check_identity(self, value: bytes | None, endpoints: str) -> None:
-        """Raise StrangeEtcd, now and later, unless `value` holds the identity we know.
-
-        `value` is that of /cluster, None if there is no such key.
-        """
+        """Raise StrangeEtcd, now and later, unless `value` of /cluster (None: no key) is the known identity."""
         reason = cluster.explain_identity_mismatch(self._known_cluster, value)
         if reason is not None:
             self._refuse(endpoints, reason)
@@ -138,15 +130,12 @@ Result = TypeVar('Result')
 
 
 def is_alive(store: Store, compute: str) -> bool:
-    """Return whether the compute has a presence key on a lease, whoever put it."""
+    """Return whether the compute has a presence key on a lease, regardless of its writer."""
     return read_silence_condition(store, compute) is None
 
 
 def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
-    """Return the condition that a compute stays silent, or None if the compute is alive.
-
-    Its revision is that of a presence key without a lease, or 0 if there is no key.
-    """
+    """Return the condition that a compute stays silent: no presence key on a lease. None if it is alive."""
     entry = store.get(keys.compute(compute))
     if entry is not None and entry.lease:
         return None
@@ -187,28 +176,19 @@ def find_wanted_instances(
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:
-    """Return the uuids in attempts and their keys: instances, and the uuids of sets.
-
-    Keys without a lease, which ecomp did not write, are ignored.
-    """
+    """Return the uuids of the instances and sets in attempts; keys without a lease, not ecomp's, are ignored."""
     attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
     return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
 def read_taken_instances(store: Store) -> set[str]:
-    """Return the queued instances whose taker key is on a lease.
-
-    A compute that takes an instance after this read also claims after it.
-    """
+    """Return the queued instances whose taker key is on a lease; a compute that takes later also claims later."""
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries
     return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
 
 
 def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """Count the instances of leased attempts older than `revision`, and of newer ones.
-
-    An attempt whose key was written at `revision` counts as neither; a malformed one as one instance.
-    """
+    """Count the instances of leased attempts older than `revision`, and newer; a malformed attempt counts as one."""
 
     def count_instances(entries: Iterable[Entry]) -> int:
         # The key of a set ends in the uuid of the set, which is no instance.
@@ -252,10 +232,9 @@ MAX_TRANSACTION_OPERATIONS = 128
 
 @dataclass(frozen=True)
 class Entry:
-    """One key.
+    """A key: `revision` wrote it last, `created` created it; `lease` is 0 for none.
 
-    `revision` wrote it last, `created` created it; `lease` is 0 for none. `dropped` is the size in bytes of a value
-    that a follower does not keep: `value` is empty then.
+    `dropped` is the size in bytes of a value that a follower does not keep; `value` is empty then.
     """
 
     key: str
@@ -303,9 +282,8 @@ class Delete(NamedTuple):
 class Fence(NamedTuple):
     """A condition that a store adds to each commit: its owner still holds its key (rule 9).
 
-    `on_broken` is called, from any thread, when a commit is refused for it, and must be quick. Commits that only delete
-    compare `delete_condition` instead, if there is one: a full etcd accepts nothing else, so its owner cannot put the
-    key.
+    `on_broken` is called, from any thread, when a commit is refused for it, and must be quick. Commits of deletes alone
+    compare `delete_condition`, if any: a full etcd accepts nothing else, so the owner cannot put the key.
     """
 
     condition: Unchanged
@@ -322,13 +300,10 @@ class Fence(NamedTuple):
 class Store:
     """One process's client of etcd. Create it after a fork or spawn, never carry it over one.
 
-    Each call has the timeout of the config. A read is repeated at other endpoints, a transaction only if it did not
-    arrive.
-
-    Raises:
-        Unreachable: nothing was changed. NoSpace is one; StrangeEtcd may be raised after a write that was carried out.
-        UnknownOutcome: a transaction was sent, and its answer was lost or inconclusive: read back before anything else.
-        EcompError: etcd refused; Denied if one of its roles does.
+    Each call has the config's timeout. A read is repeated at other endpoints, a transaction only if it did not arrive.
+    Raises Unreachable if nothing was changed (NoSpace is one; StrangeEtcd may follow a write that was carried out),
+    UnknownOutcome if a transaction's answer was lost or inconclusive (read back before anything else), and EcompError
+    if etcd refused (Denied: one of its roles).
     """
 
     # Consulted if several computes have a request for one instance; None: the oldest request counts.
@@ -353,10 +328,7 @@ class Store:
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
-        """Return the entries of the keys that exist, {key: Entry}, all at one revision.
-
-        A transaction reads 128 keys, or fewer if their values are too large for one answer.
-        """
+        """Return {key: Entry} of the keys that exist, all at one revision, in transactions that fit into an answer."""
         entries_by_key: dict[str, Entry] = {}
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
         while start < len(requested_keys):
@@ -376,10 +348,7 @@ class Store:
     def snapshot(
         self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
-        """Read all keys under a prefix, in pages, at one revision; with `keys_only` without values.
-
-        `transform` maps each entry, page by page, to the one to keep, or to None to leave it out.
-        """
+        """Read a prefix at one revision, in pages; `transform` maps an entry to the one to keep, or None to drop it."""
         start = _encode_key(prefix)
         end = get_prefix_range_end(start)
         entries: dict[str, Entry] = {}
@@ -393,11 +362,7 @@ class Store:
         return Snapshot(revision, entries)
 
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """Read up to `limit` keys of a prefix from `start` on, wrapping around, and count all.
-
-        Returns the entries, in this order, and the number of all keys of the prefix.
-        """
-        # One transaction at any number of keys.
+        """Return up to `limit` entries of a prefix from `start` on, wrapping around, and the number of all its keys."""
         begin, middle = _encode_key(prefix), _encode_key(start)
         ranges = [Range(middle, get_prefix_range_end(begin), limit), Range(begin, middle, limit)]
         reply = self._read(Transaction(success=ranges), about=(prefix,))
@@ -406,10 +371,8 @@ class Store:
         return entries[:limit], sum(int(result.count) for result in results)
 
     def read_version(self) -> str:
-        """Return the version of the member that answers, such as `3.4.23`; it needs no role.
-
-        https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
-        """
+        """Return the version of the member that answers, such as `3.4.23`; it needs no role."""
+        # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
         return str(self._read(Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
@@ -434,8 +397,8 @@ class Store:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
         If the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a new
-        fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome if no answer came, or if
-        etcd was full and may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
+        fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome without an answer, or if a
+        full etcd may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
         """
         deadline = 0.0
         while True:
@@ -470,11 +433,9 @@ class Store:
     ) -> bool:
         """Return whether a write that etcd refused for lack of space may have been committed.
 
-        etcd checks its space before it proposes a write and again when it applies it. In the second case it reports an
-        error and writes nevertheless: all writes in flight while it becomes full.
-        https://github.com/etcd-io/etcd/issues/16659
-        Only a condition that the operations make false can tell. Without one the answer is False; if etcd cannot be
-        read, True.
+        etcd checks its space before it proposes a write and when it applies it. The second time it reports an error and
+        writes nevertheless: all writes in flight while it becomes full. https://github.com/etcd-io/etcd/issues/16659
+        Only a condition that the operations make false can tell: False without one, True if etcd cannot be read.
         """
         # Any other may be false for another reason: a full etcd refuses before it compares.
         invalidated = [
@@ -503,10 +464,7 @@ class Store:
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease and delete its keys; no-op if it has expired.
-
-        It is sent once: Unreachable may also mean that it was carried out.
-        """
+        """Revoke a lease and delete its keys; no-op if expired. After Unreachable it may have been carried out."""
         try:
             self._connection.ask_once(Revoke(lease))
         except CallFailure as error:
@@ -520,10 +478,9 @@ class Store:
             self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
-        """Write `new_value` to /cluster if that key is missing; let the guard remember its value.
+        """Write `new_value` to /cluster if that key is missing; let a guard remember the key's value.
 
-        Without a guard only the first. A lost answer is followed by another try, without limit. Raises EcompError if
-        the key holds no identity.
+        A lost answer is followed by another try, without limit. Raises EcompError if the guard finds no identity there.
         """
         while (entry := self.get(keys.CLUSTER)) is None:
             try:
@@ -538,9 +495,8 @@ class Store:
     ) -> WatchStream:
         """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
-        Nothing is sent before they are iterated over, which raises CallFailure; see WatchStream. While it is read the
-        connection serves no other call. After each `progress_seconds` of silence, unless None, etcd is asked for its
-        progress (WatchProgress).
+        Nothing is sent before the iteration, which raises CallFailure (see WatchStream) and occupies the connection.
+        After each `progress_seconds` of silence, unless None, etcd is asked for its progress (WatchProgress).
         """
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
@@ -557,10 +513,7 @@ class Store:
         return self._ask(request, Unreachable, linearizable, about)
 
     def _write(self, request: Request, about: Sequence[str]) -> Any:
-        """Send a request that is not repeated once it may have arrived.
-
-        Raises StrangeEtcd, without sending it, if etcd was refused before.
-        """
+        """Send a request, never again once it may have arrived; StrangeEtcd, unsent, if etcd was refused before."""
         if self._guard is not None:
             self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
@@ -568,7 +521,6 @@ class Store:
     def _ask(
         self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
-        """Send a request; with a guard, check the reply if it is linearizable."""
         before = self._guard.known_cluster if self._guard is not None else None
         reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
         if self._guard is not None and before is not None and linearizable:
@@ -582,11 +534,8 @@ def retry_until_committed(
     """Call `attempt`, which reads, decides and writes, until it wins; None is a lost race.
 
     So is a GenerationConflict of placement; after an UnknownOutcome the next read shows what was written. A random
-    pause of up to `max_pause_seconds` precedes each repetition: without it, one of two writers can lose each time.
-
-    Raises:
-        UnknownOutcome: the last of `max_tries` tries had no answer.
-        EcompError: `lost_error` after `max_tries` tries; any other error of `attempt`.
+    pause of up to `max_pause_seconds` precedes each repetition, or one of two writers could lose each time. Raises
+    `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
     """
     import random  # imported here: most commands write nothing that others change
 
@@ -631,7 +580,6 @@ def _make_comparison(condition: Unchanged | Exists) -> Comparison:
 
 
 def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
-    """Return whether the operation makes a condition false that holds."""
     if condition.key != operation.key:
         return False
     if isinstance(operation, Put):

@@ -29,13 +29,11 @@ from ecomp.store.messages import (
 if TYPE_CHECKING:  # h2 is slow to load
     from ecomp.store.by_h2 import EtcdMember
 
-# Maximum keys of a page.
 MAX_PAGE_KEYS = 500
 # Keys of the smallest page: 10 of any size fit into an answer.
 MIN_PAGE_KEYS = 10
 # Maximum keys of a page without values. Long pages are cheaper: etcd counts all keys of the range for each page.
 MAX_PAGE_KEYS_WITHOUT_VALUES = 5000
-# Size in bytes that a page should not exceed.
 TARGET_PAGE_BYTES = 4 * 1024**2
 
 
@@ -78,15 +76,13 @@ MIN_INTERVAL_SECONDS = 0.2
 class Connection:
     """One process's connection to etcd: to one endpoint and, after a failure, to the next.
 
-    Each new connection reads the certificates from disk again, and addresses its member by the name in that member's
-    certificate.
+    Each new one reads the certificates from disk again, and addresses its member by the name in that one's certificate.
     """
 
     def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
         """Begin to connect to the first endpoint; UsageError if a certificate cannot be read.
 
-        `open_member` begins a connection to an endpoint; None: an EtcdMember over HTTP/2. An endpoint that cannot be
-        reached is an error of the first call.
+        `open_member` (None: EtcdMember) begins a connection; an unreachable endpoint is an error of the first call.
         """
         self._open_member = open_member
         self.endpoints = ','.join(config.endpoints)
@@ -119,8 +115,7 @@ class Connection:
         remaining_tries = len(self.config.endpoints) + 1
         while True:
             client, remaining_tries = self.client, remaining_tries - 1
-            # A member that hangs must leave time for the others, and a request to a leader that dies is lost without an
-            # error.
+            # A member that hangs must leave time for the others; a request to a dying leader is lost without an error.
             time_share = self.config.timeout / 2 if has_others else self.config.timeout
             try:
                 return ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
@@ -131,8 +126,7 @@ class Connection:
                     self.reconnect(client)
                 is_late = time.monotonic() > deadline - MIN_INTERVAL_SECONDS
                 if is_transient(error) and not is_late:
-                    # One more round: the others may be electing too, and a member that has seen the dead leader's end
-                    # refuses.
+                    # One more round: others may be electing too, and a member that saw the dead leader's end refuses.
                     remaining_tries = max(remaining_tries, len(self.config.endpoints))
                     time.sleep(MIN_INTERVAL_SECONDS)
                 elif remaining_tries <= 0 or is_late or not can_retry_elsewhere(error, repeatable):
@@ -159,10 +153,9 @@ class Connection:
             raise
 
     def reconnect(self, failed_member: EtcdMember | None = None) -> None:
-        """Connect to the next endpoint instead; no-op after close().
+        """Connect to the next endpoint; no-op after close(), or if `failed_member` is replaced already.
 
-        Also if `failed_member` (None: any) is replaced already. Never raises: if a certificate cannot be read, the old
-        connection stays, and later errors name the reason.
+        Never raises: if a certificate cannot be read, the old connection stays, and later errors name the reason.
         """
         with self._lock:
             if self._closed or (failed_member is not None and failed_member is not self.client):
