@@ -36,7 +36,6 @@ REQUIRED_PROGRESS_ANSWERS = 4
 MAX_ANSWER_REVISIONS = 1000
 # Seconds after which a watch is restarted.
 STREAM_SECONDS = 3600.0
-# Answers that are buffered before they are processed.
 MAX_QUEUED_ANSWERS = 8
 # Repetitions after broken streams, when reading the past.
 MAX_TRIES = 5
@@ -46,9 +45,8 @@ class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
-    line when etcd is lost, is back, or keeps ending the stream. In both cases `report` gets one if etcd has compacted
-    revisions after the first that were not read. `oldest_revision` is the first one that etcd keeps: 1 until a
-    compaction is reported.
+    line when etcd is lost, is back, or keeps ending the stream; in both cases also if etcd has compacted unread
+    revisions after the first. `oldest_revision` is the first that etcd keeps: 1 until a compaction is reported.
 
     Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable, if etcd
     does not answer or the stream broke more than MAX_TRIES times without a change.
@@ -127,7 +125,6 @@ class History:
         return False
 
     def _has_missing_changes(self) -> bool:
-        """Return whether a key was changed that the stream has not reported."""
         store = Store(self._config)  # the other connection is busy with the stream
         try:
             return store.has_changed(PREFIX.decode(), self._next_revision)
@@ -135,11 +132,7 @@ class History:
             store.close()
 
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
-        """Yield the changes of each whole revision of an answer that was not yielded before.
-
-        Reports a compaction that skips unread revisions. Raises EcompError if etcd canceled the watch for another
-        reason.
-        """
+        """Yield each whole revision's changes once; report unread compacted ones. EcompError if etcd cancels."""
         if reply.compact_revision:
             if 1 < self._next_revision < reply.compact_revision:
                 missing = f'revisions {self._next_revision} to {reply.compact_revision - 1}'
@@ -201,15 +194,10 @@ class _PastProgress:
     """Tracks whether a stream has delivered all changes up to `end_revision`.
 
     Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways, each unreliable with some versions,
-    so both are required:
-
-    - The header of an answer with changes. With fewer than MAX_ANSWER_REVISIONS revisions, the answer is complete up to
-      the header's revision. Every version so far does this; none promises it.
-    - Its answer to WatchProgress. This is a promise, which old versions break: they ignore the changes that are not
-      sent yet.
-
-    Without a change to deliver there is no such header: then only the second is left, and has to arrive several times,
-    for the old versions.
+    so both are required. The header of an answer with changes: with fewer than MAX_ANSWER_REVISIONS revisions, it is
+    complete up to the header's revision; every version so far does this, none promises it. And its answer to
+    WatchProgress: a promise, which old versions break by ignoring changes that are not sent yet. Without a change to
+    deliver there is no such header: then the second has to arrive several times, for the old versions.
 
     `starts_at_known`: the stream begins with a change that is known, so it is not quiet before that has arrived.
     """
@@ -260,9 +248,9 @@ def _read_answers(
 ) -> Iterator[Any]:
     """Yield the answers to one watch for at most STREAM_SECONDS, or until etcd cancels it.
 
-    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
-    after `max_silence_seconds` without a useful answer. A thread of its own reads them, so that the consumer can be
-    interrupted. _StreamError is raised, too, if the stream breaks or ends early.
+    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent. Raises _StreamError after
+    `max_silence_seconds` without a useful answer then, or if the stream breaks or ends early. A thread of its own reads
+    them, so that the consumer can be interrupted.
     """
     request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
     call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)
@@ -318,7 +306,6 @@ def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threadin
 
 
 def _is_progress_answer(reply: Any) -> bool:
-    """Return whether it answers WatchProgress."""
     return not (reply.events or reply.created or reply.canceled)
 
 

@@ -14,7 +14,6 @@ from ecomp.model.text import make_printable
 # Results of a Comparison.
 EQUAL = 0
 GREATER = 1
-# The type of an event that deletes a key.
 EVENT_DELETE = 1
 # The target of a Comparison: the revision of the key's last change.
 _TARGET_MOD_REVISION = 2
@@ -24,7 +23,6 @@ _BYTES = 2
 _WIRE_TYPE_FLIP = _VARINT ^ _BYTES
 # Sizes in bytes of the wire types that are skipped.
 _FIXED_BYTES = {1: 8, 5: 4}
-# Maximum bytes of a varint.
 _MAX_VARINT_BYTES = 10
 # A signed 64-bit number is negative from here on.
 _SIGN_BIT = 1 << 63
@@ -206,8 +204,7 @@ class _Message:
 class _MessageSchema:
     """The fields of a message, and their parsers.
 
-    `fields` holds by tag (number and wire type) a field's name, its type and whether it is repeated. `defaults` holds
-    the values of an empty message, except for the fields named in `repeated`.
+    `fields` is {tag (number and wire type): (name, type, is repeated)}; `defaults` has an empty message's other fields.
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
@@ -243,9 +240,8 @@ class _Budget:
 def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
     """Parse the fields that are used of the message `name`, as attributes.
 
-    A missing field has protobuf's default: 0, empty, or an empty message; unknown ones are skipped. `on_progress` is
-    called during the parsing, which ends with whatever it raises. Raises ValueError if the answer is malformed or has
-    more than MAX_FIELDS.
+    A missing field has protobuf's default: 0, empty, or an empty message; unknown ones are skipped. An error of
+    `on_progress` ends the parsing. Raises ValueError if the answer is malformed or has more than MAX_FIELDS.
     """
     try:
         return _parse_message(_ANSWERS[name], data, 0, len(data), _Budget(on_progress))
@@ -254,10 +250,7 @@ def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambd
 
 
 def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
-    """Parse the message from `position` to before `end`; raise ValueError or IndexError.
-
-    It is called for each key of a list, of which there may be 20,000, so each step in it counts.
-    """
+    """Parse data[position:end]; raise ValueError or IndexError. A list has 20,000 messages: each step counts."""
     values = shape.defaults.copy()
     for name in shape.repeated:
         values[name] = []
@@ -314,10 +307,7 @@ def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, 
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Return the varint at `start`, unsigned, and the position after it.
-
-    Raises ValueError if it has no end, IndexError if the data end first.
-    """
+    """Return the unsigned varint at `start`, and the position after it; ValueError if endless, IndexError if cut."""
     value = shift = 0
     for position in range(start, start + _MAX_VARINT_BYTES):
         byte = data[position]
@@ -369,7 +359,6 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _encode_tag(field: int, kind: int) -> bytes:
-    """Encode a field's number and wire type, which precede its value."""
     return _encode_varint(field << 3 | kind)
 
 
@@ -402,7 +391,6 @@ _REFUSAL_CODES = {
     'OUT_OF_RANGE',
 }
 
-# Maximum number of keys named in a message.
 MAX_NAMED_KEYS = 3
 
 _USER_NOT_FOUND = 'etcdserver: user name not found'
@@ -412,10 +400,7 @@ _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
 class CallFailure(Exception):
-    """A failed call: gRPC's code, and the details in one line.
-
-    `unsent` is True if the request was not sent. For an error from etcd, see is_unsent().
-    """
+    """A failed call: gRPC's code, its details in one line, and whether it was not sent (see is_unsent())."""
 
     def __init__(self, code: str, details: str | None, unsent: bool = False) -> None:
         super().__init__(code, details)
@@ -457,8 +442,7 @@ def is_denied(error: CallFailure) -> bool:
 def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
     """Say whose access to which keys is missing, to follow 'etcd … does not let'.
 
-    `certificate` is '' if there is none; `about` are the keys of the call, of which the first MAX_NAMED_KEYS are named:
-    etcd does not name the key.
+    `certificate` is '' for none; the first MAX_NAMED_KEYS of `about` are named, because etcd does not name the key.
     """
     user = certificate or 'a client without a certificate (cert_cert)'
     key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
@@ -476,10 +460,7 @@ def is_transient(error: CallFailure) -> bool:
 
 
 def is_learner(error: CallFailure) -> bool:
-    """Return whether the member has no vote, so it did nothing; versions differ in the code.
-
-    https://etcd.io/docs/v3.4/learning/design-learner/
-    """
+    """Return whether a member without a vote refused; codes vary (etcd.io/docs/v3.4/learning/design-learner)."""
     return error.details == _LEARNER_REFUSAL
 
 
@@ -489,11 +470,7 @@ def is_unsent(error: CallFailure) -> bool:
 
 
 def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
-    """Return whether to try the next endpoint after this error.
-
-    Not repeatable: only if the call was not sent or not carried out. Repeatable: also after UNAVAILABLE or
-    DEADLINE_EXCEEDED.
-    """
+    """Return whether to try the next endpoint: if unsent; if repeatable, also without an answer."""
     if not is_repeatable:
         return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)

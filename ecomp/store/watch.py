@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 MAX_TOTAL_BYTES = 64 * 1024**2
 # Bytes that each comma of a value counts for: once parsed, each part is an object, however short its text.
 BYTES_PER_PART = 64
-# Bytes of a value that may use as much room again: a request to destroy is one, and must get through when all else is
-# full.
+# Values up to this may use as much room again: a request to destroy is one, and must get through when all is full.
 SMALL_VALUE_BYTES = 4096
 # Dropped keys that are logged by name; then one line tells that there are more.
 MAX_NAMED_KEYS = 100
@@ -44,9 +43,9 @@ MAX_KEY_BYTES = 16 * 1024
 class EntryCache:
     """The entries that a follower keeps: no value that is too large, and a limited size in all.
 
-    Of a dropped value the key and revision are kept, so it is visible which compute has a request, and a smaller value
-    counts again. Call store() for each entry of a list, then end_list(); after that store() and forget() for each
-    event. A kept entry that is unchanged in the next list stays, whatever its position there.
+    A dropped value's key and revision stay, so it is visible which compute has a request, and a smaller value counts
+    again. Call store() for each entry of a list, then end_list(); after that store() and forget() for each event. An
+    entry that is unchanged in the next list stays, at any position.
     """
 
     def __init__(self, max_value_bytes: int, max_total_bytes: int) -> None:
@@ -113,7 +112,6 @@ class EntryCache:
 
 
 def _estimate_bytes(value: bytes) -> int:
-    """Estimate the bytes that a value takes once it is parsed."""
     return len(value) + BYTES_PER_PART * value.count(b',')
 
 
@@ -130,8 +128,6 @@ class _Resync(Exception):
 
 
 class _PrefixWatch(NamedTuple):
-    """One prefix and the entries kept of it."""
-
     prefix: str
     on_state: Callable[[State], None]
     cache: EntryCache
@@ -140,15 +136,13 @@ class _PrefixWatch(NamedTuple):
 class Follower:
     """A thread that passes the state of each prefix to its callback: first, and after changes.
 
-    A state maps keys to entries and is never changed afterwards. The callbacks run in this thread and must be quick.
-    All prefixes are listed before any state is passed on, and are watched on one stream; all is listed and passed on
-    again every `resync_seconds` (± 20 %). A callback's exception is logged, and all is listed again.
+    A state, {key: Entry}, is never changed afterwards. The callbacks run in this thread and must be quick. All prefixes
+    are listed before any state is passed on, and watched on one stream; this is repeated about every `resync_seconds`,
+    and after an exception of a callback, which is logged.
 
     A lost etcd is reported to `on_lost` once and tried again with growing delays; `on_back` is called when it is back.
-    By default both are logged. With a guard, the thread ends if the etcd is not the one we knew (rule 10).
-
-    Of a value larger than `max_value_bytes`, or one that would bring a prefix above `max_total_bytes`, only the key and
-    revision are kept (see Entry.dropped). That is logged once per key.
+    By default both are logged. With a guard, the thread ends if the etcd is not the one we knew (rule 10). A value
+    above `max_value_bytes`, or that would bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
     """
 
     def __init__(  # noqa: PLR0913
