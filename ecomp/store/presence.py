@@ -24,11 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PresenceLease:
-    """The lease of a process's presences: a thousand idle ones cost etcd what one does.
-
-    It is granted for the first key, renewed every third of its `seconds` while there is a key, and revoked after the
-    last.
-    """
+    """The lease of a process's presences while it has any: a thousand idle ones cost etcd what one does."""
 
     def __init__(self, store: Store, seconds: int) -> None:
         self._store = store
@@ -68,10 +64,7 @@ class PresenceLease:
                 self._thread = self._start_thread()
 
     def schedule_check(self, member: Presence, is_urgent: bool = True) -> None:
-        """Check the member's key, immediately if `is_urgent`, else with the next renewal.
-
-        Not if the member has left. From any thread.
-        """
+        """Check a member's key, if not `is_urgent` with the next renewal; no-op if it has left. From any thread."""
         with self._lock:
             if member in self._members:
                 self._due[member] = None
@@ -81,8 +74,7 @@ class PresenceLease:
     def leave(self, member: Presence) -> bool:
         """Stop watching over a key; return False if it was the last and is deleted with the lease.
 
-        True: the key stays on the lease, for the caller to delete. After the last one the thread is waited for. Raises
-        the store's errors; then lease and key expire.
+        True: the caller deletes it. After the last, waits for the thread. Raises the store's errors; then both expire.
         """
         with self._lock:
             self._members.pop(member, None)
@@ -136,10 +128,7 @@ class PresenceLease:
             self._wake_event.set()
 
     def _has_lapsed(self, members: list[Presence]) -> bool:
-        """Return whether the lease has expired because renewals alone fail; report that once.
-
-        If etcd is away altogether, its follower logs that, and it ends by itself.
-        """
+        """Return, and report once, whether the lease expired though etcd answers; a follower logs etcd's loss."""
         if time.monotonic() - self._renewed_at <= self._seconds or self._is_lapsed:
             return self._is_lapsed
         with suppress(EcompError):
@@ -184,7 +173,6 @@ class PresenceLease:
 LEASE_SECONDS = 30
 # Seconds by which a lease may expire late.
 MAX_EXPIRY_DELAY_SECONDS = 5
-# A revision that no key has.
 IMPOSSIBLE_REVISION = 2**63 - 1
 COPY_REMEDY = (
     ': one state directory is a copy of the other. Fix: stop one of the two, remove `uuid` and `token` from its state '
@@ -198,11 +186,11 @@ class Presence:
 
     The object has a "token", of which etcd gets the hash, and "boot", the machine's boot id. A key without a lease has
     no owner. With the same token a restart takes its key over immediately; after a reboot it waits until the old lease
-    expires: one that does not is a copy's, of the state directory with the token.
+    expires: one that does not is that of a copy of the state directory.
 
     `on_lost` is called when the key has another owner (another token, or ours in a value that is not ours, as a copy
-    puts it), or when its lease has expired and cannot be renewed. Once the key is free it is put again in one
-    transaction, and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
+    puts it), or when its lease expired and cannot be renewed. Once the key is free it is put again in one transaction,
+    and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
     """
 
     def __init__(
@@ -252,8 +240,7 @@ class Presence:
     def start(self) -> None:
         """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
 
-        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for the key of an earlier boot to expire. From then on the
-        store's commits compare the key (Store.fence).
+        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key. Then the key is Store.fence.
         """
         self._wait_for_earlier_boot()
         self._publish()
@@ -287,10 +274,7 @@ class Presence:
         return not self._stopped.is_set()
 
     def ensure_published(self) -> None:
-        """Put the key again if needed; pass a Conflict to `on_lost`, raise other store errors.
-
-        Calls `on_back` once it is ours again.
-        """
+        """Put the key again if needed; then `on_back`, if it was lost. Conflict goes to `on_lost`, others pass."""
         try:
             if self._published_value == self._value or not self._update_value():
                 entry = self._read_entry()
@@ -328,10 +312,7 @@ class Presence:
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
     def _wait_for_earlier_boot(self) -> None:
-        """Wait while the key of an earlier boot has a lease; raise Conflict for another owner.
-
-        Conflict, too, if that key is still there when its lease must have expired.
-        """
+        """Wait while an earlier boot's key has a lease; Conflict if that does not expire, or for another owner."""
         deadline = 0.0
         while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
             if not deadline:
@@ -362,7 +343,6 @@ class Presence:
         return holder is not None and holder.get('boot', self._value.get('boot')) != self._value.get('boot')
 
     def _make_conflict(self, entry: Entry, remedy: str) -> Conflict:
-        """Make the error that names the owner of the key, and how to end the conflict."""
         holder = _parse_holder(entry) or {}
         owner = f'on {_format_field(holder, "hostname")} since {_format_field(holder, "since")}'
         return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
@@ -384,8 +364,7 @@ class Presence:
                 written = self._store.commit([condition], [put], use_fence=False)
             except NoSpace:
                 if self._revision:
-                    # etcd is full, so no other owner can put the key. While it is as read, deletes are allowed: they
-                    # make room.
+                    # etcd is full, so no other owner can put the key. While it is as read, deletes may make room.
                     self._store.fence = Fence(Unchanged(self._key, self._revision), self.schedule_check, condition)
                 raise
             if written:

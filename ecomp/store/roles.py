@@ -69,10 +69,7 @@ _TLS_FAILURES = (
 
 
 class Accounts:
-    """An operator's connection to etcd's authentication.
-
-    While it is enabled, everything but is_enabled() raises Denied for a user without the role root.
-    """
+    """An operator's access to etcd's authentication; if enabled, all but is_enabled() needs the role root (Denied)."""
 
     def __init__(self, config: EtcdConfig) -> None:
         """Begin to connect; raise UsageError if a certificate cannot be read or is empty."""
@@ -83,10 +80,7 @@ class Accounts:
         self._connection.close()
 
     def is_enabled(self) -> bool:
-        """Return whether authentication is enabled.
-
-        Before 3.5 etcd reveals that only to an unknown user, so this tries to authenticate one.
-        """
+        """Return whether it is enabled: before 3.5 etcd reveals that only to an unknown user, so this tries one."""
 
         def ask(client: Any, limit: float) -> bool:
             try:
@@ -141,10 +135,7 @@ class Accounts:
         )
 
     def apply(self, change: Change) -> None:
-        """Make one change; raise UnknownOutcome if no answer came: read the roles again then.
-
-        Raises EcompError if etcd refuses it, such as to add what exists.
-        """
+        """Make a change; EcompError if etcd refuses it, UnknownOutcome without an answer: read the roles again then."""
         match change:
             case AddRole(role):
                 self._change('RoleAdd', etcdrpc.AuthRoleAddRequest(name=role))
@@ -199,7 +190,6 @@ class _Channel:
 
 
 def _read_certificate(path: Path | None) -> bytes | None:
-    """Return the content of a file, None without a path; OSError if empty or unreadable."""
     check_certificate(path)  # gRPC aborts the process for an empty one
     return None if path is None else path.read_bytes()
 
@@ -214,7 +204,6 @@ def _translate_failures() -> Iterator[None]:
 
 
 def _make_failure(code: str, details: str) -> CallFailure:
-    """Make a CallFailure; if no connection was made, unsent and with our own text."""
     if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_ADDRESS_ERRORS)):
         return CallFailure(code, details)
     tls_failure = next((tls_failure for sign, tls_failure in _TLS_FAILURES if sign in details), None)
@@ -223,6 +212,5 @@ def _make_failure(code: str, details: str) -> CallFailure:
 
 
 def _parse_permission(message: Any) -> Permission:
-    """Convert etcd's Permission; invalid UTF-8 in its keys is replaced."""
     key, end = message.key.decode(errors='replace'), message.range_end.decode(errors='replace')
     return Permission(_KINDS[message.permType], key, end)

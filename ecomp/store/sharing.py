@@ -37,7 +37,6 @@ Change = tuple[list[Unchanged], list[Put | Delete]]
 
 # Tries of a transaction; each one that fails means that another succeeded.
 MAX_TRIES = 100
-# Maximum seconds between two tries.
 MAX_PAUSE_SECONDS = 0.05
 
 
@@ -128,8 +127,7 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
     """Return the change that adds instances to their group; empty without a membership.
 
     `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
-    UsageError if the group is new and has no policy, Conflict if it has another policy or is full, Unreadable if it is
-    malformed.
+    UsageError for a new group without a policy, Conflict for another policy or a full group, and Unreadable.
     """
     if membership is None:
         return [], []
@@ -148,8 +146,8 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
 def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
     """Return the change that charges the project's quota for {instance: resources}.
 
-    Without a quota it only has the condition that there is none. Raises Excluded, which admits the instances before the
-    first one that does not fit, or Unreadable.
+    Without a quota it only has the condition that there is none. Raises Unreadable, or Excluded, which admits the
+    instances before the first one that does not fit.
     """
     current, unchanged = load_quota(store, project)
     if current is None:
@@ -164,10 +162,7 @@ def charge_quota(store: Store, project: str, resources: Mapping[str, Resources])
 
 
 def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
-    """Return the change that charges a living instance even over quota; raise Unreadable.
-
-    Without a quota it only has the condition that there is none.
-    """
+    """Return the change of charge_quota() for a living instance, which no limit excludes; raise Unreadable."""
     current, unchanged = load_quota(store, project)
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
@@ -197,9 +192,9 @@ def write_final_record(
 ) -> int | None:
     """Write an instance's final record, on a lease, and release the keys it shared.
 
-    With `release_shared` False those stay. `removed_keys` are deleted, too. The lease lasts `lease_seconds` (None: as
-    long as records of this state are kept); the name of an instance in the state error stays as long. Returns the new
-    revision, or None if one of `conditions` does not hold or commit_with_shared() gave up. Raises the store's errors.
+    `removed_keys` are deleted, too; without `release_shared` the shared keys stay. The lease lasts `lease_seconds`
+    (None: as long as records of this state are kept), and so does the name of an instance in the state error. Returns
+    the new revision; None if a condition does not hold or commit_with_shared() gave up. Raises the store's errors.
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
@@ -215,7 +210,7 @@ def write_final_record(
 
 
 def make_empty_change() -> Change:
-    """Return a change without conditions and writes, which always succeeds."""
+    """Return a change without conditions and writes."""
     return [], []
 
 
@@ -247,10 +242,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that adds a living instance to its group, whatever its rule.
-
-    Empty without a membership, or if the group has it on this compute. Raises Unreadable.
-    """
+    """Return the change that adds a living instance to its group, against any rule, if needed; raise Unreadable."""
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -269,9 +261,8 @@ def commit_with_shared(
 ) -> int | None:
     """Commit with a change of shared keys, which is made again while those keys change.
 
-    Returns the new revision, or None if one of `conditions` does not hold or MAX_TRIES tries were not enough. Raises
-    errors of the store and of `make_change`. `lease` was granted for this transaction; it is revoked if nothing was
-    written.
+    Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
+    and of `make_change`. `lease`, which was granted for this transaction, is revoked if nothing was written.
     """
     try:
         shared_conditions, shared_operations = make_change()
@@ -387,10 +378,7 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 
 def released_from_json(value: bytes) -> dict[str, int]:
-    """Decode a note as {instance: generation}; {} if ecomp did not write it.
-
-    Each is at most MAX_NOTED_GENERATION; numbers below 1 are left out.
-    """
+    """Decode a note as {instance: generation}, less those below 1, cut to MAX_NOTED_GENERATION; {} if not ecomp's."""
     generations = load_object_or_empty(value).get('generations')
     entries = generations.items() if isinstance(generations, dict) else ()
     return {name: min(number, MAX_NOTED_GENERATION) for name, number in entries if type(number) is int and number > 0}
@@ -399,9 +387,8 @@ def released_from_json(value: bytes) -> dict[str, int]:
 class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says below which compute an instance's keys are. A single lookup reads the keys of the living
-    computes, 64 computes a transaction, and lists all keys only if none of those has it. With an index many lookups
-    share one listing.
+    Nothing in etcd says below which compute an instance's keys are. A single lookup reads those of living computes, 64
+    a transaction, and lists all keys only if none of them has it. With an index many lookups share one listing.
     """
 
     def __init__(
@@ -418,20 +405,14 @@ class KeyIndex:
 
 
 def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
-    """Find the instance's keys below any compute; an empty EntriesByCompute if absent.
-
-    Queues are not read: read them first, since an instance may leave its queue in between.
-    """
+    """Find the instance's keys below any compute, or none. Read queues first: it may leave its queue in between."""
     return find_at_living_computes(store, instance) or find_by_listing(store, instance)
 
 
 def find_at_living_computes(
     store: Store, instance: str, key_index: KeyIndex | None = None
 ) -> EntriesByCompute[Entry] | None:
-    """Find the instance's keys by an earlier index or at living computes; None if elsewhere.
-
-    None, too, if there are none at all.
-    """
+    """Find the instance's keys by an earlier index or at living computes; None if elsewhere or absent."""
     if key_index is not None:
         places = find_by_listing(store, instance, key_index)
         # An instance that ended in its queue is below no compute, and never elsewhere.
@@ -465,20 +446,16 @@ def read_index(store: Store) -> KeyIndex:
 
 
 def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
-    """Return {instance: its keys} of the requests (keys.HOSTS) or the records."""
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
-        # Other keys below a compute are of no instance, whatever their last part is.
+        # Other keys below a compute are of no instance, even if their last part is a uuid.
         if (slashes := key.count('/')) == 3 or (slashes == 2 and family == keys.INSTANCES):
             keys_by_instance.setdefault(keys.get_last_part(key), []).append(key)
     return keys_by_instance
 
 
 def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
-    """Find the instance's keys by listing all keys, or in an earlier index; read queues first.
-
-    Empty if there are none, or if the index lacks them.
-    """
+    """Find the instance's keys in a new listing, or an earlier index; empty if not there. Read queues first."""
     key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
     request_keys = key_index.requests.get(instance, ())
@@ -495,7 +472,6 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
 
 
 def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
-    """Resolve the places of one instance; None if no entry is of it."""
     return resolve_places(store, entries.items()).get(instance)
 
 
