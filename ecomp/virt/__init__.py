@@ -1,7 +1,6 @@
 """The interface between ecompute and its hypervisor: libvirt, or the fake.
 
-Only virt.connection and its neighbours import libvirt; virt.fake keeps everything in memory. The common test
-tests/functional/test_hypervisor.py runs against both.
+Only virt.connection and its neighbours import libvirt. tests/functional/test_hypervisor.py runs against both.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ class Hypervisor(Protocol):
     """
 
     def prepare(self) -> None:
-        """Define the storage pool and the network filters, and start the networks, where necessary.
+        """Define the storage pool and network filters, and start the networks, where necessary.
 
-        Raises UsageError if this host cannot run guests as configured, and Conflict if the pool is over another
-        directory. Missing filters are only logged: without them a guest can take another guest's address, and reach
-        etcd and placement.
+        Raises UsageError if this host cannot run guests as configured, Conflict if the pool is over another directory.
+        Missing filters are only logged: a guest can then take another's address, and reach etcd and placement.
         """
 
     def choose_virt_type(self, setting: str) -> str:
@@ -68,10 +66,7 @@ class Hypervisor(Protocol):
         """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; no-op if it runs.
-
-        Raises BuildFailed('started', …), also if the domain is gone.
-        """
+        """Start our domain as defined; no-op if it runs. Raises BuildFailed('started', …), also if it is gone."""
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our guest if it runs; do not wait until it is off."""
@@ -102,10 +97,9 @@ class Hypervisor(Protocol):
         """Remove all reservations of the instance, on any network."""
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return {MAC: Address} of the interfaces that have an address now.
+        """Return {MAC: Address} of the interfaces that have an address, by DHCP lease, ARP or guest agent.
 
-        The sources are DHCP leases, the host's ARP table and the guest agent. The agent is queried in the background:
-        its answer is returned by the next call.
+        The agent is queried in the background: its answer is returned by the next call.
         """
 
     def replug_interfaces(self) -> None:
@@ -116,8 +110,7 @@ class Hypervisor(Protocol):
     ) -> None:
         """Call notify(reason), from any thread, when guests or leases may have changed.
 
-        Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
-        interfaces.
+        on_network_change(reason), unless None, reports a network's start or stop: its bridge lost the interfaces.
         """
 
     def close(self) -> None:

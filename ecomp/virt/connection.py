@@ -96,10 +96,10 @@ class Connection:
 
     @contextmanager
     def use(self, activity: str) -> Iterator[libvirt.virConnect]:
-        """Yield the open connection, opening it if necessary; `activity` names the block in errors.
+        """Yield the open connection, opening it if necessary; `activity` ('listing domains') is for errors.
 
         Raises Unreachable if the connection cannot be opened within OPEN_TIMEOUT seconds or breaks, and EcompError for
-        any other error of libvirt in the block or after close(). An `activity` is, for example, 'listing domains'.
+        any other error of libvirt in the block or after close().
         """
         connection = self._get_connection()
         try:
@@ -114,10 +114,9 @@ class Connection:
     def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
-        Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
-        interfaces. Both are called in threads of this module and must not call libvirt; a later call replaces them.
-        From the first call on, a lost connection is reopened as soon as libvirtd answers, even if nothing uses it.
-        Raises the errors of use().
+        on_network_change(reason), unless None, reports a network's start or stop: its bridge lost the interfaces.
+        Threads of this module call both, which must not call libvirt; a later call replaces them. From the first call
+        on, a lost connection is reopened as soon as libvirtd answers, even if nothing uses it. Raises what use() does.
         """
         is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
         with self.use('registering for events') as connection:
@@ -137,10 +136,7 @@ class Connection:
                 connection.close()
 
     def _get_connection(self) -> libvirt.virConnect:
-        """Return the open connection, or open one: Unreachable after OPEN_TIMEOUT seconds.
-
-        Concurrent callers wait for the same opening. Raises EcompError after close().
-        """
+        """Return the connection, or wait for it: Unreachable after OPEN_TIMEOUT seconds; EcompError after close()."""
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'{self._name}: this process has closed the connection')
@@ -160,10 +156,7 @@ class Connection:
             raise Unreachable(f'{self._name}: {describe_error(error)} (is libvirtd running?)', self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
-        """Start a thread that opens the connection, with the lock held; return its future result.
-
-        Raises Unreachable if no thread can start.
-        """
+        """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""
         opening: Future[libvirt.virConnect] = Future()
         try:
             _run_event_loop()
@@ -183,7 +176,6 @@ class Connection:
             if self._notify is not None:
                 self._register_callbacks(connection)
         except Exception as error:
-            # Deliver any exception to the callers that wait for the result.
             if connection is not None:
                 self._remove_callbacks(connection)
                 # Close it here: the exception references it and forms a cycle with this frame, so it would stay open.
@@ -245,7 +237,6 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
-        """Report that a network was started or stopped; its other events are ignored."""
         if self._on_network_change is not None and event in (
             libvirt.VIR_NETWORK_EVENT_STARTED,
             libvirt.VIR_NETWORK_EVENT_STOPPED,
@@ -253,7 +244,6 @@ class Connection:
             self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
-        """Let _keep_open() reopen the connection; notify, unless we closed it."""
         self._lost.set()
         if self._notify is not None and not self._closed.is_set():
             self._notify(f'libvirt: connection lost (reason {reason_code})')

@@ -35,8 +35,7 @@ class GuestAgents:
     def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
         """Return {MAC: IPv4 address} of the last answer and query again, without waiting.
 
-        Returns {} while the first query or a repeated one is not answered, and if no thread can start. `macs` are
-        lower-case.
+        {} until a query is answered, or if no thread can start. `macs` are lower-case.
         """
         answer = self._answers.get(instance)
         if answer is not None and not answer.done():
@@ -64,7 +63,6 @@ class GuestAgents:
         self._connection.close()
 
     def _run_queries(self) -> None:
-        """Answer the queries in their order, until close()."""
         while (query := self._queries.get()) is not None:
             instance, answer = query
             answer.set_result(self._query(instance))
@@ -85,10 +83,7 @@ class GuestAgents:
 
 
 def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
-    """Return {MAC: its first usable IPv4 address} from virDomainInterfaceAddresses' answer.
-
-    `macs` are lower-case; one without such an address is left out.
-    """
+    """Return {MAC: first usable IPv4 address} from virDomainInterfaceAddresses' answer; `macs` are lower-case."""
     wanted_macs = set(macs)
     addresses: dict[str, str] = {}
     for interface in answer.values():
@@ -100,7 +95,6 @@ def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, 
 
 
 def _is_reachable(text: str) -> bool:
-    """Return whether it is an IPv4 address that others can use, so not loopback, for example."""
     try:
         address = IPv4Address(text)
     except ValueError:
@@ -161,7 +155,7 @@ class Domains:
         return guests
 
     def list_computes(self) -> frozenset[str]:
-        """Return the computes to which the domains on this host belong."""
+        """Return the computes to which domains on this host belong."""
         return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
 
     def is_guest_running(self, instance: str) -> bool:
@@ -216,10 +210,7 @@ class Domains:
             domain.create()
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; no-op if it runs. Raises what start() raises.
-
-        A missing domain is BuildFailed('started', …), too.
-        """
+        """Start our domain as defined; no-op if it runs. Raises as start(); BuildFailed also if it is missing."""
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
             domains = _find_domains(connection, instance)
             for domain in domains:
@@ -328,7 +319,7 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 
 def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
-    """Return the domain's owner mark; None if it has none or an incomplete one."""
+    """Return the domain's owner mark, None without a complete one."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
         return xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
     return None
@@ -347,10 +338,7 @@ def _is_ours(mark: xml.OwnerMark | None, domain: libvirt.virDomain, instance: st
 
 
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_foreign: bool = False) -> bool:
-    """Return True if the domain is ours, else raise Conflict.
-
-    With `allow_foreign`, return False if it was not made by ecompute; another compute's remains a Conflict.
-    """
+    """Return True if the domain is ours, False if not made by ecompute and `allow_foreign`; else raise Conflict."""
     mark = _read_owner_mark(domain)
     if mark is None or not _is_ours(mark, domain, instance):
         if allow_foreign:
