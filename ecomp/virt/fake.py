@@ -18,11 +18,7 @@ T = TypeVar('T')
 
 
 class FakeHypervisor:
-    """Fake guests, kept in the directory `state`, or in memory if `state` is None.
-
-    The methods are those of Hypervisor. They change only this record, and raise EcompError (BuildFailed while building)
-    if a file in `state` cannot be written.
-    """
+    """Fake guests, kept in the directory `state`, or in memory if None; EcompError if a file cannot be written."""
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state
@@ -114,8 +110,7 @@ class FakeHypervisor:
     def start(self, spec: GuestSpec) -> None:
         """Define the guest and start it, and notify even if it runs already.
 
-        Raises BuildFailed('started', …) without its disk, or without its seed if the spec has one, and Conflict if it
-        is another compute's.
+        Raises BuildFailed('started', …) without its disk or the seed in its spec; Conflict if it is another compute's.
         """
         with self._lock:
             guest = self._get_guest(spec.instance)
@@ -130,10 +125,7 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our guest as it is defined, clear its `trouble`, and notify.
-
-        Raises BuildFailed('started', …) without domain or disk, and Conflict if it is another compute's.
-        """
+        """Start our guest, clear its `trouble`, notify; BuildFailed('started', …) without domain or disk; Conflict."""
         with self._lock:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
@@ -173,10 +165,7 @@ class FakeHypervisor:
         return None
 
     def reserve_address(self, instance: str, mac: str, _network: str, _preferred: str | None = None) -> str | None:
-        """Reserve and return an address in 10.0.0.0/8 that depends on the MAC alone.
-
-        Raises BuildFailed('scheduled', …) if another instance has the MAC; two MACs may get one address.
-        """
+        """Return an address in 10.0.0.0/8 by MAC alone; BuildFailed('scheduled', …) if another instance has the MAC."""
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
@@ -242,16 +231,12 @@ class FakeHypervisor:
         self._reservations = reservations
 
     def _save_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
-        """Store the seeds if they changed. Raises what _write() raises."""
         if seeds != self._seeds:
             self._write('-seeds', sorted(seeds), stage)
             self._seeds = seeds
 
     def _write(self, suffix: str, content: object, stage: str | None) -> None:
-        """Write a file atomically, but not durably: no fake guest outlives a power cut.
-
-        Raises BuildFailed in this `stage` of a build if the file system fails, or EcompError if `stage` is None.
-        """
+        """Write a file, not durably: no fake guest outlives a power cut. BuildFailed in `stage`, or EcompError."""
         if self._state is None:
             return
         path = self._state / f'fake{suffix}.json'

@@ -28,10 +28,7 @@ MAX_CLUSTER_BYTES = 2**21  # bytes of a cluster, by the format
 
 
 def determine_capacity(spec: GuestSpec) -> int:
-    """Return the instance's disk size in bytes: its DISK_GB, or if None the image's size.
-
-    Raises BuildFailed('disk', …) if the image is larger.
-    """
+    """Return the disk's bytes: DISK_GB, or the image's size if None; BuildFailed('disk', …) if the image is larger."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
@@ -78,10 +75,7 @@ def inspect(path: Path) -> BaseImage:
 
 
 def read_base_volume(path: Path) -> BaseImage:
-    """Read a base volume's virtual size in bytes, and its format: raw for .raw, else qcow2.
-
-    Nothing else is checked. Raises OSError, or struct.error if a qcow2's header is cut off.
-    """
+    """Read a base volume's size, and its format by suffix; OSError, or struct.error for a cut-off qcow2."""
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
     with path.open('rb') as file:
@@ -89,10 +83,7 @@ def read_base_volume(path: Path) -> BaseImage:
 
 
 def find_backing_file(path: Path) -> str | None:
-    """Return the path of the backing file in a qcow2's header, which may be missing.
-
-    None if it names none, or if the file is no qcow2 or unreadable.
-    """
+    """Return the backing file in a qcow2's header, missing or not; None if unnamed, unreadable or no qcow2."""
     try:
         return _read_backing_file(path)
     except OSError:
@@ -100,10 +91,7 @@ def find_backing_file(path: Path) -> str | None:
 
 
 def read_backing_chain(path: Path) -> list[str]:
-    """Return the real paths of a qcow2's backing files, top down, to the first missing one.
-
-    The missing one is included. Raises OSError if another one, or `path` itself, is unreadable.
-    """
+    """Return the real paths of a qcow2's backing files, top down, up to a missing one; OSError if unreadable."""
     files: list[str] = []
     below = _read_backing_file(path)
     while below is not None and (below := os.path.realpath(below)) not in files:
@@ -173,8 +161,7 @@ def _check_raw(file: BinaryIO) -> int:
 def _check_qcow2(file: BinaryIO) -> int:
     """Return the virtual size in bytes if the file contains all its tables and clusters.
 
-    Raises BuildFailed('image', …) otherwise. Reads at most the length of the file: tables begin at clusters, so they do
-    not overlap.
+    Else raises BuildFailed('image', …). Reads at most the file's length: tables begin at clusters and do not overlap.
     """
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])

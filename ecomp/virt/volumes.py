@@ -84,7 +84,6 @@ POOL = 'ecompute'
 REFRESH_TIMEOUT_SECONDS = 20.0
 # Seconds for which another worker may be setting up the pool; then libvirt's error is raised.
 POOL_SETUP_TIMEOUT_SECONDS = 2.0
-# Errors when another worker sets up the pool concurrently.
 POOL_SETUP_RACE_ERRORS = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
@@ -104,7 +103,7 @@ class Volumes(_InstanceFiles):
             self._find_pool(connection)
 
     def prepare(self) -> None:
-        """Define the pool over our directory, start it and mark it for autostart, where necessary."""
+        """Define the pool over our directory, start it and its autostart, where necessary."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
             self._set_up_pool(connection)
 
@@ -149,10 +148,7 @@ class Volumes(_InstanceFiles):
         return 0
 
     def create(self, spec: GuestSpec) -> None:
-        """Create or replace the overlay, on which no domain may run. Raises BuildFailed('disk', …).
-
-        After a failure the overlay is removed, unless the connection broke.
-        """
+        """Create or replace the overlay, on which no domain may run; after BuildFailed('disk', …) there may be none."""
         path, base = self.get_path(spec.instance), spec.base
         description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
@@ -234,10 +230,7 @@ def _create(pool: libvirt.virStoragePool, description: str) -> None:
 
 
 def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
-    """Delete the volume; refresh the pool and retry once if only the file exists.
-
-    No-op without either; a file that libvirt does not consider a volume stays.
-    """
+    """Delete the volume, after a refresh if only its file exists; no-op without either. No other file is removed."""
     for refreshed in (False, True):
         with IgnoredErrors(libvirt.VIR_ERR_NO_STORAGE_VOL):
             pool.storageVolLookupByName(path.name).delete()
@@ -249,10 +242,7 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Let libvirt reread the directory; retry while it refuses, because a volume is being made.
-
-    After REFRESH_TIMEOUT_SECONDS, or for another error, libvirtError passes.
-    """
+    """Let libvirt reread the directory; retry for REFRESH_TIMEOUT_SECONDS while a volume is made; libvirtError."""
     deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:
