@@ -35,10 +35,7 @@ from ecomp.virt.xml import Service
 
 
 def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.LibvirtFacts:
-    """Return what libvirt offers on this host; changes nothing.
-
-    Raises Unreachable if libvirt does not answer, EcompError if it reports an error, and OSError.
-    """
+    """Return what libvirt offers here; change nothing. Raises Unreachable, EcompError (libvirt's) or OSError."""
     with closing(Connection(uri)) as connection:
         with connection.use('reading its version') as opened:
             version, capabilities = opened.getLibVersion(), xml.parse_capabilities(opened.getCapabilities())
@@ -136,10 +133,7 @@ class Libvirt:
         self.list_seeds = self._seeds.list_instances
 
     def check(self) -> None:
-        """Raise the error that prepare() would raise for this host's setup; change nothing.
-
-        The first call may wait up to a minute for libvirt, and logs that.
-        """
+        """Raise the error that prepare() would raise, change nothing; log that the first call may take a minute."""
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('asking libvirt for the capabilities of QEMU: this takes seconds, or a minute on a busy machine')
@@ -159,8 +153,8 @@ class Libvirt:
     def prepare(self) -> None:
         """Call check(); make directories, start networks and pool, define filters, if necessary.
 
-        Missing filters, and a /dev/kvm that QEMU cannot open, are only logged. Raises UsageError, or Conflict if the
-        pool is over another directory.
+        Missing filters, and a /dev/kvm that QEMU cannot open, are only logged. Raises UsageError or Conflict, as
+        check().
         """
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
@@ -193,10 +187,7 @@ class Libvirt:
         return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
-        """Return a guest's CPU features by libvirt's names.
-
-        Empty if libvirt reports none, or any error but Unreachable, which is logged.
-        """
+        """Return a guest's CPU features by libvirt's names; empty if none, or after a logged error but Unreachable."""
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('reading the CPU of guests') as connection:
@@ -282,10 +273,7 @@ class Libvirt:
         self._domains.start(spec, description)
 
     def resume(self, instance: str, compute: str) -> None:
-        """Define missing filters and start our domain as it is defined; no-op if it runs.
-
-        Without filters it is started, too. Raises BuildFailed('started', …), also if it is gone, and Conflict.
-        """
+        """Define missing filters, if that is possible, and start our domain as Domains.resume() does."""
         self._filters.prepare()
         self._domains.resume(instance, compute)
 
@@ -308,8 +296,7 @@ class Libvirt:
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return {MAC: Address} of the interfaces with an address now: by lease, ARP, then agent.
 
-        Never waits for the agent: its answer is returned by a later call. On libvirt's networks an address that its
-        DHCP may give counts only if leased.
+        Never waits for the agent: a later call returns its answer. What libvirt's DHCP may give counts only if leased.
         """
         interfaces = self._domains.read_interfaces(instance)
         known_addresses: dict[str, Address] = {}
@@ -329,10 +316,7 @@ class Libvirt:
         return known_addresses
 
     def replug_interfaces(self) -> None:
-        """Put our guests' interfaces that are on no bridge back, each with a logged warning.
-
-        What fails is `trouble` in list_guests() until the next call.
-        """
+        """Put our guests' unplugged interfaces back, each logged; failures are `trouble` until the next call."""
         loose_taps, unplugged = networks.find_loose_taps(), dict[str, str]()
         for instance in self._domains.list_guests() if loose_taps else ():
             for link in self._domains.read_interfaces(instance).values():
@@ -351,11 +335,7 @@ class Libvirt:
     def watch_changes(
         self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
     ) -> None:
-        """Call notify(reason), from any thread, when guests or leases may have changed.
-
-        Calls on_network_change(reason), unless it is None, when a network was started or stopped. That leases cannot be
-        watched is only logged.
-        """
+        """Call back as Connection.watch() does, and for leases; if these cannot be watched, that is only logged."""
         self._connection.watch(notify, on_network_change)
         self._lease_watch.close()
         try:
@@ -376,10 +356,7 @@ class Libvirt:
             networks.set_metadata_address(bridge, present)
 
     def find_bridge(self) -> str | None:
-        """Return the first bridge libvirt created for our networks, or None: LANs get no metadata.
-
-        Raises EcompError if a network before it is missing.
-        """
+        """Return the first bridge that libvirt made for our networks, or None; EcompError if one before is missing."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
@@ -397,7 +374,6 @@ class Libvirt:
         return self._console_directory / f'{instance}.log'
 
     def _find_qemu_user(self) -> QemuUser:
-        """Return QEMU's user. Raises UsageError if libvirt has no QEMU."""
         capabilities = self._read_capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
@@ -457,10 +433,7 @@ class Filters:
         return list(services)
 
     def _resolve(self, host: str) -> list[IpAddress]:
-        """Return the host's addresses, or its last ones (logged) if it does not resolve now.
-
-        Raises Unreachable if it never resolved here.
-        """
+        """Return the host's addresses, or its last ones (logged) if it does not resolve; Unreachable without any."""
         try:
             self._last_addresses[host] = resolve_addresses(host)
         except (OSError, ValueError) as error:
@@ -590,10 +563,7 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
 
 
 def choose_virt_type(setting: str, no_kvm: str) -> str:
-    """Return kvm or qemu for a setting auto, kvm or qemu; UsageError if unknown or unavailable.
-
-    `no_kvm` is why kvm is unavailable, '' if it is available.
-    """
+    """Return kvm or qemu for auto, kvm or qemu; UsageError if unknown, or unavailable for the reason `no_kvm`."""
     if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
     if setting not in ('auto', 'kvm'):

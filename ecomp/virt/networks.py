@@ -1,7 +1,6 @@
 """The networks of guests: their existence, DHCP reservations and leases, and this host's addresses and neighbours.
 
-Host data comes from iproute2's `ip`, as JSON: https://man7.org/linux/man-pages/man8/ip.8.html. pyroute2 would do it in
-this process, but would permanently occupy 8 MiB of it.
+Host data comes from iproute2's `ip -json`, see ip(8): pyroute2 would permanently occupy 8 MiB of this process.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
 def _warn_once(mac: str, bridge: str, addresses: str) -> None:
-    """Log a warning, once in this process for the same arguments."""
     fix = f'`ip neighbour del ADDRESS dev {bridge}` for each address that is not its own'
     log.warning('%s has several addresses by ARP on %s, and none is trusted: %s. Fix: %s', mac, bridge, addresses, fix)
 
@@ -110,7 +108,6 @@ def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
 
 
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
-    """Return the entries that `ip -json` prints, [] if none. Raises EcompError."""
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
     return [entry for entry in json.loads(_run_ip('-json', *arguments) or '[]') if entry]
 
@@ -205,10 +202,7 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """Remove all the instance's reservations, on any network; no-op without any.
-
-        Raises EcompError after MAX_TRIES if they keep changing concurrently.
-        """
+        """Remove the instance's reservations on any network; EcompError if they changed during all MAX_TRIES."""
         macs = frozenset(list_macs(instance))
         for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
@@ -254,10 +248,7 @@ class Networks:
                 connection.networkLookupByName(attachment.name).create()
 
     def find_own_bridge(self, name: str) -> str | None:
-        """Return the bridge that libvirt created for the network, or None if it uses another one.
-
-        Raises EcompError if the network is missing.
-        """
+        """Return the bridge that libvirt made for the network, None if another's; EcompError if it is missing."""
         with self._connection.use(f'reading the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
@@ -277,10 +268,7 @@ class Networks:
         return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''.
-
-        The first is always '' unless `has_filters`; both are '' for a bridge.
-        """
+        """Return why no guest can run there ('' unless `has_filters`), and why none gets IPv4, with fixes, or ''."""
         build_problem, address_problem = (
             self._read_dhcp(attachment.name).problems if attachment.kind == 'network' else ('', '')
         )
@@ -294,10 +282,7 @@ class Networks:
         return Dhcp((), frozenset(), (), is_served=False)
 
     def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """Return {MAC: its latest leased IPv4 address}; {} if the network is missing or off.
-
-        `macs` are lower-case; one without a lease is left out.
-        """
+        """Return {MAC: latest leased IPv4 address}, {} if the network is missing or off; `macs` are lower-case."""
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
@@ -306,22 +291,18 @@ class Networks:
 
 
 def _is_ours(reservation: Reservation) -> bool:
-    """Return whether it is named by an instance and has one of that instance's MACs."""
     return keys.is_uuid(reservation.name) and reservation.mac in list_macs(reservation.name)
 
 
 def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
-    """Yield each network with its _read_definitions(); skip one that is removed meanwhile."""
+    """Yield each network with its _read_definitions(); skip one that is removed concurrently."""
     for network in connection.listAllNetworks():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
             yield network, _read_definitions(network)
 
 
 def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent.
-
-    {} if it is neither: it was removed.
-    """
+    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent; {} if removed."""
     definitions = {}
     if network.isActive():
         definitions[LIVE] = xml.read_dhcp(network.XMLDesc())
@@ -351,10 +332,7 @@ def _choose_address(
 
 
 def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
-    """Write the reservation where it is missing or different.
-
-    Returns True if it is everywhere now, False if another process changed a definition.
-    """
+    """Write the reservation where missing or different; return False if another process changed a definition."""
     missing = 0
     for flag, definition in definitions.items():
         existing = definition.find_reservation(reservation.mac)
@@ -374,7 +352,6 @@ def _update(network: libvirt.virNetwork, command: int, reservation: Reservation,
 
 
 def _parse_address(address: str | None) -> Iterator[IPv4Address]:
-    """Yield the IPv4 address, or nothing if the text is invalid or None."""
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
@@ -391,10 +368,7 @@ LEASES_DIRECTORY = Path('/var/lib/libvirt/dnsmasq')
 
 
 def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
-    """Return {MAC: its IPv4 address that expires last} from virNetworkGetDHCPLeases' answer.
-
-    `macs` are lower-case; one without a lease is left out.
-    """
+    """Return {MAC: IPv4 address that expires last} from virNetworkGetDHCPLeases' answer; `macs` are lower-case."""
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
@@ -423,10 +397,9 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason), in a thread, within milliseconds of a new or renewed lease.
+    """Call notify(reason), in a thread, within milliseconds of a new or renewed lease; return a stop function.
 
-    Also for an unreadable status file, and for each file's first change. Returns a function that stops watching. Raises
-    OSError if the directory cannot be watched.
+    Also for an unreadable status file, and each file's first change. OSError if the directory cannot be watched.
     """
     last_leases: dict[Path, object] = {}
 

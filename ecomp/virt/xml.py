@@ -1,7 +1,6 @@
 """Build and parse libvirt's XML of domains, volumes, pools, networks and network filters. Pure.
 
-Built with ElementTree, so no value can become markup. Formats: libvirt.org/formatdomain.html, formatstorage.html,
-formatcaps.html, formatnwfilter.html, formatnetwork.html.
+ElementTree makes no value markup. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ ARCHITECTURE = 'x86_64'
 # Cirros 0.3.6 cannot drive modern-only virtio: i440fx has transitional devices, q35 does not.
 MACHINE = 'pc'
 
-# The name of the channel that a guest agent opens.
 AGENT_CHANNEL = 'org.qemu.guest_agent.0'
 
 
@@ -67,10 +65,9 @@ def make_domain_xml(  # noqa: PLR0913
 ) -> str:
     """Return the definition of a guest's domain, named by its uuid, with our owner mark.
 
-    `disk`, `seed` and `console_log` are paths: of the overlay, of the seed (None if the guest asks the metadata server)
-    and of the copy of the serial console. The guest's filter blocks `blocked_services` (None if libvirt has no filters)
-    and, on the networks `without_ipv6`, IPv6. With `hold_addresses` it restricts the guest on bridges to the address
-    that DHCP gives it.
+    `disk`, `seed` and `console_log` are paths of the overlay, the seed (None: the guest asks the metadata server) and
+    the copy of the serial console. The guest's filter blocks `blocked_services` (None: libvirt has no filters), IPv6 on
+    the networks `without_ipv6`, and, with `hold_addresses`, other addresses on bridges than the one that DHCP gives it.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _add_text(domain, 'name', spec.instance)
@@ -259,7 +256,6 @@ def parse_cpu_features(xml: str) -> frozenset[str]:
 
 
 def _list_features(cpu: ET.Element, policy: str | None = None) -> set[str]:
-    """Return the names of the features with this policy; None means all."""
     return {feature.get('name', '') for feature in cpu.iterfind('feature') if policy in (None, feature.get('policy'))}
 
 
@@ -268,7 +264,6 @@ def _add_text(parent: ET.Element, tag: str, text: str, **attributes: str) -> Non
 
 
 def _serialize(element: ET.Element) -> str:
-    """Return the element as indented text with a final line break."""
     ET.indent(element)
     return ET.tostring(element, encoding='unicode') + '\n'
 
