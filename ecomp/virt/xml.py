@@ -1,6 +1,6 @@
 """Build and parse libvirt's XML of domains, volumes, pools, networks and network filters. Pure.
 
-ElementTree makes no value markup. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
+ElementTree escapes all values. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
 """
 
 from __future__ import annotations
