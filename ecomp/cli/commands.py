@@ -27,9 +27,9 @@ from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 # The modules with rows of commands, by headings of the help, in the order of the help.
 FAMILIES: Mapping[str, Sequence[str]] = {
     'New instances': ('create',),
-    'Looking': ('inspect', 'history'),
-    'Into a guest': ('enter',),
-    'Changing': ('change',),
+    'Showing instances': ('inspect', 'history'),
+    'Entering guests': ('enter',),
+    'Changing instances': ('change',),
     'Flavors, groups and quotas': ('sharing',),
     'Computes and the cluster': ('operators', 'doctor'),
     'Help': ('commands',),
@@ -98,8 +98,8 @@ def load_families() -> dict[str, list[Command]]:
 
 
 PLACEHOLDER_MEANINGS = {
-    '<id>': f'<id> is an instance: its name, its uuid, or {MIN_PREFIX_DIGITS} digits or more of that.',
-    '<host>': f'<host> is a compute: its host name, its uuid, or {MIN_PREFIX_DIGITS} digits or more of that.',
+    '<id>': f'<id> is an instance: its name, its uuid, or at least {MIN_PREFIX_DIGITS} digits of its uuid.',
+    '<host>': f'<host> is a compute: its host name, its uuid, or at least {MIN_PREFIX_DIGITS} digits of its uuid.',
 }
 HELP_WIDTH = 80
 # Columns before an option's help text; after a longer option the text begins on the next line.
@@ -153,7 +153,7 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
     if has_flavor and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
-        raise UsageError('nothing to do: give a placement query, a uuid or a command; --help shows all')
+        raise UsageError('missing argument: a placement query, an instance or a command. Try: --help')
     name = _match_command(words)
     if name:
         return name, COMMANDS[name].parse_words(name, words[len(name.split()) :])
@@ -170,9 +170,9 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
 def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
     """Return the error for the first word of several commands without a valid second word."""
     seconds = FAMILY_WORDS[first]
-    choices = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
+    choices = f'the subcommands of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
-        return UsageError(f'{first!r} alone is not a command: {choices}; eschedule help {first} says what each does')
+        return UsageError(f'{first!r} is not a complete command: {choices}. Try: eschedule help {first}')
     also = f' ({suggestion})' if (suggestion := suggest((first, second))) else ''
     return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {choices}')
 
@@ -199,17 +199,17 @@ def format_help(name: str) -> str:
     """Return the help of a command, of several by their common first word, or of all for ''."""
     if name in FAMILY_WORDS:
         lines = [_format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
-        more = f'`eschedule {name} … --help` says all about one of them.'
+        more = f'`eschedule {name} … --help` describes one of them.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
     return _format_command_help(COMMANDS[name]) if name else _format_full_help()
 
 
 def _format_full_help() -> str:
     lines = [f'usage: eschedule {COMMANDS[CREATE].usage} [OPTION]…', f'       eschedule {COMMANDS[QUERY].usage}']
-    lines += ['       eschedule COMMAND [WORD]… [OPTION]…', '']
-    lines += _wrap('`eschedule COMMAND --help` says all about one command, `eschedule create --help` about the first '
-                     'form: --name, --uuid, --count, --group, --queue and more. Most wait with --wait, for --timeout '
-                     'seconds at most, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
+    lines += ['       eschedule COMMAND [ARGUMENT]… [OPTION]…', '']
+    lines += _wrap('`eschedule COMMAND --help` describes one command, and `eschedule create --help` the first form: '
+                     '--name, --uuid, --count, --group, --queue and more. Most commands wait with --wait, for at most '
+                     '--timeout seconds, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
     for family, commands in load_families().items():
         lines += ['', f'{family}:', *map(_format_summary, commands)]
     return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *_format_exit_codes(EXIT_CODES)]) + '\n'
@@ -268,7 +268,7 @@ def _print_completion(ctx: Context) -> int:
 def _parse_shell(name: str, words: Sequence[str]) -> Words:
     """Accept exactly one of SHELLS; else raise UsageError."""
     if len(words) != 1 or words[0] not in SHELLS:
-        raise UsageError(f'{name}: for which shell? Give one of {", ".join(SHELLS)}')
+        raise UsageError(f'{name}: needs exactly one shell. Fix: give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
@@ -282,15 +282,15 @@ def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
 
 # fmt: off
 _ROWS: Sequence[Command] = (
-    Command('help', 'help [COMMAND]', 'what a command does, or all of them',
-            'Say what a command does, which options it takes and how it ends, as its --help does; without one, which '
-            'commands there are. It asks no server, and reads no configuration.',
+    Command('help', 'help [COMMAND]', 'describe a command, or list all',
+            'Describe a command: what it does, its options and its exit codes, as its --help does. Default: list all '
+            'commands. It contacts no server and reads no configuration.',
             _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
-    Command('completion', 'completion SHELL', 'completion for bash, zsh or fish, to be read by it',
-            'Print what makes bash, zsh or fish complete a command line of eschedule at a TAB: commands, options, and, '
-            'asked for in that moment, names and uuids of instances, hosts, flavors, groups and projects. bash: '
-            'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
-            '~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
+    Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
+            'Print a script with which bash, zsh or fish completes command lines of eschedule at a TAB: commands, '
+            'options and, queried at each TAB, names and uuids of instances, hosts, flavors, groups and projects. '
+            'bash: eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion '
+            'bash) in ~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
             'completion fish >~/.config/fish/completions/eschedule.fish.',
             _parse_shell, _print_completion, needs_config=False, example='eschedule completion bash'),
 )

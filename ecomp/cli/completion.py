@@ -75,7 +75,7 @@ def find_value_kind(field: str, row: Option) -> str:
 
 
 POSIX = """\
-# Completion of eschedule in {name}: made by `eschedule completion {name}`, which says how it is used.
+# Completion of eschedule for {name}, made by `eschedule completion {name}`. To install it: eschedule completion --help
 
 _eschedule_flags() {{ # COMMAND: its options
     case $1 in
@@ -84,19 +84,19 @@ _eschedule_flags() {{ # COMMAND: its options
     esac
 }}
 
-_eschedule_words() {{ # COMMAND: what its words are
+_eschedule_words() {{ # COMMAND: the kind of its arguments
     case $1 in
 {words}
     esac
 }}
 
-_eschedule_value() {{ # OPTION: what its value is, nothing where it has none
+_eschedule_value() {{ # OPTION: the kind of its value; nothing if it has no value
     case $1 in
 {values}
     esac
 }}
 
-_eschedule_known() {{ # KIND CONFIG: the words of a kind, a line each
+_eschedule_known() {{ # KIND CONFIG: the candidates of a kind, one a line
     local kind=$1 config=$2
     set --
     [ -z "$config" ] || set -- --config "$config"
@@ -107,11 +107,11 @@ _eschedule_known() {{ # KIND CONFIG: the words of a kind, a line each
     esac
 }}
 
-_eschedule_asked() {{ # ARGUMENT...: what eschedule prints, as far as it is plain words
+_eschedule_asked() {{ # ARGUMENT...: the output of eschedule, without anything that needs quotes
     command eschedule "$@" 2>/dev/null </dev/null | tr '\\t' '\\n' | grep -x '{safe}*' | grep -vx -e -
 }}
 
-_eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRENT, a line each; <files> for files
+_eschedule_candidates() {{ # CURRENT BEFORE...: the candidates for CURRENT, one a line; <files> for file names
     local current=$1 first='' second='' third='' named='' skip='' config='' word
     shift
     for word in "$@"; do
@@ -123,7 +123,7 @@ _eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRE
         case $word in
             --config=*) config=${{word#*=}} ;;
             --*=* | --wait) ;;
-            -f) [ "$first" = log ] || skip=$word ;; # log has an -f of its own, without a value
+            -f) [ "$first" = log ] || skip=$word ;; # -f of log has no value
             -*) [ -z "$(_eschedule_value "$word")" ] || skip=$word ;;
             *) if [ -z "$first" ]; then first=$word; elif [ -z "$second" ]; then second=$word; else third=$word; fi ;;
         esac
@@ -164,7 +164,7 @@ _eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRE
 BASH = """
 _eschedule() {
     local current='' each last word words=()
-    # bash takes a = for a word of its own.
+    # bash splits the line at each =.
     for word in "${COMP_WORDS[@]:1:COMP_CWORD}"; do
         last=$((${#words[@]} - 1))
         if ((last >= 0)) && [[ $word == '=' || ${words[last]} == --*= ]]; then
@@ -240,9 +240,9 @@ def _format_cases(command_by_pattern: Mapping[str, str], indent: int = 8) -> str
 
 
 FISH = """\
-# Completion of eschedule in fish: made by `eschedule completion fish`, which says how it is used.
+# Completion of eschedule for fish, made by `eschedule completion fish`. To install it: eschedule completion --help
 
-function __eschedule_command # the command that is typed, as far as it is
+function __eschedule_command # the command on the line so far
     set -l found
     set -l skip
     for word in (commandline -opc)[2..]
@@ -270,13 +270,13 @@ function __eschedule_command # the command that is typed, as far as it is
     end
 end
 
-function __eschedule_is # COMMAND...: it is one of these; without one yet it may become a new instance
+function __eschedule_is # COMMAND...: true if the line has one of them; a line without a command counts as create
     set -l named (__eschedule_command)
     test -n "$named"; or set named create
     contains -- "$named" $argv
 end
 
-function __eschedule_asked # ARGUMENT...: what eschedule prints, as far as it is plain words
+function __eschedule_asked # ARGUMENT...: the output of eschedule, without anything that needs quotes
     set -l line (commandline -opc)
     set -l at (contains -i -- --config $line); and set -a argv --config $line[(math $at + 1)]
     set -a argv (string match -- '--config=*' $line)

@@ -60,11 +60,12 @@ FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
 
 # Why there is no command for something that other tools have a command for.
 MISSING_COMMANDS = dict.fromkeys(('image', 'images', 'img'),
-                                 'an image is a URL behind the query, and nobody keeps a list of them')
+                                 'images are URLs after the query, and there is no list of them')
 
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
-LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
-          'clear': ', which removes the records of what has ended', 'flavor delete': ', which deletes it for all users'}
+LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a host that never comes back',
+          'clear': ', which removes the records of gone and failed instances',
+          'flavor delete': ', which deletes it for all users'}
 # fmt: on
 
 # The similarity, from 0 to 1, that a typing error has to have: `state` is no typing error of `start`.
@@ -74,7 +75,7 @@ MIN_SIMILARITY = 0.82
 def make_hint(words: Sequence[str]) -> str:
     """Return the end of a message for words that are no command: a guess, or a hint to --help."""
     suggestion = suggest(words)
-    return f': {suggestion}' if suggestion else '; --help shows all'
+    return f': {suggestion}' if suggestion else '. Try: --help'
 
 
 def suggest(words: Sequence[str]) -> str:

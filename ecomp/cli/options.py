@@ -16,7 +16,7 @@ from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
 from ecomp.model.record import QUEUED, STAGES, STATES
-from ecomp.model.text import format_suggestion, is_name, parse_uuid_prefix
+from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 
@@ -54,22 +54,22 @@ def parse_uuid(word: str) -> str:
     """Return a uuid in canonical form; UsageError if no instance can have it."""
     canonical = _normalize_uuid(word)
     if canonical is None:
-        raise UsageError(f'{word!r} is not a uuid that an instance can have; --help shows all')
+        raise UsageError(f'{word!r} is not a valid uuid of an instance. Try: --help')
     return canonical
 
 
 def parse_nothing(name: str, words: Sequence[str]) -> Words:
     """Accept no words; raise UsageError if there are any."""
     if words:
-        raise UsageError(f'{name} takes no further words: {" ".join(words)}')
+        raise UsageError(f'{name} takes no further arguments, but got {" ".join(words)!r}')
     return ()
 
 
 def parse_instances(name: str, words: Sequence[str]) -> Words:
     """Parse one instance or more: names, uuids, or beginnings of uuids."""
     if not words:
-        raise UsageError(f'{name}: which instance? Give one name or uuid, or more')
-    problem = 'no instance: give its name, its uuid or the beginning of its uuid'
+        raise UsageError(f'{name}: missing argument: one or more instances, by name or uuid')
+    problem = f'not a valid instance. Fix: give a name, a uuid, or at least {MIN_PREFIX_DIGITS} digits of a uuid'
     return tuple(_parse_instance(word, problem) for word in words)
 
 
@@ -88,14 +88,14 @@ def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
 def parse_one_instance(name: str, words: Sequence[str]) -> Words:
     """Parse exactly one instance; raise UsageError."""
     if len(words) != 1:
-        raise UsageError(f'{name}: which instance? Give one name or uuid')
+        raise UsageError(f'{name}: needs exactly one instance, by name or uuid')
     return parse_instances(name, words)
 
 
 def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
     """Parse [USER@]INSTANCE and the words of a command for the guest, which are not checked."""
     if not words:
-        raise UsageError(f'{name}: which instance? Give one name or uuid')
+        raise UsageError(f'{name}: missing argument: an instance, by name or uuid')
     user, word = split_user(words[0])
     [instance] = parse_instances(name, [word])
     return (f'{user}@{instance}' if user else instance, *words[1:])
@@ -139,7 +139,9 @@ def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
     """
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
-        raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
+        raise UsageError(
+            f'{name}: unexpected argument {words[2]!r} after query and image URL. Try: put the query in quotes'
+        )
     if words[0] and '=' not in words[0]:
         problem = f'{name}: {words[0]!r} is not a placement query'
         raise UsageError(f"{problem}. Try: 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'")
@@ -160,7 +162,7 @@ def parse_optional_query_and_image(name: str, words: Sequence[str]) -> Words:
     """Parse as parse_query_and_image(), but UsageError if the second word is no image URL."""
     query, *image = parse_query_and_image(name, words)
     if not all(is_image(word) for word in image):
-        raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
+        raise UsageError(f'{name}: {image[0]!r} is not an image URL. Try: put the query in quotes')
     return (query, *image)
 
 
@@ -185,17 +187,17 @@ def _make_word_parser(
 
 
 parse_flavor_and_query = _make_word_parser(
-    2, 2, "give a name and what it asks for: {name} small 'resources=VCPU:1,…&required=…'"
+    2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
-parse_names = _make_word_parser(1, 10**9, 'which {what}? Give one name, or more')
-parse_compute = _make_word_parser(1, 1, 'which compute? Give one host name or uuid', _normalize_if_uuid)
-parse_computes = _make_word_parser(1, 10**9, 'which compute? Give one host name or uuid, or more', _normalize_if_uuid)
+parse_names = _make_word_parser(1, 10**9, 'missing argument: the names of one or more {what}s')
+parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
+parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
 
 
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
     """Check the project; return all words, the limits unparsed. UsageError also without limits."""
     if len(words) < 2 or '=' in words[0]:
-        raise UsageError(f'{name}: give a project and its limits: {name} web VCPU=10 instances=5')
+        raise UsageError(f'{name}: needs a project and its limits. Try: eschedule {name} web VCPU=10 instances=5')
     check_project(words[0])
     return tuple(words)
 
@@ -203,7 +205,9 @@ def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
 def check_project(project: str) -> None:
     """Raise UsageError for a project name that is empty, too long or not printable."""
     if not 1 <= len(project) <= MAX_PROJECT_LENGTH or not project.isprintable():
-        raise UsageError(f'{project[:80]!r} is no project: it has 1 to {MAX_PROJECT_LENGTH} characters, all printable')
+        raise UsageError(
+            f'{project[:80]!r} is not a valid project: it has 1 to {MAX_PROJECT_LENGTH} printable characters'
+        )
 
 
 # The options
@@ -243,8 +247,8 @@ class Options(NamedTuple):
         _make_option(
             '--uuid',
             'UUID',
-            'the uuid of the new instance, or of the set with --count. The same command with the same '
-            'uuid makes nothing twice: it goes on, or says what became of it. Without: a new one',
+            'uuid of the new instance or, with --count, of the set. The same command with the same uuid '
+            'creates nothing twice: it continues, or reports the result. Default: a random uuid',
             parse=parse_uuid,
         ),
     ] = None
@@ -253,8 +257,8 @@ class Options(NamedTuple):
         _make_option(
             '--name',
             'NAME',
-            "the instance's name and its guest's host name: 1 to 63 lower-case letters, digits and -. "
-            'No two living instances have the same; it stands wherever the uuid may. Without: it has no name',
+            'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. It is '
+            'unique among living instances, and accepted wherever the uuid is. Default: no name',
         ),
     ] = None
     ssh_key: Annotated[
@@ -262,8 +266,8 @@ class Options(NamedTuple):
         _make_option(
             '--ssh-key',
             'FILE',
-            'a file of OpenSSH public keys that may log in, 32 KiB in all; may be given several '
-            'times. Without: ssh_keys of schedule.yaml',
+            'file of OpenSSH public keys that may log in; repeatable, at most 32 KiB in all. Default: '
+            'ssh_keys of schedule.yaml',
             repeats=True,
         ),
     ] = None
@@ -272,8 +276,8 @@ class Options(NamedTuple):
         _make_option(
             '--user-data',
             'FILE',
-            'what cloud-init in the guest is given: cloud-config, a script, MIME multipart, or any '
-            'of them in gzip, at most 256 KiB. - reads standard input. Without: user_data of schedule.yaml',
+            'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or any of them in gzip, '
+            'at most 256 KiB; - is standard input. Default: user_data of schedule.yaml',
         ),
     ] = None
     size: Annotated[
@@ -281,8 +285,8 @@ class Options(NamedTuple):
         _make_option(
             '--count',
             'N',
-            f'how many instances, 1 to {MAX_SET_SIZE} ({MAX_NAMED_SET_SIZE} with --name, where they are '
-            'called NAME-1, NAME-2, …): all of them are placed, or none. Without: 1',
+            f'create N instances, 1 to {MAX_SET_SIZE} (with --name 1 to {MAX_NAMED_SET_SIZE}, called NAME-1, '
+            'NAME-2, …): all of them or none. Default: 1',
             parse=int,
         ),
     ] = None
@@ -291,7 +295,7 @@ class Options(NamedTuple):
         _make_option(
             '--min',
             'M',
-            'with --count: be content with M instances or more where there is no room for N. Without: N',
+            'with --count: accept M or more instances if there is no room for N. Default: N',
             parse=int,
         ),
     ] = None
@@ -300,8 +304,8 @@ class Options(NamedTuple):
         _make_option(
             '--flavor',
             'NAME',
-            'ask for what this flavor asks for. A query beside it is laid on top: its amounts take '
-            "the place of the flavor's, and all else is added",
+            "request what this flavor does. The amounts of a query replace those of the flavor; the query's "
+            'other conditions are added',
         ),
     ] = None
     weigh: Annotated[
@@ -309,8 +313,8 @@ class Options(NamedTuple):
         _make_option(
             '--weigh',
             'HOW',
-            'in which order computes with room are tried: spread (the emptiest first), pack (the '
-            "fullest first), random, or first (placement's own order). Without: spread",
+            'order in which computes with room are tried: spread (the emptiest first), pack (the fullest first), '
+            "random, or first (placement's own order). Default: spread",
             choices=STRATEGIES,
         ),
     ] = None
@@ -319,7 +323,7 @@ class Options(NamedTuple):
         _make_option(
             '--on',
             'COMPUTE',
-            'place it on this compute or nowhere: its host name, its uuid, or the beginning of its uuid',
+            'place only on this compute: its host name, its uuid, or the beginning of its uuid',
         ),
     ] = None
     group: Annotated[
@@ -327,8 +331,8 @@ class Options(NamedTuple):
         _make_option(
             '--group',
             'GROUP',
-            'make the instance a member of this group, whose members share one compute or avoid each '
-            "other's. The first member creates it, and with the last one it is gone",
+            "add the instance to this group, whose members share one compute or avoid each other's. The group "
+            'exists from its first member to its last',
         ),
     ] = None
     policy: Annotated[
@@ -336,9 +340,8 @@ class Options(NamedTuple):
         _make_option(
             '--policy',
             'POLICY',
-            'what the group means: affinity (all members on one compute) or anti-affinity (no two '
-            'on the same). The first member has to say it; later ones may leave it out, and are refused if they say '
-            'otherwise',
+            'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the same). '
+            'Required for the first member; a later one is refused if its policy differs',
             choices=POLICIES,
         ),
     ] = None
@@ -347,15 +350,14 @@ class Options(NamedTuple):
         _make_option(
             '--strict',
             '',
-            "the group's policy is a condition: an instance is not placed where it would break it "
-            '(exit 3). So it is where the first member says neither --strict nor --soft',
+            "make the group's policy a condition: an instance that would break it is refused (exit 3). This is "
+            'the default of a new group',
             const='strict',
         ),
         _make_option(
             '--soft',
             '',
-            "the group's policy is a preference: computes where it would be broken are tried last, and "
-            'are taken if no other has room',
+            "make the group's policy a preference: computes that would break it are tried last",
             const='soft',
         ),
     ] = None
@@ -364,8 +366,8 @@ class Options(NamedTuple):
         _make_option(
             '--project',
             'ID',
-            'the project the instance belongs to, whose quota counts it: 1 to 255 characters. Without: '
-            'project_id of schedule.yaml',
+            'project that owns the instance and whose quota counts it: 1 to 255 characters. Default: project_id '
+            'of schedule.yaml',
         ),
     ] = None
     queue: Annotated[
@@ -373,8 +375,8 @@ class Options(NamedTuple):
         _make_option(
             '--queue',
             '',
-            'put the request into the queue of its --flavor, where a compute with room takes it by itself, '
-            'now or later. Without: eschedule chooses a compute at once, or says that there is no room',
+            'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
+            'later. Default: choose a compute now, or refuse if none has room',
         ),
     ] = False
     wait: Annotated[
@@ -382,20 +384,19 @@ class Options(NamedTuple):
         _make_option(
             '--wait',
             '[=STAGE]',
-            'return once the new instances have their addresses, and print those; or once they have '
-            f'reached STAGE: {", ".join(STAGES)}. Without: return once they are placed',
+            'return once the new instances have their addresses, and print them; or once they have reached '
+            f'STAGE: {", ".join(STAGES)}. Default: return once they are placed',
         ),
     ] = None
     stage: Annotated[
-        str | None, _make_option('--for', 'STAGE', f'the stage to wait for: {", ".join(STAGES)}. Without: addressed')
+        str | None, _make_option('--for', 'STAGE', f'stage to wait for: {", ".join(STAGES)}. Default: addressed')
     ] = None
     timeout: Annotated[
         float | None,
         _make_option(
             '--timeout',
             'SECONDS',
-            'how long to wait in all; then the exit code is 6, and what was begun goes on. '
-            f'Without: {DEFAULT_WAIT_SECONDS:.0f}',
+            f'wait at most this long in all, then exit 6; the operation continues. Default: {DEFAULT_WAIT_SECONDS:.0f}',
             parse=float,
         ),
     ] = None
@@ -404,8 +405,8 @@ class Options(NamedTuple):
         _make_option(
             '--boot',
             'N',
-            f'the boot of this number: 1 is the one it was made with, and the last {boots.MAX_BOOTS} are kept. '
-            'Without: the last one',
+            f'number of the boot: 1 is the first of the instance, and the last {boots.MAX_BOOTS} are kept. '
+            'Default: the last one',
             parse=int,
         ),
     ] = None
@@ -414,8 +415,8 @@ class Options(NamedTuple):
         _make_option(
             '-f --format',
             'FORM',
-            'table, json or yaml, or, of what has columns, csv or value: bare values, a tab between '
-            'two, and - for what is not there. Without: table',
+            'table, json or yaml; for output with columns also csv, or value: bare values with tabs between '
+            'them, and - for a missing one. Default: table',
             choices=FORMS,
         ),
     ] = None
@@ -424,18 +425,18 @@ class Options(NamedTuple):
         _make_option(
             '-c --column',
             'COLUMN',
-            'only this column; several with commas between them or -c again. The beginning of its '
-            'name will do, in small letters, too. Without: all',
+            'print only this column; repeatable, or several with commas between them. A unique beginning of its '
+            'name in any case is enough. Default: all',
             repeats=True,
         ),
     ] = None
     no_header: Annotated[
-        bool, _make_option('--no-header', '', 'of a table, csv or details the values alone, without their headings')
+        bool, _make_option('--no-header', '', 'print the values of a table, csv or details without headings')
     ] = False
     sort: Annotated[
         str | None,
         _make_option(
-            '--sort', 'COLUMN', 'by this column, and numbers as such: web-2 before web-10. Without: as they come'
+            '--sort', 'COLUMN', 'sort by this column, with numbers as numbers: web-2 before web-10. Default: not sorted'
         ),
     ] = None
     wide: Annotated[
@@ -443,8 +444,8 @@ class Options(NamedTuple):
         _make_option(
             '--wide',
             '',
-            'all columns, and all of each. Without: on a terminal uuids are short, and what does not fit is '
-            'cut or left out; what goes to a file or a program has whole columns',
+            'print all columns in full. Default: on a terminal uuids are shortened, and columns that do not fit '
+            'are cut or left out; in files and pipes columns are never cut',
         ),
     ] = False
     state: Annotated[
@@ -452,24 +453,24 @@ class Options(NamedTuple):
         _make_option(
             '--state',
             'STATE',
-            'only those in this state; several with commas between them or --state again. gone shows '
-            'those that are, as --all does',
+            'list only instances in this state; repeatable, or several with commas between them. gone lists '
+            'those that --all adds',
             repeats=True,
         ),
     ] = None
     host: Annotated[
-        str | None, _make_option('--host', 'COMPUTE', 'only those on this compute: its uuid, or its host name')
+        str | None, _make_option('--host', 'COMPUTE', 'list only instances on this compute: its uuid or host name')
     ] = None
     all: Annotated[
-        bool, _make_option('--all', '', 'also the instances that are gone: their records are kept for a day')
+        bool, _make_option('--all', '', 'list also instances that are gone: their records are kept for a day')
     ] = False
     watch: Annotated[
-        bool, _make_option('--watch', '', 'go on with each change as it happens, until Ctrl-C, which is exit 0')
+        bool, _make_option('--watch', '', 'continue with each change as it happens, until Ctrl-C (exit 0)')
     ] = False
     fenced: Annotated[
         bool,
         _make_option(
-            '--fenced', '', 'the machine is off for good, and none of its guests runs any more: release what it holds'
+            '--fenced', '', 'confirm that the machine is off for good and none of its guests runs: release its claims'
         ),
     ] = False
     fix: Annotated[
@@ -477,40 +478,41 @@ class Options(NamedTuple):
         _make_option(
             '--fix',
             '',
-            'mend what is safe to mend. It looks twice, a minute apart, and changes only what both looks '
-            'found; nothing that runs is touched',
+            'repair what is safe to repair: only findings of two audits, a minute apart. Running guests are not '
+            'touched',
         ),
     ] = False
     canary: Annotated[
         bool,
-        _make_option('--canary', '', 'boot, enter and destroy a small guest on every host, on all of them at once'),
+        _make_option('--canary', '', 'boot, enter and destroy a small guest on every host, on all hosts concurrently'),
     ] = False
     follow: Annotated[
         bool,
-        _make_option('--follow', '', 'go on with what the guest writes, as it comes; Ctrl-C ends it. -f for short'),
+        _make_option('--follow', '', 'continue with new output of the guest, until Ctrl-C; -f is the short form'),
     ] = False
     lines: Annotated[
-        int | None, _make_option('-n --lines', 'N', 'the last N lines. Without: all that is kept', parse=int)
+        int | None,
+        _make_option('-n --lines', 'N', 'print only the last N lines. Default: all that are kept', parse=int),
     ] = None
     accept_new: Annotated[
         bool,
         _make_option(
             '--accept-new',
             '',
-            'of a guest that has not said its host keys: take the one that it shows first, on your '
-            'own word, and no other from then on',
+            'accept, at your own risk, the first host key of a guest that has reported none, and no other key '
+            'from then on',
         ),
     ] = False
     identity: Annotated[
-        str | None, _make_option('-i --identity', 'FILE', "the private key to log in with. Without: ssh's own choice")
+        str | None, _make_option('-i --identity', 'FILE', "private key to log in with. Default: ssh's own choice")
     ] = None
     config: Annotated[
         str | None,
         _make_option(
             '--config',
             'FILE',
-            "the configuration. Without: $ECOMP_CONFIG's, else schedule.yaml in ./, ~/.config/ecomp/ "
-            'or /etc/ecomp/, the first that is there',
+            'configuration file. Default: that of $ECOMP_CONFIG, else the first schedule.yaml in ./, '
+            '~/.config/ecomp/ and /etc/ecomp/',
         ),
     ] = None
 
@@ -547,7 +549,7 @@ def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
     if unaccepted:
         rows = OPTIONS[unaccepted[0]]
         flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, unaccepted[0])}'
-        raise UsageError(f'{flag} does not go with this form; --help shows all')
+        raise UsageError(f'{flag} is not accepted by this command. Try: --help')
 
 
 def check_options(name: str, options: Options, accepted_fields: Container[str]) -> None:
@@ -557,9 +559,9 @@ def check_options(name: str, options: Options, accepted_fields: Container[str]) 
     if options.project is not None:
         check_project(options.project)
     if options.boot is not None and options.boot < 1:
-        raise UsageError('--boot: 1 or more; eschedule show names those that are kept')
+        raise UsageError('--boot: must be 1 or more. Try: eschedule show <id>')
     if options.lines is not None and not 0 <= options.lines <= MAX_LOG_LINES:
-        raise UsageError(f'-n: 0 to {MAX_LOG_LINES} lines')
+        raise UsageError(f'-n: must be 0 to {MAX_LOG_LINES}')
     _check_waiting(name, options, accepted_fields)
 
 
@@ -568,18 +570,22 @@ def _check_form(options: Options, has_columns: bool) -> None:
     for state in options.states or ():
         if state not in (QUEUED, *STATES):
             like, states = format_suggestion(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
-            raise UsageError(f'--state: there is no such state{like}; say {states}')
+            raise UsageError(
+                f'--state: {state[:MAX_QUOTED_CHARACTERS]!r} is not a valid state{like}. Fix: give one of {states}'
+            )
     if options.watch and has_columns and options.format not in (None, TABLE):
-        raise UsageError(f'--watch draws a table: -f {options.format} does not go with it')
+        raise UsageError(f'-f {options.format} is not accepted with --watch, which draws a table')
     if options.format in (CSV, VALUE) and not has_columns:
-        raise UsageError(f'-f {options.format} goes with what has columns: say table, json or yaml')
+        raise UsageError(
+            f'-f {options.format} needs columns, which this command does not print. Fix: give table, json or yaml'
+        )
     if options.format in (JSON, YAML):
         for flag, is_given in (('-c', options.columns), ('--no-header', options.no_header), ('--wide', options.wide)):
             if is_given:
-                raise UsageError(f'{flag} does not go with -f {options.format}, which has all there is')
+                raise UsageError(f'{flag} is not accepted with -f {options.format}, which prints everything')
     for option, texts in (('-c', options.columns), ('--sort', None if options.sort is None else [options.sort])):
         if texts is not None and not all(name.strip() for text in texts for name in text.split(',')):
-            raise UsageError(f'{option}: give the name of a column')
+            raise UsageError(f'{option}: needs the name of a column')
 
 
 def _check_group(options: Options) -> None:
@@ -588,7 +594,7 @@ def _check_group(options: Options) -> None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
     elif options.policy is not None or options.strictness is not None:
-        raise UsageError('--policy, --strict and --soft go with --group')
+        raise UsageError('--policy, --strict and --soft need --group')
 
 
 def _check_waiting(name: str, options: Options, accepted_fields: Container[str]) -> None:
@@ -597,17 +603,16 @@ def _check_waiting(name: str, options: Options, accepted_fields: Container[str])
     A --wait with a stage needs a command that accepts --count, because others wait for one thing.
     """
     if options.wait and 'size' not in accepted_fields:
-        raise UsageError(f'{name} waits for one thing: --wait alone')
+        raise UsageError(f'{name}: --wait takes no value. Fix: --wait')
     if options.timeout is not None:
         if options.wait is None and 'wait' in accepted_fields:
-            raise UsageError('--timeout goes with --wait')
+            raise UsageError('--timeout needs --wait')
         if not 0 <= options.timeout < 10**9:
-            raise UsageError('--timeout: 0 to 999999999 seconds')
+            raise UsageError('--timeout: must be 0 to 999999999 seconds')
     for option, stage in (('wait', options.wait or None), ('for', options.stage)):
         if stage not in (None, *STAGES):
-            choices = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
-            like = format_suggestion(stage, STAGES)
-            raise UsageError(f'--{option}={stage}: there is no such stage{like}; say {choices}')
+            problem = f'{stage[:MAX_QUOTED_CHARACTERS]!r} is not a valid stage{format_suggestion(stage, STAGES)}'
+            raise UsageError(f'--{option}: {problem}. Fix: give one of {", ".join(STAGES)}')
 
 
 # Parsing a command line
@@ -674,7 +679,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
         if option.repeats:
             values.setdefault(field, []).append(parsed)
         elif field in values:
-            raise UsageError(f'{option.flags[-1]} is given twice')
+            raise UsageError(f'{option.flags[-1]} is given more than once')
         else:
             values[field] = parsed
     return [*words, *argv[len(before) + 1 :]], Options(**values)
@@ -712,7 +717,7 @@ def _split_option(word: str) -> tuple[str, str | None]:
     short, attached = word[:2], word[2:]
     if short in FLAGS and FLAGS[short][1].metavar:
         return short, attached
-    raise UsageError(f'{typed} is no option{format_suggestion(typed, FLAGS)}; --help shows all')
+    raise UsageError(f'{typed} is not a valid option{format_suggestion(typed, FLAGS)}. Try: --help')
 
 
 def _set_const(values: dict[str, Any], flag: str, value: str | None) -> None:
@@ -731,7 +736,7 @@ def _parse_value(flag: str, option: Option, text: str) -> Any:
         value = option.parse(text)
     except ValueError as error:
         raise UsageError(
-            f'{option.flags[0]}: {text[:MAX_QUOTED_CHARACTERS]!r} is no {NUMBER_KINDS[option.parse]}'
+            f'{option.flags[0]}: {text[:MAX_QUOTED_CHARACTERS]!r} is not a {NUMBER_KINDS[option.parse]}'
         ) from error
     if option.choices and value not in option.choices:
         like, choices = format_suggestion(text, option.choices), ', '.join(option.choices)

@@ -209,7 +209,7 @@ def test_wrong_queue_options_are_refused(small_cluster: Control) -> None:
         )
         assert_one_line(small_cluster.eschedule('--queue', *words), 2, message)
     assert_one_line(small_cluster.eschedule('--queue', '--flavor', 'none'), 4, 'none: no such flavor')
-    assert_one_line(small_cluster.eschedule('list', '--queue'), 2, '--queue does not go with this form')
+    assert_one_line(small_cluster.eschedule('list', '--queue'), 2, '--queue is not accepted by this command')
     assert list_waiting(small_cluster) == []
 
 

@@ -260,7 +260,7 @@ def test_first_member_defines_the_group(cluster: Control) -> None:
             run_in_process(cluster, SMALL_QUERY, '--group', 'web', *other), 5, 'group web is strict anti-affinity'
         )
     for words in (ANTI_AFFINITY, ('--soft',)):
-        assert_one_line(run_in_process(cluster, SMALL_QUERY, *words), 2, 'go with --group')
+        assert_one_line(run_in_process(cluster, SMALL_QUERY, *words), 2, 'need --group')
     assert_one_line(run_in_process(cluster, SMALL_QUERY, '--group', 'a/b', *ANTI_AFFINITY), 2, '--group')
     check_settled(cluster, *computes)
 
@@ -482,11 +482,11 @@ def test_flavors_of_schedule_yaml_come_first(cluster: Control) -> None:
 
 
 def test_wrong_flavor_commands_are_refused(cluster: Control) -> None:
-    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'give a name and what it asks for')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'needs a name and a quoted query')
     assert_one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL_QUERY), 2, 'is not a valid flavor name')
-    assert_one_line(cluster.eschedule('flavor', 'delete'), 2, 'which flavor?')
+    assert_one_line(cluster.eschedule('flavor', 'delete'), 2, 'missing argument: the names of one or more flavors')
     assert_one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
-    assert_one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor does not go with this form')
+    assert_one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor is not accepted by this command')
     assert_one_line(cluster.eschedule('plan'), 2, 'give a placement query')
     cluster.etcd.put('/flavors/odd', '{"version": 7}')
     assert_one_line(cluster.eschedule('--flavor', 'odd'), 1, '/flavors/odd', 'etcdctl del /flavors/odd')

@@ -138,20 +138,29 @@ def test_every_command_has_a_valid_example(name: str) -> None:
         (['create', '--flavor', 'x', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['plan', 'web1'], "plan: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         # "--uuid $X" with X unset must not place the instance under a random uuid.
-        ([QUERY, '--uuid', ''], "'' is not a uuid that an instance can have"),
-        ([QUERY, '--wait=redy'], '--wait=redy: there is no such stage (did you mean ready?); say requested, '),
-        (['list', '--state', 'actve'], '--state: there is no such state (did you mean active?); say active, '),
-        (['wait', A, '--timeout', '1000000000'], '--timeout: 0 to 999999999 seconds'),
-        (['wait', A, '--timeout', '-1'], '--timeout: 0 to 999999999 seconds'),
+        ([QUERY, '--uuid', ''], "'' is not a valid uuid of an instance"),
+        (
+            [QUERY, '--wait=redy'],
+            "--wait: 'redy' is not a valid stage (did you mean ready?). Fix: give one of requested, ",
+        ),
+        (
+            ['list', '--state', 'actve'],
+            "--state: 'actve' is not a valid state (did you mean active?). Fix: give one of active, ",
+        ),
+        (['wait', A, '--timeout', '1000000000'], '--timeout: must be 0 to 999999999 seconds'),
+        (['wait', A, '--timeout', '-1'], '--timeout: must be 0 to 999999999 seconds'),
         ([QUERY, '--min', '2'], '--min goes with --count'),
         (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
-        (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
+        (['images', 'x'], "'images' is not a command: images are URLs after the query"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
-        (['xyzzy', 'x'], "'xyzzy' is not a command; --help shows all"),
-        (['host', 'lsit'], "'host lsit' is not a command (did you mean eschedule host list?): host has list, "),
-        (['host', 'forgte', 'hv1'], "'host forgte' is not a command: host has list, "),
+        (['xyzzy', 'x'], "'xyzzy' is not a command. Try: --help"),
+        (
+            ['host', 'lsit'],
+            "'host lsit' is not a command (did you mean eschedule host list?): the subcommands of host are list, ",
+        ),
+        (['host', 'forgte', 'hv1'], "'host forgte' is not a command: the subcommands of host are list, "),
         (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
     ],
 )
@@ -278,10 +287,10 @@ def test_f_after_log_means_follow(line: str, follows: bool, form: str | None) ->
 @pytest.mark.parametrize(
     ('line', 'refusal'),
     [
-        ('--frobnicate', '--frobnicate is no option; --help shows all'),
-        ('--formt=json', '--formt is no option (did you mean --format?); --help shows all'),
-        ('-x5', '-x5 is no option; --help shows all'),
-        ('--=5', '-- is no option; --help shows all'),
+        ('--frobnicate', '--frobnicate is not a valid option. Try: --help'),
+        ('--formt=json', '--formt is not a valid option (did you mean --format?). Try: --help'),
+        ('-x5', '-x5 is not a valid option. Try: --help'),
+        ('--=5', '-- is not a valid option. Try: --help'),
         ('--co 5', '--co is ambiguous: it may be --count, --column or --config. Fix: write the whole option'),
         ('--name', '--name needs a value. Fix: write --name NAME'),
         ('--name --all', '--name needs a value. Fix: write --name NAME'),
@@ -291,12 +300,12 @@ def test_f_after_log_means_follow(line: str, follows: bool, form: str | None) ->
         ('-fxml', "-f: 'xml' is not a valid FORM. Fix: give one of table, json, yaml, csv, value"),
         ('--policy afinity', "--policy: 'afinity' is not a valid POLICY (did you mean affinity?). Fix: give one of "
                              'affinity, anti-affinity'),
-        ('--count x', "--count: 'x' is no whole number"),
-        ('--lines=1.5', "-n: '1.5' is no whole number"),
-        ('--timeout 5m', "--timeout: '5m' is no number of seconds"),
+        ('--count x', "--count: 'x' is not a whole number"),
+        ('--lines=1.5', "-n: '1.5' is not a whole number"),
+        ('--timeout 5m', "--timeout: '5m' is not a number of seconds"),
         ('--strict --soft', '--soft cannot be combined with --strict. Fix: give one of them'),
-        ('--name a --name b', '--name is given twice'),
-        ('--wait --wait=ready', '--wait is given twice'),
+        ('--name a --name b', '--name is given more than once'),
+        ('--wait --wait=ready', '--wait is given more than once'),
     ],
 )  # fmt: skip
 def test_wrong_option_is_refused_with_a_fix(line: str, refusal: str) -> None:
@@ -310,7 +319,7 @@ def test_wrong_option_is_refused_with_a_fix(line: str, refusal: str) -> None:
 
 @pytest.mark.parametrize('line', ['list -n 0', 'list --timeout 0', 'hosts --count 0', 'doctor --count 0'])
 def test_option_with_value_zero_is_refused_like_any_other(line: str) -> None:
-    with pytest.raises(UsageError, match='does not go with this form|no option but -f'):
+    with pytest.raises(UsageError, match='is not accepted by this command|no option but -f'):
         parse(line.split())
 
 
