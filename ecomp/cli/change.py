@@ -155,28 +155,28 @@ def wait_and_report(
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
-            'Remove an instance for good: its domain, its DISK with all that is on it, and what it holds in placement. '
-            "(virsh's destroy only switches off: that is `eschedule stop` here.) It returns once the destroy is "
-            'accepted, and the compute carries it out, when it is back if it is away now. Of an instance in error its '
-            'record is removed.',
-            parse_instances, _destroy, {**make_wait_options('each is gone'), **DOCUMENT_OPTIONS}, (4, 5, 6),
+            'Remove an instance for good: its domain, its DISK with all data on it, and its claim in placement. '
+            '(`virsh destroy` only switches a guest off; here that is `eschedule stop`.) The command returns once the '
+            'destroy is accepted. The compute then carries it out, or does so once it is up again. For an instance in '
+            'error, the record is removed.',
+            parse_instances, _destroy, {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule destroy web1 --wait'),
-    Command('stop', 'stop <id>…', 'switch a guest off, gently; nothing is removed',
-            'Ask the guest to turn itself off; where it has not done so within 60 seconds, it is switched off. Its '
-            'disk, its address and its claim stay, and `eschedule start` starts it again.',
-            parse_instances, _change_power, {**make_wait_options('each is off'), **DOCUMENT_OPTIONS}, (4, 5, 6),
+    Command('stop', 'stop <id>…', 'shut a guest down; nothing is removed',
+            'Ask the guest to shut down, and switch it off if it still runs after 60 seconds. Its disk, its address '
+            'and its claim stay, and `eschedule start` starts it again.',
+            parse_instances, _change_power, {**make_wait_options('every guest is off'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule stop web1 --wait'),
     Command('start', 'start <id>…', 'start a guest that is off',
-            'Start the guest of an instance that is stopped.',
-            parse_instances, _change_power, {**make_wait_options('each runs'), **DOCUMENT_OPTIONS}, (4, 5, 6),
+            'Start the guest of a stopped instance.',
+            parse_instances, _change_power, {**make_wait_options('every guest runs'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule start web1 --wait'),
     Command('reboot', 'reboot <id>…', 'stop a guest, then start it',
-            'Stop the guest, as `eschedule stop` does, and start it again; one that is off is started.',
-            parse_instances, _change_power, {**make_wait_options('each runs again'), **DOCUMENT_OPTIONS}, (4, 5, 6),
-            example='eschedule reboot web1'),
-    Command('clear', 'clear', 'remove the records of all that is over',
-            'Remove the record of every instance that is gone or in error, which would stay for a day and for a week; '
-            'the name of one in error is free then. Nothing of these instances is left but their records. Whoever asks '
-            'for one of them afterwards, with --uuid or by `eschedule <id>`, is not told any more what became of it.',
+            'Stop the guest, as `eschedule stop` does, and start it again. A guest that is off is started.',
+            parse_instances, _change_power, {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS},
+            (4, 5, 6), example='eschedule reboot web1'),
+    Command('clear', 'clear', 'remove the records of gone and failed instances',
+            'Remove the records of all instances that are gone or in error. They otherwise stay for a day (gone) or a '
+            'week (error). The names of instances in error become free. Nothing but these records remains of such an '
+            'instance, so neither --uuid nor `eschedule <id>` can report afterwards what became of it.',
             parse_nothing, _clear, DOCUMENT_OPTIONS, example='eschedule clear'),
 )

@@ -30,13 +30,13 @@ QUERY = 'query'
 EXIT_CODES = {
     0: 'done',
     1: 'failed',
-    2: 'the command or the configuration is wrong',
-    3: 'no capacity, or no quota',
+    2: 'invalid command line or configuration',
+    3: 'no capacity or quota',
     4: 'not found',
-    5: 'exists already, or in conflict with what somebody else did',
-    6: 'the time is up, or Ctrl-C ended the wait; what was begun goes on',
+    5: 'already exists, or conflicts with a concurrent change',
+    6: 'timed out, or Ctrl-C ended the wait; the operation continues',
     7: 'etcd or placement cannot be reached',
-    8: 'the audit, or the doctor, found something',
+    8: 'the audit or the doctor reports findings',
 }
 
 # Seconds that etcd has for an answer at least, even if --timeout is shorter.
@@ -294,7 +294,7 @@ LISTING_OPTIONS = select_options('format columns no_header sort wide')
 
 def make_wait_options(condition: str) -> dict[str, str]:
     """Return the options --wait, whose help is "return once `condition`", and --timeout."""
-    return {'wait': f'return once {condition}. Without: as soon as it is accepted', 'timeout': ''}
+    return {'wait': f'return once {condition}. Default: as soon as the request is accepted', 'timeout': ''}
 
 
 class Outcomes:
@@ -330,12 +330,10 @@ class Outcomes:
         except KeyboardInterrupt:
             kind, space, _ = self._ctx.name.partition(' ')
             show_command = f'{kind} show' if space else 'show'
-            rest = f', and of {len(pending) - 1} more nothing was asked' if len(pending) > 1 else ''
-            hint = (
-                f'{pending[0]}: it may have been accepted: '
-                f'{self._ctx.command_prefix} {show_command} {pending[0]} says{rest}'
-            )
-            raise EcompError(f'interrupted; {hint}') from None
+            word, count = pending[0], len(pending) - 1
+            rest = f'; {count} further request{" was" if count == 1 else "s were"} not sent' if count else ''
+            hint = f'Try: {self._ctx.command_prefix} {show_command} {word}'
+            raise EcompError(f'interrupted: the request for {word} may have been accepted{rest}. {hint}') from None
         if wait is not None and self._ctx.options.wait is not None:
             self.wait(accepted, wait, retry_command)
         return self.finish()
@@ -371,7 +369,7 @@ class Outcomes:
                 f'{self._ctx.command_prefix} {retry_command} '
                 f'{join_some(pending, MAX_QUOTED_WORDS, separator=" ")}{suffix}'
             )
-            interrupted = StillGoing(f'interrupted, and it goes on: {command}')
+            interrupted = StillGoing(f'interrupted; the operation continues. Try: {command}')
             self._ctx.out.say(str(interrupted))
             for word in pending:
                 self._record_failure(word, interrupted)

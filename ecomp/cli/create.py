@@ -107,7 +107,7 @@ def _place(ctx: Context, order: Order) -> int:
 
     remember_count = partial(remember_cluster_size, ctx.config.etcd)
     instance, set_order = order.instance, _make_set_order(ctx, order, query)
-    advice = f'the same command with --uuid {instance} goes on, or says what became of it'
+    advice = f'Try: the same command with --uuid {instance}'
     try:
         outcomes = create(
             ctx.store,
@@ -127,18 +127,19 @@ def _place(ctx: Context, order: Order) -> int:
             ctx, error, backend, query, used_calls=0 if sample_above is None else MAX_STALE_HINTS
         )
     except KeyboardInterrupt:
-        hint = f'instance {instance}: {ctx.command_prefix} {instance} says whether it was placed all the same'
-        ctx.out.say(f'interrupted; {hint if set_order.count == 1 else advice}')
+        subject = f'instance {instance}' if set_order.count == 1 else 'the instances'
+        hint = f'Try: {ctx.command_prefix} {instance}' if set_order.count == 1 else advice
+        ctx.out.say(f'interrupted: {subject} may have been placed. {hint}')
         return EcompError.exit_code
     except UnknownOutcome as error:
-        ctx.out.say(f'{error}; {advice}')
+        ctx.out.say(f'{error}. {advice}')
         return UnknownOutcome.exit_code
     rows: list[NewInstance] = [
         {'instance': uuid, 'compute': outcome.compute, 'host': None, 'name': set_order.instances[uuid]}
         for uuid, outcome in outcomes.items()
     ]
     texts = [f'instance {uuid} was placed on {outcome.compute}' for uuid, outcome in outcomes.items()]
-    summary = f'{len(texts)} instances were placed: --uuid {instance} says where'
+    summary = f'{len(texts)} instances were placed (the same command with --uuid {instance} lists them)'
     return _report_and_wait(
         ctx, rows, lambda: _make_remarks(ctx, set_order, outcomes), texts[0] if set_order.count == 1 else summary
     )
@@ -188,7 +189,7 @@ def _report_and_wait(
         if not is_put:
             print_instances()  # the reader learns the uuid from nothing else
         ctx.out.say(
-            f'interrupted, and it goes on: {ctx.command_prefix} wait '
+            f'interrupted; the operation continues. Try: {ctx.command_prefix} wait '
             f'{" ".join(row["instance"] or "" for row in instances)}'
         )
         return StillGoing.exit_code
@@ -236,9 +237,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
     except NoCapacity as error:
         return _report_refusal(ctx, error)
     except KeyboardInterrupt:
-        ctx.out.say(
-            f'interrupted; instance {instance}: {ctx.command_prefix} {instance} says whether it is queued all the same'
-        )
+        ctx.out.say(f'interrupted: instance {instance} may have been queued. Try: {ctx.command_prefix} {instance}')
         return EcompError.exit_code
     finally:
         ctx.close()
@@ -251,7 +250,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
         if not is_new:
             yield f'{instance} was requested before: nothing is changed'
         elif no_taker is not None:
-            yield f'it waits: {no_taker}'
+            yield f'{ctx.options.name or instance} waits in the queue: {no_taker}'
 
     return _report_and_wait(ctx, [{'instance': instance, **place, 'name': ctx.options.name}], make_remarks)
 
@@ -275,7 +274,7 @@ def _plan(ctx: Context) -> int:
     ctx.show(make_plan_listing(ranked))
     placed = sum(compute.instance_count for compute in ranked)
     if placed < order.count:
-        ctx.out.say(f'{placed} of {order.count} would be placed: there is no room, or no quota, for more')
+        ctx.out.say(f'{placed} of {order.count} would be placed: there is no room or quota for more')
     return 0
 
 
@@ -322,7 +321,7 @@ def _check_flavor_suffices(flavor: str, query: str) -> None:
     lacking = list_missing_classes(amounts)
     if lacking:
         advice = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
-        raise UsageError(f'flavor {flavor} asks for no {", ".join(lacking)}, which a guest needs: {advice}')
+        raise UsageError(f'flavor {flavor}: lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
 
 
 def describe_owner(order: Order) -> dict[str, object]:
@@ -341,10 +340,10 @@ def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, Deli
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: nothing is changed' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
-        yield f'{len(outcomes)} of {set_order.count} are placed: there is no room, or no quota, for more'
+        yield f'{len(outcomes)} of {set_order.count} are placed: there is no room or quota for more'
     memory = re.search(r'\bMEMORY_MB:(\d+)', set_order.query or '')
     if memory and int(memory[1]) < MIN_MEMORY_MB:
-        yield f'{memory[0]}: a cloud image does not boot in less than {MIN_MEMORY_MB} MiB'
+        yield f'{memory[0]}: a cloud image needs at least {MIN_MEMORY_MB} MiB to boot'
     if sys.stderr.isatty() and ctx.form == TABLE:  # for people; scripts use uuids
         yield from _describe_hosts(set_order, outcomes, ctx.name_computes())
 
@@ -419,7 +418,7 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
     key_files: Sequence[str | Path] = ctx.config.ssh_keys if typed_keys is None else typed_keys
     data_file = ctx.config.user_data if typed_data is None else typed_data
     if [*key_files, data_file].count(STDIN) > 1:
-        raise UsageError('--ssh-key, --user-data: standard input can be read once: name - for one of them alone')
+        raise UsageError('--ssh-key, --user-data: standard input can be read only once. Fix: give - for one of them')
     ssh_keys = read_ssh_keys(key_files) if key_files else None
     return ssh_keys, None if data_file is None else read_user_data(data_file, ctx.out.say)
 
@@ -431,19 +430,19 @@ def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
     other programs in guests may use it.
     """
     label = f'user-data {make_printable(str(path), 200)}'
-    data = _read_file(label, path, MAX_USER_DATA_BYTES, 'have the guest fetch the rest, or compress it with gzip')
+    data = _read_file(label, path, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
     with convert_to_usage_error(label):
         check_user_data(data)
     unpacked_data = unpack_user_data(data)
     if unpacked_data is None:
-        warn(f'{label}: is gzip, and broken, so cloud-init passes over it')
+        warn(f'{label}: is damaged gzip, so cloud-init ignores it')
     elif is_unknown_user_data(unpacked_data):
-        warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it')
+        warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it')
     elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
         from ecomp.yaml_file import explain_invalid_mapping  # needed only with cloud-config
 
         if problem := explain_invalid_mapping(unpacked_data.decode(errors='replace')):
-            warn(f'{label}: begins with #cloud-config, but {problem}, so cloud-init passes over it')
+            warn(f'{label}: begins with #cloud-config, but {problem}, so cloud-init ignores it')
     return data
 
 
@@ -455,12 +454,12 @@ def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
     unique_keys: dict[str, None] = {}
     for path in paths:
         label = f'ssh keys {make_printable(str(path), 200)}'
-        data = _read_file(label, path, MAX_SSH_KEYS_BYTES, 'name files of a few public keys')
+        data = _read_file(label, path, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
         with convert_to_usage_error(label):
             unique_keys.update(dict.fromkeys(parse_public_keys(data)))
     size = len(dump(list(unique_keys)))
     if size > MAX_SSH_KEYS_BYTES:
-        raise UsageError(f'ssh keys: have {size} bytes together, and {MAX_SSH_KEYS_BYTES} is the limit: name fewer')
+        raise UsageError(f'ssh keys: have {size} bytes in all; the limit is {MAX_SSH_KEYS_BYTES}. Fix: give fewer keys')
     return tuple(unique_keys)
 
 
@@ -479,7 +478,7 @@ def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> b
     if len(data) > limit_bytes:
         size = status.st_size if stat.S_ISREG(status.st_mode) else f'more than {limit_bytes}'
         raise UsageError(
-            f'{label}: has {size} bytes, and {limit_bytes} ({limit_bytes // 1024} KiB) is the limit: {advice}'
+            f'{label}: has {size} bytes; the limit is {limit_bytes} ({limit_bytes // 1024} KiB). Fix: {advice}'
         )
     return data
 
@@ -525,16 +524,18 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
     --flavor stands for a query.
     """
     if not words[0] and options.flavor is None:
-        raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
+        raise UsageError(
+            f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'
+        )
     count = 1 if options.size is None else options.size
     limit = MAX_SET_SIZE if options.name is None else MAX_NAMED_SET_SIZE
     if not 1 <= count <= limit:
-        suffix = '' if options.name is None else ' with names'
-        raise UsageError(f'--count: 1 to {limit}{suffix}, which one transaction of etcd takes')
+        suffix = '' if options.name is None else ' with --name'
+        raise UsageError(f'--count: must be 1 to {limit}{suffix}, the limit of one etcd transaction')
     if options.min is not None and options.size is None:
-        raise UsageError('--min goes with --count, of which it is the least')
+        raise UsageError('--min needs --count')
     if options.min is not None and not 1 <= options.min <= count:
-        raise UsageError(f'--min: 1 to {count}, the --count')
+        raise UsageError(f'--min: must be 1 to {count}, the value of --count')
     if options.queue:
         _check_queue(words, options)
     if options.name is not None:
@@ -546,41 +547,41 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
 def _check_queue(words: Sequence[str], options: Options) -> None:
     """Raise UsageError for --queue without --flavor, or with a query, --on, --weigh or a set."""
     if options.flavor is None:
-        raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
+        raise UsageError('--queue needs --flavor: each flavor has its own queue')
     if words[0]:
-        raise UsageError('--queue: a flavor asks for what it says, and takes no query on top')
+        raise UsageError('--queue: a query is not accepted, because the flavor is the whole query')
     for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
         if value is not None:
-            raise UsageError(f'--{option} does not go with --queue: who takes it is not for eschedule to say')
+            raise UsageError(f'--{option} is not accepted with --queue: a compute takes the request by itself')
 
 
 _TIMEOUT_HELP = (
-    'how long to wait in all once it is placed, or queued; then the exit code is 6, and what was begun goes on. '
-    f'Without: {DEFAULT_WAIT_SECONDS:.0f}'
+    'wait at most this long once it is placed or queued, then exit 6; the operation continues. '
+    f'Default: {DEFAULT_WAIT_SECONDS:.0f}'
 )
 # Options of create that `plan` accepts and ignores, so that the same command line works.
 _IGNORED_OPTIONS = {
-    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'decides nothing here'),
-    'wait': 'with =STAGE or without: decides nothing here',
+    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'ignored by plan'),
+    'wait': 'ignored by plan, also with =STAGE',
 }
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
-            'Place a new instance on a compute that has room for it. The word `create` may stand before the query. '
-            'The query is for placement, in quotes, and is handed on to it as it is: '
-            'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, memory in MiB), and perhaps &required=TRAIT '
-            'and what else placement takes. IMAGE_URL is the disk image, http:// or '
-            "https://; #sha256=DIGITS behind it takes no other bytes; without it, schedule.yaml's. It prints NOTIFIED "
-            "TARGET, the compute's uuid, OF INSTANCE and the instance's, once the compute is asked for it; or NO "
-            'ALLOCATIONS LEFT, and says on stderr what each compute lacks.',
+            'Place a new instance on a compute that has room for it. The word `create` before the query is optional. '
+            'The quoted query is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, '
+            'memory in MiB), optionally with &required=TRAIT and other parameters of placement. IMAGE_URL is the disk '
+            'image, http:// or https://; with #sha256=DIGITS at its end, other bytes are refused. Default: the image '
+            "of schedule.yaml. The command prints NOTIFIED TARGET, the compute's uuid, OF INSTANCE and the instance's, "
+            'once the request is delivered to the compute. If no compute has room, it prints NO ALLOCATIONS LEFT, and '
+            'on stderr what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
                      'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
-    Command('plan', "plan 'resources=…'", 'which computes would be tried; nothing is claimed',
-            'Say what the same command without `plan` would do now: which computes would be tried, in which order and '
-            'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
+    Command('plan', "plan 'resources=…'", 'show the computes to be tried; claim nothing',
+            'Show what the same command without `plan` would do now: which computes it would try, in which order and '
+            'why, and how many instances each would get. Nothing is claimed or written.',
             parse_planned_query, _plan,
             {**select_options('size min flavor weigh on project group policy strictness'), **_IGNORED_OPTIONS,
              **LISTING_OPTIONS}, (3, 4, 5), check=_check_options,

@@ -117,7 +117,7 @@ def test_interrupt_after_delivery_prints_the_instance(
     assert any(line.startswith(f'+ /hosts/c0000000-0000-4000-8000-000000000001/{instance} ') for line in lines)
     assert any(line.startswith('|') and instance in line for line in lines)
     assert lines[-1] == '= 6'
-    assert f'! eschedule: interrupted, and it goes on: eschedule{config} wait {instance}' in lines
+    assert f'! eschedule: interrupted; the operation continues. Try: eschedule{config} wait {instance}' in lines
 
 
 @pytest.mark.parametrize('words', [SMALL, '--flavor small --queue'])
@@ -130,7 +130,7 @@ def test_interrupt_before_the_wait_prints_the_instance(
     lines = run_patched(arguments, application, tmp_path, (create, '_wait', interrupt))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith('|') and instance in line for line in lines)
-    expected = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
+    expected = [f'! eschedule: interrupted; the operation continues. Try: eschedule wait {instance}', '= 6']
     assert [line for line in lines if line.startswith(('!', '='))][-2:] == expected
 
 
@@ -166,9 +166,9 @@ def test_misspelt_command_is_suggested_without_etcd(
 @pytest.mark.parametrize(
     ('words', 'hint'),
     [
-        ('destroy web-1 web-2', 'eschedule show web-1 says, and of 1 more nothing was asked'),
-        ('destroy web-1 --wait -f json', 'eschedule show web-1 says'),
-        ('quota set web VCPU=4', 'eschedule quota show web says'),
+        ('destroy web-1 web-2', '; 1 further request was not sent. Try: eschedule show web-1'),
+        ('destroy web-1 --wait -f json', '. Try: eschedule show web-1'),
+        ('quota set web VCPU=4', '. Try: eschedule quota show web'),
     ],
 )
 def test_interrupt_during_a_write_says_it_may_be_accepted(
@@ -185,7 +185,7 @@ def test_interrupt_during_a_write_says_it_may_be_accepted(
     )
     assert len([line for line in lines if line.startswith('+ ')]) == 1
     subject = 'web' if words.startswith('quota') else 'web-1'
-    message = f'! eschedule: interrupted; {subject}: it may have been accepted: {hint}'
+    message = f'! eschedule: interrupted: the request for {subject} may have been accepted{hint}'
     assert [line for line in lines if line.startswith(('|', '!'))] == [message]
     assert lines[-1] == '= 1'
 

@@ -79,7 +79,7 @@ def test_destroy_of_several_requests_all_before_it_waits(cluster: Control, compu
     command_line = f'eschedule --config {cluster.schedule_yaml} destroy --wait web-1 web-2 web-3'
     assert (result.code, result.stderr.splitlines()[3:]) == (
         6,
-        [f'eschedule: interrupted, and it goes on: {command_line}'],
+        [f'eschedule: interrupted; the operation continues. Try: {command_line}'],
     )
     assert [outcome['error']['code'] for outcome in validate_document(result, 'destroy')] == [6, 6, 6]
     compute.resume()
@@ -97,8 +97,12 @@ def test_ctrl_c_prints_the_command_to_wait_again(cluster: Control, compute: Ecom
         result = process.wait(30)
     next_command = {'stop': 'stop --wait one', 'reboot': 'show one'}[command]
     assert (result.code, result.stderr.splitlines()[1:]) == (
-        6, [f'eschedule: interrupted, and it goes on: eschedule --config {cluster.schedule_yaml} {next_command}']
-    )  # fmt: skip
+        6,
+        [
+            'eschedule: interrupted; the operation continues. Try: '
+            f'eschedule --config {cluster.schedule_yaml} {next_command}'
+        ],
+    )
     compute.resume()
     assert run_in_process(cluster, *next_command.split()).code == 0
     assert run_in_process(cluster, 'destroy', '--wait', 'one').code == 0

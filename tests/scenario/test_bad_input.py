@@ -25,7 +25,7 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
     ('words', 'says'),
     [
         ([UNKNOWN_UUID, UNKNOWN_UUID], 'not a command'),
-        (['create'], 'create: give a placement query, in quotes, or a --flavor'),
+        (['create'], 'create: missing argument: a quoted placement query, or --flavor'),
         (['evnets', UNKNOWN_UUID], "'evnets' is not a command: did you mean eschedule events?"),
         (['no_name'], 'neither a command nor an instance'),
         (['Web1'], 'neither a command nor an instance'),
@@ -99,11 +99,11 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['stop', UNKNOWN_UUID, '--sort', 'name'], '--sort is not accepted by this command'),
         (['-f', 'csv', '--wait', SMALL_QUERY], '-f csv needs columns'),
         (['--count', '0', SMALL_QUERY], '1 to 100'),
-        (['--count', '61', '--name', 'web', SMALL_QUERY], '1 to 60 with names'),
+        (['--count', '61', '--name', 'web', SMALL_QUERY], 'must be 1 to 60 with --name'),
         (['--count', '2', '--name', 'w' * 62, SMALL_QUERY], '1 to 63 letters'),
-        (['--count', '3', '--min', '4', SMALL_QUERY], '--min: 1 to 3'),
-        (['--count', '2', '--min', '3', SMALL_QUERY], '--min: 1 to 2'),
-        (['--min', '2', SMALL_QUERY], '--min goes with --count'),
+        (['--count', '3', '--min', '4', SMALL_QUERY], '--min: must be 1 to 3'),
+        (['--count', '2', '--min', '3', SMALL_QUERY], '--min: must be 1 to 2'),
+        (['--min', '2', SMALL_QUERY], '--min needs --count'),
         (['--count', '101', SMALL_QUERY], '1 to 100'),
         (['--project', 'x' * 300, SMALL_QUERY], 'is not a valid project'),
         (['audit', 'x'], "audit takes no further arguments, but got 'x'"),
@@ -135,8 +135,8 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['--user-data', '/nowhere/x', SMALL_QUERY], 'user-data /nowhere/x: cannot be read: No such file'),
         (['--user-data', '', SMALL_QUERY], 'cannot be read'),
         (['--user-data', '/dev/null', SMALL_QUERY], 'user-data /dev/null: is empty'),
-        (['--user-data', '/dev/zero', SMALL_QUERY], 'has more than 262144 bytes, and 262144 (256 KiB) is the limit'),
-        (['--ssh-key', '/dev/zero', SMALL_QUERY], '32768 (32 KiB) is the limit'),
+        (['--user-data', '/dev/zero', SMALL_QUERY], 'has more than 262144 bytes; the limit is 262144 (256 KiB)'),
+        (['--ssh-key', '/dev/zero', SMALL_QUERY], 'the limit is 32768 (32 KiB)'),
         (['--user-data', '/nowhere/x', '-f', 'json', 'list'], '--user-data is not accepted by this command'),
     ],
 )
@@ -257,7 +257,7 @@ def test_quota_and_flavor_warn_of_unknown_custom_names(cluster: Control) -> None
         assert_one_line(cluster.eschedule(*words), 0, 'placement knows no ', 'CUSTOM_X')
     assert_one_line(cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'), 0, 'asks for no MEMORY_MB, DISK_GB')
     # The amounts do not matter here: without DISK_GB no guest can be built.
-    lacking = "flavor part asks for no DISK_GB, which a guest needs: add 'resources=DISK_GB:…'"
+    lacking = "flavor part: lacks DISK_GB, which every guest needs. Fix: add 'resources=DISK_GB:…'"
     assert_one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)
     # A limit may be removed even if its name is unknown: it was set at some time.
     assert_one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')

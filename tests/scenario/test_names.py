@@ -207,12 +207,12 @@ def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
 @pytest.mark.parametrize(
     ('option', 'content', 'says'),
     [
-        ('--user-data', b'#' * 262145, 'has 262145 bytes, and 262144 (256 KiB) is the limit'),
+        ('--user-data', b'#' * 262145, 'has 262145 bytes; the limit is 262144 (256 KiB)'),
         ('--user-data', b'#!/bin/sh\n\xff\xfe canary', 'line 2: is neither text in UTF-8 nor gzip'),
         ('--ssh-key', f'{KEY}\n-----BEGIN OPENSSH PRIVATE KEY-----\ncanary\n'.encode(), 'line 2: is a private key'),
         ('--ssh-key', b'canary', 'line 1: is not an OpenSSH public key'),
         ('--ssh-key', KEY[:40].encode(), 'line 1: is only a part of a public key'),
-        ('--ssh-key', (KEY + '\n').encode() * 400, '32768 (32 KiB) is the limit'),
+        ('--ssh-key', (KEY + '\n').encode() * 400, 'the limit is 32768 (32 KiB)'),
     ],
 )
 def test_invalid_key_and_user_data_files_are_refused(cluster: Control, option: str, content: bytes, says: str) -> None:

@@ -96,7 +96,8 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
-        'eschedule: it waits: no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
+        'eschedule: web1 waits in the queue: '
+        'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
     )
     first, no_taker, query = (
         'web1 waits in the queue of flavor small since 2',
@@ -192,11 +193,11 @@ def test_queued_user_data_is_stored_once_by_its_hash(small_cluster: Control) -> 
 
 def test_wrong_queue_options_are_refused(small_cluster: Control) -> None:
     for words, message in {
-        (SMALL_QUERY,): 'give a --flavor',
-        (SMALL_QUERY, '--flavor', 'small'): 'takes no query on top',
-        ('--flavor', 'small', '--on', 'hv1'): '--on does not go with --queue',
-        ('--flavor', 'small', '--weigh', 'pack'): '--weigh does not go with --queue',
-        ('--flavor', 'small', '--count', '2'): '--count does not go with --queue',
+        (SMALL_QUERY,): '--queue needs --flavor',
+        (SMALL_QUERY, '--flavor', 'small'): '--queue: a query is not accepted',
+        ('--flavor', 'small', '--on', 'hv1'): '--on is not accepted with --queue',
+        ('--flavor', 'small', '--weigh', 'pack'): '--weigh is not accepted with --queue',
+        ('--flavor', 'small', '--count', '2'): '--count is not accepted with --queue',
         ('--flavor', 'half'): 'flavor half asks for no MEMORY_MB, DISK_GB',
         ('--flavor', 'here'): f"no compute sees it: eschedule flavor set here '{SMALL_QUERY}'",
     }.items():

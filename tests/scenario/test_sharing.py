@@ -56,7 +56,7 @@ def test_set_costs_one_query_and_at_most_two_claims(cluster: Control, count: int
         config = write_config(cluster.directory / 'counted.yaml', cluster.etcd.endpoint, placement.url)
         done = run_eschedule_process(config, SMALL_QUERY, IMAGE, '--count', '100', '--name', 'web')
         assert done.code == 2
-        assert '1 to 60 with names' in done.stderr
+        assert 'must be 1 to 60 with --name' in done.stderr
         assert calls == []
         done = run_eschedule_process(config, SMALL_QUERY, IMAGE, '--count', str(count))
     assert done.code == 0, done
@@ -487,7 +487,7 @@ def test_wrong_flavor_commands_are_refused(cluster: Control) -> None:
     assert_one_line(cluster.eschedule('flavor', 'delete'), 2, 'missing argument: the names of one or more flavors')
     assert_one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
     assert_one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor is not accepted by this command')
-    assert_one_line(cluster.eschedule('plan'), 2, 'give a placement query')
+    assert_one_line(cluster.eschedule('plan'), 2, 'missing argument: a quoted placement query, or --flavor')
     cluster.etcd.put('/flavors/odd', '{"version": 7}')
     assert_one_line(cluster.eschedule('--flavor', 'odd'), 1, '/flavors/odd', 'etcdctl del /flavors/odd')
     assert cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY).code == 0

@@ -117,7 +117,7 @@ def test_interrupted_wait_does_not_stop_the_work(cluster: Control, compute: Ecom
         assert parse_notice(Result(0, output, '')) == (compute.uuid, instance)
         wait_command.send_signal(signal.SIGINT)
         next_command = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
-        assert_one_line(wait_command.wait(30), 6, f'interrupted, and it goes on: {next_command}')
+        assert_one_line(wait_command.wait(30), 6, f'interrupted; the operation continues. Try: {next_command}')
     compute.resume()
     wait_address(cluster, instance)
 

@@ -149,7 +149,7 @@ def test_every_command_has_a_valid_example(name: str) -> None:
         ),
         (['wait', A, '--timeout', '1000000000'], '--timeout: must be 0 to 999999999 seconds'),
         (['wait', A, '--timeout', '-1'], '--timeout: must be 0 to 999999999 seconds'),
-        ([QUERY, '--min', '2'], '--min goes with --count'),
+        ([QUERY, '--min', '2'], '--min needs --count'),
         (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
@@ -340,8 +340,8 @@ def test_invalid_count_of_fake_computes_is_refused(text: str) -> None:
 
 
 WARNING_START = 'begins with #cloud-config, but '
-UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it'
-BROKEN = 'is gzip, and broken, so cloud-init passes over it'
+UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it'
+BROKEN = 'is damaged gzip, so cloud-init ignores it'
 
 
 @pytest.mark.parametrize(
