@@ -81,14 +81,14 @@ def parse_plan(ctx: Context) -> CanaryPlan:
         image[0] if image else ctx.config.image,
         read_ssh_keys(files) if (files := ctx.options.ssh_key or ctx.config.ssh_keys) else None,
         ctx.options.stage or READY,
-        '' if ctx.options.stage in (None, READY) else f'--for {ctx.options.stage} was asked for',
+        '' if ctx.options.stage in (None, READY) else f'--for {ctx.options.stage} ends before the login',
     )
     with convert_to_usage_error():
         check_image(plan.image)
         check_query(plan.query, needs_resources=ctx.options.flavor is None)
         check_names_no_host(plan.query)
     if not plan.keys and not ctx.options.identity:
-        reason = 'there is no ssh key: name one with --ssh-key'
+        reason = 'no ssh key was given (--ssh-key)'
         plan = plan._replace(stage=ctx.options.stage or BOOTED, not_entered_reason=reason)
     return plan
 
@@ -155,7 +155,7 @@ def _boot_and_enter(
     check_interrupted()  # the wait calls this once a second and may have returned before the first call
     canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - started, reason=plan.not_entered_reason)
     if not plan.not_entered_reason and not record.host_keys:
-        return canary._replace(reason='its guest has not said which host keys it has')
+        return canary._replace(reason='its guest has not reported its host keys')
     if not plan.not_entered_reason:
         failure = check_login(ctx, instance, check_interrupted)
         if failure:
@@ -181,7 +181,7 @@ def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exceptio
         return canary
     if isinstance(error, StillGoing):
         waits = WAIT_REASONS[SCHEDULED] if stage == SCHEDULED else describe_wait(record)
-        canary = canary._replace(reason=f'{ctx.options.wait_seconds:g} s are up, still waiting for: {waits}')
+        canary = canary._replace(reason=f'timed out after {ctx.options.wait_seconds:g} s, still waiting for {waits}')
         for console_line in read_last_lines(ctx, record) if record else ():
             ctx.out.say(f"{canary.name}'s console: {console_line}")
     return canary._replace(failed_stage=stage)
@@ -258,7 +258,7 @@ class Canaries:
             if host.state == UP:
                 self._pending.append(canary)
             else:
-                self._results[host.compute] = canary._replace(reason=f'it is {host.state}')
+                self._results[host.compute] = canary._replace(reason=f'the host is {host.state}')
         self._run_threads([host.compute for host in selected_hosts])
         unfinished = {
             compute: entry._replace(reason=INTERRUPTED, leftover_reason=INTERRUPTED)
@@ -291,8 +291,8 @@ class Canaries:
             if self.is_interrupted and not is_interrupt_reported:
                 is_interrupt_reported = True
                 self._ctx.out.say(
-                    f'interrupted: the canaries are being destroyed; '
-                    f'again, in {INTERRUPT_GRACE_SECONDS:g} s, leaves them'
+                    f'interrupted: the canaries are being destroyed. '
+                    f'To exit without waiting for that, interrupt again after {INTERRUPT_GRACE_SECONDS:g} s'
                 )
             for compute in [key for key in computes if key in self._results and key not in reported]:
                 self._ctx.out.say(format_line(self._results[compute]))
@@ -301,7 +301,8 @@ class Canaries:
                 self.is_interrupted and self._interrupt_times[-1] > self._interrupt_times[0] + INTERRUPT_GRACE_SECONDS
             ):
                 return
-            show_status(f'{len(computes) - len(reported)} canaries under way, {time.monotonic() - started:.0f} s')
+            count = len(computes) - len(reported)
+            show_status(f'{count} unfinished canar{"y" if count == 1 else "ies"}, {time.monotonic() - started:.0f} s')
             self._result_event.wait(STATUS_UPDATE_SECONDS)
 
     def _run_pending(self) -> None:

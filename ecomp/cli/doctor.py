@@ -16,7 +16,7 @@ from ecomp.version import read_version
 def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
     """Without --canary, raise UsageError for any words, and for options other than -f."""
     if not options.canary and (any(words) or find_given_fields(options) - {'format'}):
-        raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
+        raise UsageError(f'{name}: a query, an image and options other than -f need --canary')
 
 
 def _diagnose(ctx: Context) -> int:
@@ -70,26 +70,26 @@ def _diagnose(ctx: Context) -> int:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
-            'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
-            'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '
-            'each has, and which file told where they are. A hypervisor is looked at by `ecompute --check`, there. '
-            'With -f json: one document, with the findings. '
-            'With --canary every compute that is up gets a small guest, all of them at once, which is booted, entered '
-            'and destroyed: of the image at URL, without one schedule.yaml\'s; it asks for what the query or --flavor '
-            f'says, else {DEFAULT_QUERY}. With an ssh key it has to say that it is ready, and is logged in to, with '
-            'the host keys that it said; without one it has to get an address. stderr says of each how far it came, '
-            'and why no further: also of computes that are not up or have no room, which is no finding. It is '
-            'destroyed whatever happens, also at Ctrl-C; of what cannot be, a finding has its name and the command '
-            'that does it.',
+    Command('doctor', "doctor ['resources=…'] [URL]", 'find problems of the cluster and their fixes',
+            'Check etcd, placement, the clocks, our certificates and the computes, and print each problem on a line: '
+            'the check that found it, a sentence, and the fix. stderr names the servers, their versions, and the '
+            'configuration file with their addresses. For a hypervisor, run `ecompute --check` on it. '
+            'With -f json the output is one document with the findings. '
+            'With --canary a small guest is booted, logged in to and destroyed on every compute that is up, all '
+            f'concurrently. Its query is that of the command or --flavor, by default {DEFAULT_QUERY}; its image is '
+            'URL, by default that of schedule.yaml. With an ssh key the guest has to report that it is ready, and the '
+            'login trusts only the host keys that it reported; otherwise it has to get an address. stderr reports how '
+            'far each guest came and why no further, also for computes that are not up or have no room, which is not a '
+            'finding. Every guest is destroyed at the end, also after Ctrl-C; a finding names each one that could not '
+            'be, with the command that destroys it.',
             parse_optional_query_and_image, _diagnose,
             {**DOCUMENT_OPTIONS, **select_options('canary flavor identity'),
-             'on': 'with --canary: on this compute alone: its host name, its uuid, or the beginning of its uuid',
-             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; may be given several times. '
-                        'Without: ssh_keys of schedule.yaml',
-             'stage': f'with --canary: the stage that is enough: {", ".join(STAGES)}. Without: ready with an ssh key, '
-                      'else addressed',
-             'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
+             'on': 'with --canary: test only this compute: its host name, its uuid, or the beginning of its uuid',
+             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; repeatable. '
+                        'Default: ssh_keys of schedule.yaml',
+             'stage': f'with --canary: the stage that a guest has to reach: {", ".join(STAGES)}. Default: ready with '
+                      'an ssh key, else addressed',
+             'timeout': 'with --canary: how long a guest may take to reach that stage, and again to be gone. Default: '
                         f'{DEFAULT_WAIT_SECONDS:.0f}'},
             (4, 5, 8), check=_check_canary, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

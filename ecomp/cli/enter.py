@@ -84,9 +84,9 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
     finally:
         (_find_known_hosts_directory() / instance).unlink(missing_ok=True)
     if code < 0:
-        return f'ssh has not come in within {LOGIN_TIMEOUT_SECONDS:.0f} s'
+        return f'ssh timed out after {LOGIN_TIMEOUT_SECONDS:.0f} s'
     last = ' '.join([_decode_line(line) for line in output.splitlines() if line][-1:])
-    return '' if code == 0 else f'ssh ended with {code}: {make_printable(last, 200)}'
+    return '' if code == 0 else f'ssh exited with {code}: {make_printable(last, 200)}'
 
 
 def _print_ssh_config(ctx: Context) -> int:
@@ -128,7 +128,7 @@ def _print_ssh_config(ctx: Context) -> int:
     unverified = [record.name or record.instance for record in records if not record.host_keys]
     if unverified:
         instance_names = make_printable(join_some(unverified, MAX_QUOTED_WORDS))
-        ctx.out.say(f'left out, for what host keys they have is not known: {instance_names}')
+        ctx.out.say(f'left out because their host keys are unknown: {instance_names}')
     return ctx.find_each(print_entry, [record.instance for record in records if record.host_keys])[1]
 
 
@@ -138,7 +138,7 @@ def _open_console(ctx: Context) -> int:
 
     record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
     if record.console is None:
-        raise NotFound(f'{record.instance}: has no console: its guest is only pretended')
+        raise NotFound(f'{record.instance}: has no console: its guest is fake')
     command = ['virsh', '-c', 'qemu:///system', 'console', record.instance]
     _replace_process(ctx, ctx.config.reach.make_command(find_host_name(ctx.store, record), command, ['-t']))
 
@@ -175,9 +175,9 @@ def _print_log(ctx: Context) -> int:
     except FileNotFoundError as error:
         raise _make_missing_program_error(command[0]) from error
     if code == reach.NO_FILE_STATUS:
-        raise NotFound(f'{instance}: its console on {host} has nothing yet')
+        raise NotFound(f'{instance}: the console on {host} has no output yet')
     if code:
-        raise Unreachable(f'{host}: {make_printable(command[0], 200)}, by reach of schedule.yaml, ended with {code}')
+        raise Unreachable(f'{host}: {make_printable(command[0], 200)} (reach in schedule.yaml) exited with {code}')
     return 0
 
 
@@ -253,7 +253,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
             if not _is_without_keys(access.record):
                 raise make_not_ready(access.record)
             why = 'its guest has not reported its host keys, so it is unverified'
-            raise EcompError(f'{access.display_name}: {why}. Fix: --accept-new accepts the key that it shows first')
+            raise EcompError(f'{access.display_name}: {why}. Fix: --accept-new accepts the first key that it shows')
         return reach.make_ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
     known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_if_changed(known_hosts, ''.join(f'{instance} {key}\n' for key in keys))
@@ -288,7 +288,7 @@ def _find_known_hosts_directory() -> Path:
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
-        raise EcompError('no home directory: nowhere to put host keys for ssh') from error
+        raise EcompError('no home directory for the host keys of guests. Fix: set HOME') from error
 
 
 def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
@@ -304,7 +304,9 @@ def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
 
 
 def _make_missing_program_error(program: str) -> EcompError:
-    return EcompError(f'{make_printable(program, 200)} is not here: install it, or see reach in schedule.yaml')
+    return EcompError(
+        f'{make_printable(program, 200)} is not installed. Fix: install it, or change reach in schedule.yaml'
+    )
 
 
 def _decode_line(line: bytes) -> str:
@@ -315,24 +317,24 @@ def _decode_line(line: bytes) -> str:
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
-            'Be ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly where it is on a '
-            "bridge. USER is by default schedule.yaml's ssh_user. The guest's host keys are those that it said itself "
-            'when its cloud-init was through: another key is refused. Of CMD a single word is a line for the guest\'s '
-            'shell; several words reach it as they are. The exit code is that of ssh.',
+            'Become ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly if it is on a '
+            "bridge. USER is by default schedule.yaml's ssh_user. Only the host keys that the guest itself reported "
+            "when its cloud-init had finished are trusted. A CMD of one word is a command line for the guest's shell; "
+            'several words reach the guest unchanged. The exit code is that of ssh.',
             parse_instance_and_command, _run_ssh, select_options('accept_new identity'), (4, 5, 6),
             example='eschedule ssh web1 -- uptime'),
-    Command('ssh-config', 'ssh-config [<id>…]', 'what ~/.ssh/config needs for guests',
-            'Print lines for ~/.ssh/config with which ssh, scp and rsync reach guests as `eschedule ssh` does; of all '
-            'that run and have said their host keys, where none is named.',
+    Command('ssh-config', 'ssh-config [<id>…]', 'print entries for ~/.ssh/config',
+            'Print entries for ~/.ssh/config, with which ssh, scp and rsync reach guests as `eschedule ssh` does. '
+            'Default: entries for all guests that run and have reported their host keys.',
             parse_any_instances, _print_ssh_config, exit_codes=(4, 5, 6), example='eschedule ssh-config web1 web2'),
-    Command('console', 'console <id>', "a guest's serial console; ^] leaves it",
-            "Be on the guest's serial console, by `virsh console` on its host, which `reach` of schedule.yaml leads "
-            'to. What the guest writes goes to the terminal as it is. ^] leaves it.',
+    Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
+            "Become `virsh console` of the guest, on the host that `reach` of schedule.yaml leads to. The guest's "
+            'output goes to the terminal unfiltered. ^] leaves the console.',
             parse_one_instance, _open_console, exit_codes=(4, 5, 6), example='eschedule console web1'),
-    Command('log', 'log <id>', "what a guest has written to its console",
-            "Print what a guest has written to its serial console, also while it boots: the file on its host, which "
-            "`reach` of schedule.yaml leads to, and those before it that virtlogd keeps. Colours and what moves the "
-            'cursor are left out.',
+    Command('log', 'log <id>', "print the output of a guest's console",
+            "Print the output of a guest's serial console, also while it boots: the file on its host, reached by "
+            '`reach` of schedule.yaml, and the earlier files that virtlogd keeps. Colours and cursor movements are '
+            'left out.',
             parse_one_instance, _print_log, select_options('follow lines'), (4,),
             example='eschedule log web1 -f -n 20'),
 )

@@ -185,7 +185,7 @@ def test_canary_is_entered_with_its_reported_key_and_leaves_no_files(
     guest.make_key('another')
     guest.start_sshd('another')
     reason = check_login(context, guest.record.instance, lambda: None)
-    assert reason == 'ssh ended with 255: Host key verification failed.'
+    assert reason == 'ssh exited with 255: Host key verification failed.'
     assert list((guest.home / '.cache/ecomp/known_hosts').iterdir()) == []
 
     def end() -> None:
@@ -202,12 +202,12 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     guest.write_record(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
     result = guest.run_ssh('--', 'true')
     reason = 'its guest has not reported its host keys, so it is unverified'
-    fix = 'Fix: --accept-new accepts the key that it shows first'
+    fix = 'Fix: --accept-new accepts the first key that it shows'
     assert result == (1, '', f'eschedule: {guest.record.instance}: {reason}. {fix}\n')
     assert guest.run_eschedule('ssh-config', guest.record.instance).code == 1
     all_guests = guest.run_eschedule('ssh-config')
     assert (all_guests.code, guest.record.instance in all_guests.stdout) == (0, False)
-    assert 'left out, for what host keys they have is not known: ' in all_guests.stderr
+    assert 'left out because their host keys are unknown: ' in all_guests.stderr
     assert guest.run_ssh('--accept-new', '--', 'true').code == 0
     assert guest.run_ssh('--', 'true').code == 0, 'from then on it is known'
     guest.make_key('another')
@@ -332,7 +332,7 @@ def test_log_prints_and_follows_the_console_file(guest: SshGuest) -> None:
     assert guest.run_eschedule('log', instance) == (
         4,
         '',
-        f'eschedule: {instance}: its console on hv1 has nothing yet\n',
+        f'eschedule: {instance}: the console on hv1 has no output yet\n',
     )
     Path(f'{file}.0').write_text('first\n')
     file.write_bytes(b'\x1b[0;32m  OK  \x1b[0m sshd\r\nlogin: \x9b\x07\xe2\x80\xae')

@@ -100,7 +100,7 @@ def test_check_refuses_other_options(cluster: Control) -> None:
 
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
-NO_KEY = 'there is no ssh key: name one with --ssh-key'
+NO_KEY = 'no ssh key was given (--ssh-key)'
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n'
 
 
@@ -162,8 +162,8 @@ def test_every_up_host_gets_a_canary_and_others_a_reason(cluster: Control) -> No
         assert outcome['said'] == NO_KEY
         assert f'{outcome["name"]} booted after ' in result.stderr
     assert {compute: outcome['said'] for compute, outcome in outcomes.items()} == {
-        disabled.uuid: 'it is disabled',
-        closed.uuid: 'it is closed',
+        disabled.uuid: 'the host is disabled',
+        closed.uuid: 'the host is closed',
         full.uuid: 'MEMORY_MB short by 128 (free 128 of 128)',
     }
     assert {(outcome['instance'], outcome['reached'], outcome['gone']) for outcome in outcomes.values()} == {
@@ -210,7 +210,9 @@ def test_canary_that_never_becomes_ready_is_a_finding(cluster: Control, compute:
     (cluster.directory / 'key.pub').write_text(KEY)
     result = run_canaries(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
     [(problem, cure)] = list_canary_findings(result)
-    assert problem.endswith(' a canary did not come through: 1 s are up, still waiting for: cloud-init to finish')
+    assert problem.endswith(
+        ' a canary did not come through: timed out after 1 s, still waiting for cloud-init to finish'
+    )
     assert '--for addressed' in cure
     [outcome] = read_report(result)['canaries']
     assert (outcome['reached'], outcome['seconds'], outcome['gone']) == ('addressed', None, True)
@@ -222,7 +224,7 @@ def test_frozen_host_is_a_finding_and_the_other_passes(cluster: Control) -> None
     frozen.pause()
     result = run_canaries(cluster, '--timeout', '2')
     timed_out, remains = list_canary_findings(result)
-    assert timed_out[0].endswith(': 2 s are up, still waiting for: its compute to accept it')
+    assert timed_out[0].endswith(': timed out after 2 s, still waiting for its compute to accept it')
     assert timed_out[1].startswith('systemctl restart ecompute')
     outcomes = {outcome['compute']: outcome for outcome in read_report(result)['canaries']}
     name, instance = outcomes[frozen.uuid]['name'], outcomes[frozen.uuid]['instance']
