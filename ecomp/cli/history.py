@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 WEIGH_MEANINGS = {
     SPREAD: 'the emptiest first',
-    PACK: 'the fullest that it fits on first',
-    RANDOM: 'any of them',
+    PACK: 'the fullest with room first',
+    RANDOM: 'in random order',
     FIRST: "in placement's own order",
 }
 MAX_BAR_WIDTH = 60
@@ -114,7 +114,7 @@ def format_explanation(explanation: Explanation) -> str:
     """Return an explanation as printable text, a sentence a line."""
     record, choice, its_group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
     name, stage = record.name or record.instance, 'requested' if explanation.waiting else 'scheduled'
-    since_text = f'since {record.stages.get(stage, "some time")}'
+    since_text = f'since {record.stages.get(stage, "an unknown time")}'
     if record.error is not None:
         error = record.error
         where = f'on {naming.format_name(record.compute)} ' if record.compute else ''
@@ -123,41 +123,41 @@ def format_explanation(explanation: Explanation) -> str:
         lines = [f'{name} is on {naming.format_name(record.compute)}, {since_text}']
     else:
         before = explanation.waiting.before
-        behind = f'behind {before} other{"s" * (before > 1)}' if before else 'and is the next of it'
-        lines = [f'{name} waits in the queue of flavor {explanation.waiting.flavor} {since_text}, {behind}']
+        behind = f'behind {before} other{"s" * (before > 1)}' if before else 'and is next'
+        lines = [f'{name} has waited in the queue of flavor {explanation.waiting.flavor} {since_text}, {behind}']
     if record.query:
-        lines.append(f'it asked for {record.query}')
+        lines.append(f'it requested {record.query}')
     lines += [_explain_choice(choice)] if explanation.waiting is None else _explain_waiting(explanation.waiting, naming)
     if its_group is not None:
         rule = 'with' if its_group.policy == AFFINITY else 'apart from'
         others = (
-            (explanation.instance_names.get(key, key), naming.format_name(on) or 'none yet')
+            (explanation.instance_names.get(key, key), naming.format_name(on) or 'no host yet')
             for key, on in _list_other_members(explanation).items()
         )
-        where = ', '.join(f'{name} on {host}' for name, host in others) or 'nobody else is in it'
-        lines.append(f'it is in group {its_group.name} ({its_group.rule}), {rule} its others: {where}')
+        where = ', '.join(f'{name} on {host}' for name, host in others) or 'none'
+        lines.append(f'it is in group {its_group.name} ({its_group.rule}), {rule} the other members: {where}')
     return '\n'.join(map(make_printable, lines))
 
 
 def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
     """Return why no compute has taken the instance from its queue, a sentence each."""
     if queue_wait.taker is not None:
-        return [f'{naming.format_name(queue_wait.taker)} is taking it']
+        return [f'{naming.format_name(queue_wait.taker)} is taking the request']
     if queue_wait.is_flavorless:
-        return ['its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it']
+        problem = f'flavor {queue_wait.flavor} does not exist, so no compute takes the request'
+        return [f'{problem}. Fix: `eschedule flavor set` it again, or `eschedule destroy` the instance']
     if queue_wait.claimed_on is not None:
         host = naming.format_name(queue_wait.claimed_on)
         if queue_wait.claimed_on in naming.living:
-            return [f'{host} has the claim of a dead attempt: in 2 minutes {host} takes this, or releases that claim']
+            outcome = f'within 2 minutes {host} takes the request or releases the claim'
+            return [f'{host} has the claim of a dead attempt: {outcome}']
         return [f'claimed on {host}, which is silent and may be running it. Fix: {describe_silent_fix(host)}']
     lines = [f'{naming.format_name(compute)}: {shortage}' for compute, shortage in queue_wait.lacks.items()]
     for host in sorted(map(naming.format_name, naming.stored_hostnames.keys() - naming.living.keys())):
-        restriction = 'until it is back or forgotten, a compute that did not see this request come leaves it alone'
-        lines.append(f'{host} is silent: {restriction}')
+        restriction = 'computes that did not see the request arrive do not take it'
+        lines.append(f'{host} is silent: until {host} is back or forgotten, {restriction}')
     if queue_wait.unknown_reason is not None:
-        lines.append(
-            f'what each compute that takes from queues lacks could not be found out: {queue_wait.unknown_reason}'
-        )
+        lines.append(f'what the computes that take from queues lack is unknown: {queue_wait.unknown_reason}')
     return [naming.no_taker_reason] if naming.no_taker_reason else lines
 
 
@@ -174,14 +174,14 @@ def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
 def _explain_choice(choice: PlacementReason | None) -> str:
     """Say how the compute was chosen; for None that this is not known."""
     if choice is None:
-        return 'how its compute was chosen is not known: an older or another client asked for it'
+        return 'how its compute was chosen is unknown: an older or another client requested it'
     if choice.weigh == FROM_QUEUE:
-        return 'it waited in a queue, and this compute took it by itself: of those with room the idlest goes first'
+        return 'it waited in a queue, and this compute took it: among computes with room, the idlest takes first'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
     prefix = f'{choice.of} compute{" could" if choice.of == 1 else "s could"} have taken it then'
     if choice.weight is None:
-        return f'{prefix}; {choice.weigh} ({meaning}) was asked for'
-    return f'{prefix}; {choice.weigh} ({meaning}) was asked for, and this one weighed {choice.weight:g}'
+        return f'{prefix}; the order was {choice.weigh} ({meaning})'
+    return f'{prefix}; the order was {choice.weigh} ({meaning}), and this one weighed {choice.weight:g}'
 
 
 # How long each stage of an instance took: bars on one scale, and percentiles
@@ -361,7 +361,9 @@ def _print_events(ctx: Context) -> int:
     from ecomp.store.history import History
 
     if ctx.form not in (TABLE, JSON):
-        raise UsageError(f'-f {ctx.form} is one document, and events are told one by one: say table or json')
+        raise UsageError(
+            f'-f {ctx.form} is not accepted by this command: events are printed one by one. Fix: -f table or -f json'
+        )
     words = {resolve(ctx.store, word): word for word in ctx.words}
     unseen = set(words)
     last, watches = ctx.options.lines, ctx.options.watch
@@ -390,7 +392,7 @@ def _print_events(ctx: Context) -> int:
             raise
         return 0
     if unseen:
-        raise NotFound(', '.join(words[uuid] for uuid in sorted(unseen)) + ': nothing of it is in what etcd keeps')
+        raise NotFound(', '.join(words[uuid] for uuid in sorted(unseen)) + ': no event in the history that etcd keeps')
     return 0
 
 
@@ -432,7 +434,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 def _report_since(ctx: Context, since: int) -> None:
     """Report how far back the events go; `since` is etcd's oldest revision, 1 for all."""
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
-    extent = 'all that ever happened' if since == 1 else f'what happened since revision {since}; etcd keeps no more'
+    extent = 'all events' if since == 1 else f'the events since revision {since}; etcd keeps no older ones'
     ctx.out.say(part + extent)
 
 
@@ -454,16 +456,16 @@ class EventFormatter:
         return make_printable(f'{time_text} {subject}: {event.says}' if subject else f'{time_text} {event.says}')
 
 
-_FORMAT_HELP = 'table or json, which is one JSON object a line. Without: table'
+_FORMAT_HELP = 'table, or json: one JSON object a line. Default: table'
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('events', 'events [<id>…]', 'what happened, and with --watch what happens',
-            'Tell what happened, a line each, oldest first: of all instances, computes, queues, names, groups, quotas '
-            'and flavors, or of these instances alone. etcd keeps an hour or two of it, as its '
-            '--auto-compaction-retention says; stderr says from which revision on. A time with a ~ is that of the line '
-            'before, for etcd writes down no times. With -f json each line is one JSON object, with its revision.',
+    Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
+            'Print what happened, oldest first, one event a line: to all instances, computes, queues, names, groups, '
+            'quotas and flavors, or only to the given instances. etcd keeps the events of an hour or two, depending '
+            'on its --auto-compaction-retention; stderr names the first revision. A time with a ~ is that of the '
+            'previous line, because etcd stores no times. With -f json each line is one JSON object with its revision.',
             parse_any_instances, _print_events,
-            {**select_options('watch'), 'lines': 'the last N changes alone', 'format': _FORMAT_HELP}, (4, 5),
+            {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),
 )

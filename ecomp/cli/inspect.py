@@ -53,17 +53,17 @@ from ecomp.model.record import (
     describe_wait,
     to_dict,
 )
-from ecomp.model.text import make_printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.looking.find import InstanceEntries
 
 FILTERS = {
     **select_options('all state host'),
-    'watch': 'draw the table anew whenever anything changes, until Ctrl-C, which is exit 0',
-    'name': 'only those called so: * stands for any text and ? for any character, in quotes',
-    'group': 'only the members of this group',
-    'project': 'only those of this project',
+    'watch': 'redraw the table after each change, until Ctrl-C (exit 0)',
+    'name': 'list only instances with this name; in quotes, * stands for any text and ? for any character',
+    'group': 'list only the members of this group',
+    'project': 'list only instances of this project',
 }
 
 
@@ -81,18 +81,20 @@ def _print_address(ctx: Context) -> int:
         instance = ctx.resolve_instance(word)
     except (NotFound, Unreachable) as error:
         if isinstance(error, NotFound):
-            raise NotFound(f'{error}; it is no command either{make_hint([word])}') from error
+            short = f' (give at least {MIN_PREFIX_DIGITS} digits of a uuid)' if len(word) < MIN_PREFIX_DIGITS else ''
+            problem = f'no instance and no command has this name{short}'
+            raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
         suggestion = suggest([word])
-        raise type(error)(f'{error}; {word} is not a command: {suggestion}' if suggestion else str(error)) from error
+        problem = f'{word} is not a command ({suggestion}), and cannot be looked up as an instance'
+        raise type(error)(f'{problem}: {error}' if suggestion else str(error)) from error
     # Do not use /booted: every compute may write there about every instance.
     record = find_living(ctx.store, instance).record
     if record.state == QUEUED:
         (record,) = _add_claim_faults(ctx, [record], ctx.computes)
     remark: str | None = explain_no_address(record)
     if record.address:
-        off_text = (
-            f'{record.name or record.instance}: {explain_stopped(record)}; it has this address again once it runs'
-        )
+        subject = record.name or record.instance
+        off_text = f'{subject}: {explain_stopped(record)}; the guest has this address again once it runs'
         remark = off_text if record.state == STOPPED else None
     ctx.show_document([{**extract_status(record), 'said': remark}], make_printable(record.address or ''))
     if remark is not None:
@@ -210,7 +212,7 @@ def _print_timeline(ctx: Context) -> int:
         record = _find_instance(ctx, word).record
         numbers = [boot.number for boot in record.all_boots]
         if number is not None and number not in numbers:
-            stored_text = _describe_boot_numbers(numbers) if numbers else 'it was not started yet, and none is'
+            stored_text = _describe_boot_numbers(numbers) if numbers else 'the guest has not started yet'
             raise NotFound(f'{word}: boot {number} is not kept: {stored_text}')
         return record
 
@@ -223,8 +225,8 @@ def _print_timeline(ctx: Context) -> int:
 
 
 def _describe_boot_numbers(numbers: Sequence[int]) -> str:
-    """Return '2 to 5 are' or '1 alone is', from consecutive numbers, one at least."""
-    return f'{numbers[0]} to {numbers[-1]} are' if len(numbers) > 1 else f'{numbers[0]} alone is'
+    """Return 'only 2 to 5 are' or 'only 1 is', from consecutive numbers, one at least."""
+    return f'only {numbers[0]} to {numbers[-1]} are' if len(numbers) > 1 else f'only {numbers[0]} is'
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
@@ -268,8 +270,8 @@ def _wait(ctx: Context) -> int:
 
 
 POWER_PHASE_MEANINGS = {
-    SHUTDOWN_ASKED: 'its guest was asked to turn itself off',
-    SHUT_OFF: 'it is off, and about to be started',
+    SHUTDOWN_ASKED: 'the guest was asked to shut down',
+    SHUT_OFF: 'the guest is off and about to start',
 }
 INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)
 LIST_COLUMNS = (
@@ -365,13 +367,13 @@ def explain_no_address(record: Record) -> str:
         return describe_failure(record)
     reserved = record.addresses[0].expected if record.addresses else None
     expected = f' ({reserved} is expected)' if reserved and record.state in (BUILDING, ACTIVE) else ''
-    return f'{record.instance}: no address yet: {record.state}, waiting for: {describe_wait(record)}{expected}'
+    return f'{record.instance}: no address yet: {record.state}, waiting for {describe_wait(record)}{expected}'
 
 
 def explain_stopped(record: Record) -> str:
-    """Return a clause such as `it is stopped, since <time>`; without a time if it is unknown."""
+    """Return `stopped since <time>`; without a time if it is unknown."""
     since = _find_since(record)
-    return make_printable(f'it is stopped, since {since}') if since else 'it is stopped'
+    return make_printable(f'stopped since {since}') if since else 'stopped'
 
 
 def _find_since(record: Record) -> str:
@@ -398,36 +400,36 @@ def _record_to_dict(record: Record, known_computes: Computes) -> dict[str, objec
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command(QUERY, '<id>', "print the instance's address",
-            "Print the address of an instance, its first interface's. While it has none, nothing is printed, a line on "
-            'stderr says what it waits for, and the exit code is 6; of one that failed it says why (exit 1). One '
-            'that is stopped keeps its address: it is printed, and stderr says that the guest is off.',
+            "Print the address of an instance's first interface. If it has none yet, stdout stays empty, stderr says "
+            'what the instance waits for, and the exit code is 6; if it failed, stderr says why (exit 1). A stopped '
+            'instance keeps its address: it is printed, and stderr says that the guest is off.',
             parse_bare_instance, _print_address, DOCUMENT_OPTIONS, (4, 5, 6), example='eschedule web1'),
-    Command('list', 'list', 'all instances, a line each',
-            'Print all instances, a line each, by the time they were asked for: uuid, name, state, address, compute '
-            'and that time. Those that wait in a queue are listed too.',
+    Command('list', 'list', 'list all instances',
+            'List all instances, one a line, in the order in which they were requested: uuid, name, state, address, '
+            'compute and time of the request. Instances that wait in a queue are included.',
             parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list'),
-    Command('show', 'show <id>…', 'all that is known of an instance',
-            'Print all that is known of an instance: what was asked for, where it is, its interfaces, when it reached '
-            'each stage, and what is wrong with it, if anything is. With -f json: its record, as etcd has it.',
+    Command('show', 'show <id>…', 'show all details of an instance',
+            'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
+            'stage, and any problem. With -f json: its record, as stored in etcd.',
             parse_instances, _show, select_options('format columns no_header wide'), (4, 5),
             example='eschedule show web1 -f json'),
-    Command('why', 'why <id>…', 'why an instance is on its compute',
-            'Say why an instance is on its compute: what it asked for, how many computes could have taken it, in which '
-            'order they were tried, and where the other members of its group are. Of one that waits in a queue: since '
-            'when, behind how many, and what each compute lacks that takes from queues.',
+    Command('why', 'why <id>…', 'explain why an instance is on its compute',
+            'Explain why an instance is on its compute: what it requested, how many computes could have taken it, in '
+            'which order they were tried, and where the other members of its group are. For an instance in a queue: '
+            'since when it has waited, behind how many others, and what each compute that takes from queues lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
-    Command('timeline', 'timeline <id>…', 'how long each stage of a boot took',
-            'Draw how long each stage of an instance took, in seconds, as bars on one scale: of its last boot, or with '
-            '--boot of another one. A later boot than the first has the stages started, addressed and ready. Of '
-            'several instances it adds the median (p50) and the 95th percentile of each stage. The first two stages '
-            "are told by the clock of the machine that asked, the others by the compute's.",
+    Command('timeline', 'timeline <id>…', 'show how long each stage of a boot took',
+            'Draw how long each stage of an instance took, in seconds, as bars on one scale, for the last boot or the '
+            'boot of --boot. Boots after the first have only the stages started, addressed and ready. For several '
+            'instances, also print the median (p50) and the 95th percentile of each stage. The first two stages are '
+            "timed by the clock of the machine that requested the instance, the others by the compute's.",
             parse_instances, _print_timeline, select_options('boot format wide'), (4, 5),
             example='eschedule timeline web1 web2'),
     Command('wait', 'wait <id>…', 'wait until an instance has its address',
             'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
-            'After a start or a reboot that is the stage of the boot it brings; of a guest that is off, of its next. '
-            'A line on the terminal says what is waited for. It ends early where that can never be: exit 1 if the '
-            'instance failed, 4 if it is being destroyed.',
+            'After a start or a reboot, the stage of the boot that it causes counts; while a guest is off, that of its '
+            'next boot. A line on the terminal shows what the instance waits for. The wait ends early if the stage '
+            'cannot be reached: exit 1 if the instance failed, 4 if it is being destroyed.',
             parse_instances, _wait, select_options('stage timeout format'), (4, 5, 6),
             example='eschedule wait web1 --for ready --timeout 120'),
 )

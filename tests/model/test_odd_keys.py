@@ -304,6 +304,7 @@ def test_why_explains_a_queue_entry_of_a_deleted_flavor(cloud: Cloud) -> None:
     assert record is not None
     text = format_explanation(explain_placement(cloud.store, lambda: cast(Placement, cloud.placement), record))
     assert text.splitlines()[1:] == [
-        f'it asked for {QUERY}',
-        'its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it',
+        f'it requested {QUERY}',
+        f'flavor {FLAVOR} does not exist, so no compute takes the request. '
+        'Fix: `eschedule flavor set` it again, or `eschedule destroy` the instance',
     ]

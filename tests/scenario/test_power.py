@@ -76,7 +76,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     switch(cluster, 'stop', instance)
     stopped_result = cluster.eschedule(instance)
     assert (stopped_result.code, stopped_result.stdout) == (0, f'{address}\n')
-    assert_one_line(stopped_result, 0, instance, 'it is stopped, since 20')
+    assert_one_line(stopped_result, 0, instance, ': stopped since 20')
     assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'a user to start it (it is stopped)')
     switch(cluster, 'start', instance)
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
@@ -92,7 +92,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     (shown,) = report['instances']
     assert (shown['boot'], shown['reason']) == (2, 'reboot')
     assert [stage['stage'] for stage in shown['stages']] == ['started', 'addressed']
-    assert_one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: 1 to 3 are')
+    assert_one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: only 1 to 3 are')
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
     assert rows['since'] == boots[2]['stages']['started']
 

@@ -69,7 +69,7 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
     unserved = 'eschedule: web1 waits in a queue, and no compute takes from queues: `queues: True` in the compute.yaml'
     query_result = small_cluster.eschedule('web1')
     assert (query_result.code, query_result.stdout) == (6, '')
-    assert 'no address yet: queued, waiting for: a compute to take it' in query_result.stderr
+    assert 'no address yet: queued, waiting for a compute to take it' in query_result.stderr
     wait_result = small_cluster.eschedule('wait', 'web1', '--timeout', '0.2')
     assert wait_result.code == 6
     assert wait_result.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
@@ -100,14 +100,14 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
         'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
     )
     first, no_taker, query = (
-        'web1 waits in the queue of flavor small since 2',
+        'web1 has waited in the queue of flavor small since 2',
         'no compute takes from queues',
         SMALL_QUERY,
     )
     lines = small_cluster.eschedule('why', 'web1').stdout.splitlines()
     assert lines[0].startswith(first)
-    assert lines[0].endswith(', and is the next of it')
-    assert [lines[1], lines[2][: len(no_taker)], len(lines)] == [f'it asked for {query}', no_taker, 3]
+    assert lines[0].endswith(', and is next')
+    assert [lines[1], lines[2][: len(no_taker)], len(lines)] == [f'it requested {query}', no_taker, 3]
 
     compute = small_cluster.ecompute(queues=True)
     wait_state(small_cluster, find_instance(small_cluster, 'web1'), 'active')
@@ -118,7 +118,7 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     lines = small_cluster.eschedule('why', 'web3').stdout.splitlines()
     assert lines[0].endswith(', behind 1 other')
     host, lack = socket.gethostname(), 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 128 (free 0 of 512)'
-    assert lines[1:] == [f'it asked for {query}', f'{host}: {lack}']
+    assert lines[1:] == [f'it requested {query}', f'{host}: {lack}']
     waits = json.loads(small_cluster.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
     lacks = {'compute': compute.uuid, 'host': host, 'lacks': lack}
     assert waits == {
@@ -474,7 +474,7 @@ def test_queued_requests_obey_groups_and_quotas(small_cluster: Control) -> None:
         == 3
     )
     assert last not in run_in_process(small_cluster, 'group', 'show', 'web').stdout
-    assert 'took it by itself' in run_in_process(small_cluster, 'why', waiting_one).stdout
+    assert 'it waited in a queue, and this compute took it' in run_in_process(small_cluster, 'why', waiting_one).stdout
     check_settled(small_cluster, first_compute, second_compute)
 
 

@@ -316,10 +316,10 @@ def test_why_explains_the_placement_of_a_group_member(cluster: Control) -> None:
     reasons = run_in_process(cluster, 'why', first[1]).stdout.splitlines()
     assert reasons[0].startswith(f'{first[1]} is on ')
     assert first[0] in reasons[0]
-    assert reasons[1] == f'it asked for {SMALL_QUERY}'
-    assert reasons[2].startswith('2 computes could have taken it then; spread (the emptiest first) was asked for, and')
+    assert reasons[1] == f'it requested {SMALL_QUERY}'
+    assert reasons[2].startswith('2 computes could have taken it then; the order was spread (the emptiest first), and')
     assert reasons[3].endswith(
-        f'(strict anti-affinity), apart from its others: {second[1]} on {make_display_name(second[0])}'
+        f'(strict anti-affinity), apart from the other members: {second[1]} on {make_display_name(second[0])}'
     )
     data = json.loads(run_in_process(cluster, 'why', second[1], '-f', 'json').stdout)
     assert data['why'] == {'weigh': 'spread', 'weight': 0.95, 'of': 1}

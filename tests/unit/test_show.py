@@ -179,7 +179,7 @@ def test_details_show_every_field() -> None:
 
 
 def test_power_is_shown_only_while_it_is_switched() -> None:
-    for power, shown in ((f'{COMPUTE}:asked', 'asked to turn itself off'), (f'{COMPUTE}:off', 'about to be started')):
+    for power, shown in ((f'{COMPUTE}:asked', 'asked to shut down'), (f'{COMPUTE}:off', 'about to start')):
         assert shown in render(make_record_details(replace(RECORD, power=power)))
     assert 'power' not in render(make_record_details(replace(RECORD, power=COMPUTE)))
     assert json.loads(render(make_record_details(replace(RECORD, power=COMPUTE)), 'json'))['power'] == COMPUTE
@@ -200,12 +200,12 @@ def test_address_is_expected_until_the_guest_has_it() -> None:
     assert 'console      hv1:/c/i.log' in shown
     expecting = replace(RECORD, addresses=(rows[f'10.0.0.1 expected ({mac} on default)'],))
     assert render(make_record_listing([expecting])).splitlines()[1].split()[3] == '-'
-    assert explain_no_address(expecting).endswith('waiting for: its compute to accept it (10.0.0.1 is expected)')
+    assert explain_no_address(expecting).endswith('waiting for its compute to accept it (10.0.0.1 is expected)')
 
 
 def test_missing_address_is_explained() -> None:
     assert explain_no_address(replace(RECORD, state=BUILDING, stages={'requested': NOW, 'scheduled': NOW})) == (
-        f'{INSTANCE}: no address yet: building, waiting for: its image'
+        f'{INSTANCE}: no address yet: building, waiting for its image'
     )
     assert explain_no_address(FAILED) == describe_failure(FAILED)
     assert 'failed at stage image' in describe_failure(FAILED)
