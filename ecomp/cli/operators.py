@@ -45,14 +45,14 @@ def _show_hosts(ctx: Context) -> int:
     selected = [host for host in hosts if host.compute in requested]
     for missing in dict.fromkeys(requested):
         if missing not in {host.compute for host in selected}:
-            ctx.out.say(f'{missing}: no such compute: {ctx.command_prefix} hosts shows all')
+            ctx.out.say(f'{missing}: no host has this name or uuid. Try: {ctx.command_prefix} hosts')
             code = code or NotFound.exit_code
     if not selected:
         return code
     listing_code = ctx.show(make_host_listing(selected), unreadable, is_single=len(ctx.words) == 1)
     if ctx.form == TABLE and not ctx.options.columns and not ctx.options.sort:
         records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.compute in requested]
-        ctx.out.put('' if records else '\nno instance lives there')
+        ctx.out.put('' if records else '\nno instances')
         if records:
             ctx.show(make_record_listing(records, ctx.computes))
     return code or listing_code
@@ -82,7 +82,7 @@ def _change_host_status(ctx: Context) -> int:
         target = outcomes.results[word]['compute']
         with LiveLine() as show_status:
             wait_until_drained(ctx.store, ctx.placement, target, word, deadline, show_status)
-        outcomes.report(word, f'{word}: nothing lives there any more')
+        outcomes.report(word, f'{word}: no instances remain')
 
     return outcomes.run(change, wait, f'{ctx.name} --wait')
 
@@ -100,8 +100,8 @@ def _forget_hosts(ctx: Context) -> int:
             report, fenced = partial(outcomes.report, word), ctx.options.fenced
             forget(ctx.store, ctx.placement, target, word, make_timestamp, report, fenced)
         except Unreachable as error:
-            advice = 'nothing was removed but what is said above, and the same command again goes on'
-            raise type(error)(f'{error}; {advice}', error.backend) from error
+            problem = f'{word}: only what is reported above was removed; the same command continues'
+            raise type(error)(f'{problem}: {error}', error.backend) from error
 
     return outcomes.run(forget_one)
 
@@ -186,9 +186,11 @@ def make_finding_listing(
 def _summarize(report: Report) -> list[str]:
     """Return lines on silent computes, the fix of each finding, and the number of findings."""
     called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
-    away = [f'compute {called(uuid)} is {state}: what it has was not compared' for uuid, state in silent.items()]
+    away = [
+        f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
+    ]
     cures = (
-        f'{item.code}: ' + (f'--fix {item.fix}' if item.fix else f'by hand: {item.how}') for item in report.findings
+        f'{item.code}. Fix: ' + (f'audit --fix ({item.fix})' if item.fix else item.how) for item in report.findings
     )
     count = len(report.findings)
     unserved = filter(None, [report.world.describe_unserved()])
@@ -237,42 +239,42 @@ def _host_to_dict(host: Host) -> dict[str, object]:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('hosts', 'hosts', 'all computes: state, instances, what is used',
-            'Print all computes, a line each: uuid, host name, state, number of instances, and of each resource class '
-            'how much is used, and how much there is in all (memory in MiB, disk in GiB); and of one that is up the '
-            'version of its ecompute, and what its guests are (kvm, qemu, fake). `closed` is one whose ecompute was '
-            'stopped, `disabled` one where nothing new is placed.',
+    Command('hosts', 'hosts', 'list all computes: state, instances, use',
+            'List all computes, one a line: uuid, host name, state, number of instances, and the use and capacity of '
+            'each resource class (memory in MiB, disk in GiB); for a compute that is up also the version of its '
+            'ecompute and the kind of its guests (kvm, qemu, fake). The state is `closed` if its ecompute was stopped, '
+            'and `disabled` if no new instances are placed there.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
-    Command('host list', 'host list', 'the same as hosts',
-            'Print all computes, as `eschedule hosts` does.',
+    Command('host list', 'host list', 'list all computes, as hosts does',
+            'List all computes, as `eschedule hosts` does.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule host list'),
-    Command('host show', 'host show <host>…', 'one compute, and what lives there',
-            'Print of a compute, or of several, what `eschedule hosts` says of it, and then the instances there as '
-            '`eschedule list` prints them. With -f json: what `eschedule hosts -f json` says of it.',
+    Command('host show', 'host show <host>…', 'show a compute and its instances',
+            'Show one or more computes as `eschedule hosts` does, and then their instances as `eschedule list` does. '
+            'With -f json: only the computes, as `eschedule hosts -f json` prints them.',
             parse_computes, _show_hosts, LISTING_OPTIONS, (4, 5), example='eschedule host show hv1'),
-    Command('host disable', 'host disable <host>', 'place nothing new on a compute',
-            'Have nothing new placed on a compute; what lives there goes on.',
+    Command('host disable', 'host disable <host>', 'place no new instances on a compute',
+            'Place no new instances on a compute; those that run there continue.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
-    Command('host drain', 'host drain <host>', 'disable a compute, and say what lives there',
-            'Have nothing new placed on a compute, and say what lives there. Nothing is destroyed or moved: whoever '
-            'owns the instances does that.',
+    Command('host drain', 'host drain <host>', 'disable a compute and list its instances',
+            'Place no new instances on a compute, and list those that are there. Nothing is destroyed or moved; that '
+            'is up to the owners of the instances.',
             parse_compute, _change_host_status,
-            {**make_wait_options('nothing lives there any more, and nothing is on its way there'), **DOCUMENT_OPTIONS},
+            {**make_wait_options('no instance is there or on its way there'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>', 'place new instances on a compute again',
-            'Have new instances placed on a compute again.',
+            'Place new instances on a compute again.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host enable hv1'),
-    Command('host forget', 'host forget <host>…', 'remove a compute that is dead for good',
-            'Remove a compute that will never come back: its resource provider in placement, claims that no request '
-            "stands behind, the keys of instances whose destroy had been accepted, and its host's name. It is refused "
-            'while the compute is alive or anything lives there: destroy those instances first; and without --fenced '
-            'while it holds claims or a request waits in a queue, because their guests may be running there. Killed '
-            'half-way, the same command again goes on.',
+    Command('host forget', 'host forget <host>…', 'remove a compute that never comes back',
+            'Remove a compute that never comes back: its resource provider in placement, claims without a request, the '
+            'keys of instances whose destroy was accepted, and its host name. The command is refused while the compute '
+            'is alive, and while it has instances: destroy those first. It is also refused while the compute holds '
+            'claims or a request waits in a queue, because guests may be running there; --fenced overrides that. If '
+            'the command is interrupted, the same command continues.',
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
-    Command('audit', 'audit', 'where etcd, placement and computes disagree',
-            'Compare what etcd, placement and every compute say, and print where they disagree: a code, what it is '
-            'about, and a sentence. It takes a few seconds, and looks twice where it finds something. stderr says how '
-            'each finding is mended.',
+    Command('audit', 'audit', 'find where etcd, placement and computes disagree',
+            'Compare what etcd, placement and every compute report, and print where they disagree: a code, the '
+            'subject and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr '
+            'prints the fix of each finding.',
             parse_nothing, _audit, {'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

@@ -87,7 +87,7 @@ def read_group(store: Store, name: str) -> Group:
         suggestion = format_suggestion(
             name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries)
         )
-        raise NotFound(f'{make_printable(name, 100)}: no such group{suggestion}: eschedule group list shows all')
+        raise NotFound(f'{make_printable(name, 100)}: no such group{suggestion}. Try: eschedule group list')
     return shared_group
 
 
@@ -221,40 +221,40 @@ def _quota_to_dict(project_quota: Quota) -> dict[str, object]:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('flavor list', 'flavor list', 'the flavors of schedule.yaml and of etcd',
-            'Print the flavors: what each asks for, and whether it is kept in schedule.yaml or in etcd. One of '
-            "schedule.yaml comes before etcd's of the same name.",
+    Command('flavor list', 'flavor list', 'list the flavors of schedule.yaml and etcd',
+            'List the flavors: what each requests, and whether it is in schedule.yaml or in etcd. A flavor of '
+            'schedule.yaml takes precedence over one of the same name in etcd.',
             parse_nothing, _list_flavors, LISTING_OPTIONS, example='eschedule flavor list'),
-    Command('flavor show', 'flavor show NAME…', 'what a flavor asks for',
-            'Print of a flavor, or of several, what `eschedule flavor list` prints of all.',
+    Command('flavor show', 'flavor show NAME…', 'show what a flavor requests',
+            'Show one or more flavors, as `eschedule flavor list` shows all of them.',
             parse_names, _show_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor show small'),
-    Command('flavor set', "flavor set NAME 'resources=…'", 'keep a flavor in etcd, for everybody',
-            'Keep a flavor in etcd, for everybody, in place of one of that name: a placement query with resources= and '
-            'perhaps required= and nothing else, in quotes. What is placed already stays as it is.',
+    Command('flavor set', "flavor set NAME 'resources=…'", 'store a flavor in etcd, for all users',
+            'Store a flavor in etcd, for all users; it replaces a flavor of the same name. It is a quoted placement '
+            'query with resources= and optionally required=, and nothing else. Existing instances stay as they are.',
             parse_flavor_and_query, _set_flavor, DOCUMENT_OPTIONS,
             example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"),
     Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
-            'Remove flavors from etcd. What is placed already stays as it is; what still waits in the queue of such a '
-            'flavor is taken by nobody.',
+            'Remove flavors from etcd. Existing instances stay as they are. No compute takes the requests that still '
+            'wait in the queue of such a flavor.',
             parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
-    Command('group list', 'group list', 'all groups and their policies',
-            'Print all groups, a line each: name, policy, number of members, and on how many computes they are.',
+    Command('group list', 'group list', 'list all groups and their policies',
+            'List all groups, one a line: name, policy, number of members, and number of computes they are on.',
             parse_nothing, _list_groups, LISTING_OPTIONS, example='eschedule group list'),
-    Command('group show', 'group show GROUP…', 'where the members of a group are',
-            "Print a group's policy, and each member with its compute; `waits` is one that is in a queue.",
+    Command('group show', 'group show GROUP…', 'show where the members of a group are',
+            "Show a group's policy, and each member with its compute, or `waits` if the member is in a queue.",
             parse_names, _show_groups, LISTING_OPTIONS, (4,), example='eschedule group show web'),
-    Command('quota list', 'quota list', 'the projects that have limits',
-            'Print the projects that have limits, and how much of each limit is used. A project that is not listed has '
-            'none.',
+    Command('quota list', 'quota list', 'list the projects that have limits',
+            'List the projects that have limits, and how much of each limit is used. A project that is not listed is '
+            'not limited.',
             parse_nothing, _list_quotas, LISTING_OPTIONS, example='eschedule quota list'),
-    Command('quota show', 'quota show PROJECT…', 'what a project may have, and has',
-            'Print of a project, for each resource class and for the number of instances, the limit, how much is used, '
-            'and how much is left (memory in MiB, disk in GiB).',
+    Command('quota show', 'quota show PROJECT…', 'show the limits of a project and its use',
+            'Show for each resource class of a project, and for the number of its instances, the limit, how much is '
+            'used, and how much is left (memory in MiB, disk in GiB).',
             parse_names, _show_quotas, LISTING_OPTIONS, (4,), example='eschedule quota show shop'),
     Command('quota set', 'quota set PROJECT CLASS=N…', 'limit what a project may have',
             'Limit what a project may have in all: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or '
-            'any other resource class; =none is no limit any more. Limits that are not named stay. What it has already '
-            'is counted anew and stays, even if it is more.',
+            'any other resource class; =none removes a limit. Limits that are not given stay. The current use is '
+            'counted again; instances beyond the new limit stay.',
             parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
             example='eschedule quota set shop VCPU=10 instances=5'),
 )

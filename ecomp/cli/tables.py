@@ -425,8 +425,8 @@ def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
     matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]
     if len(matches) != 1:
         names = ', '.join(column.name for column in columns)
-        problem = f'{len(matches)} columns begin so' if matches else 'there is no such column'
-        raise UsageError(f'{option} {make_printable(name, 80)}: {problem}; there are {make_printable(names)}')
+        problem = f'{len(matches)} columns begin with this' if matches else 'no such column'
+        raise UsageError(f'{option} {make_printable(name, 80)}: {problem}. Fix: give one of {make_printable(names)}')
     return matches[0]
 
 

@@ -167,7 +167,7 @@ def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
     """
     messages = [
         *map(make_printable, drawing.messages),
-        *(f'{make_printable(error)}; it is tried again' for error in errors),
+        *(f'the table is out of date, retrying: {make_printable(error)}' for error in errors),
     ]
     lines, below = (
         drawing.table.split('\n'),
@@ -182,5 +182,5 @@ def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
     below = below[: max(height - 3, 0)]
     max_lines = max(height - 1 - len(below), 2)  # the cursor takes the last line
     if len(lines) > max_lines:
-        lines = [*lines[: max_lines - 1], f'{len(lines) - max_lines + 1} more']
+        lines = [*lines[: max_lines - 1], f'{len(lines) - max_lines + 1} more lines']
     return CLEAR_SCREEN + '\n'.join([*lines, *below])

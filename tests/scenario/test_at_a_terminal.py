@@ -238,7 +238,7 @@ def test_watch_ends_with_success_when_its_pipe_is_closed(guests: Control) -> Non
 
 def test_watched_list_is_cut_to_the_terminal_height(guests: Control) -> None:
     with start_screen(guests, 'list', '--watch', height=4) as terminal:
-        wait_until(lambda: '2 more' in terminal.output, 30, 'it is drawn')
+        wait_until(lambda: '2 more lines' in terminal.output, 30, 'it is drawn')
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == (0, '')
 
@@ -259,7 +259,7 @@ def test_watched_list_shows_warnings_below_the_table(guests: Control) -> None:
             wait_until(lambda: no_taker in ' '.join(terminal.output.split()), 30, 'it is drawn')
             rows = terminal.output.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
             assert len(rows) < 10
-            assert any(row.endswith(' more') for row in rows)
+            assert any(row.endswith(' more lines') for row in rows)
             assert all(len(row) <= 80 for row in rows)
             terminal.process.send_signal(signal.SIGINT)
             assert terminal.end() == (0, '')

@@ -120,8 +120,8 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', booted)}
     messages = table.stderr.splitlines()
     assert all(line.startswith('eschedule: ') for line in messages), table
-    assert 'eschedule: allocation-orphaned: --fix releases it' in messages
-    assert any(line.startswith('eschedule: booted-differs: by hand: ') for line in messages)
+    assert 'eschedule: allocation-orphaned. Fix: audit --fix (releases it)' in messages
+    assert any(line.startswith('eschedule: booted-differs. Fix: ') for line in messages)
     assert messages[-1].endswith(': 2 findings')
     findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}
     assert set(findings_by_code) == {'allocation-orphaned', 'booted-differs'}
@@ -139,7 +139,8 @@ def test_closed_compute_is_a_note_and_not_a_finding(scene: Scene) -> None:
     result = scene.control.eschedule('audit')
     assert (result.code, result.stdout) == (0, '')
     display_name = f'{socket.gethostname()} ({scene.second.uuid})'  # both computes have this host name
-    assert f'eschedule: compute {display_name} is closed: what it has was not compared' in result.stderr.splitlines()
+    note = f'eschedule: compute {display_name} is closed: its guests and disks were not compared'
+    assert note in result.stderr.splitlines()
 
 
 def test_audit_without_a_backend_exits_with_7(own_control: Control) -> None:

@@ -359,7 +359,7 @@ def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, com
     assert run_host_command(cluster, 'drain', compute.uuid, '--wait') == [
         f'{compute.uuid}: disabled: nothing new is placed there, and what lives there goes on',
         f'{compute.uuid}: no instances there',
-        f'{compute.uuid}: nothing lives there any more',
+        f'{compute.uuid}: no instances remain',
     ]
     run_host_command(cluster, 'enable', compute.uuid)
     web1 = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
@@ -379,7 +379,7 @@ def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, com
         assert cluster.eschedule('destroy', instances[1]).code == 0
         result = draining.wait()
     assert result.code == 0, result
-    assert result.stderr.splitlines()[-1].endswith(f'{compute.uuid}: nothing lives there any more')
+    assert result.stderr.splitlines()[-1].endswith(f'{compute.uuid}: no instances remain')
     assert not cluster.etcd.list_keys(f'/hosts/{compute.uuid}/')
     assert cluster.placement.read_consumers(compute.uuid) == {}
 

@@ -104,10 +104,10 @@ def test_columns_are_selected_by_prefix_and_in_order() -> None:
 @pytest.mark.parametrize(
     ('look', 'message'),
     [
-        (OutputStyle(columns=('names',)), '-c names: there is no such column; there are INSTANCE, NAME'),
-        (OutputStyle(columns=('re',)), '-c re: 2 columns begin so'),
-        (OutputStyle(columns=('',)), '-c : there is no such column'),
-        (OutputStyle(sort='\x1b[2J'), '--sort \\x1b[2J: there is no such column'),
+        (OutputStyle(columns=('names',)), '-c names: no such column. Fix: give one of INSTANCE, NAME'),
+        (OutputStyle(columns=('re',)), '-c re: 2 columns begin with this'),
+        (OutputStyle(columns=('',)), '-c : no such column'),
+        (OutputStyle(sort='\x1b[2J'), '--sort \\x1b[2J: no such column'),
     ],
 )
 def test_unknown_column_is_refused(look: OutputStyle, message: str) -> None:
@@ -234,9 +234,11 @@ def test_possible_columns_of_details_do_not_depend_on_values() -> None:
     assert render_details([one, two], OutputStyle('value', columns=('g',)), True) == '-\nweb'
     assert render_details([two], OutputStyle('value', columns=('gone',)), False) == '-'
     for form in ('table', 'csv', 'value'):
-        with pytest.raises(UsageError, match=r'-c g: 2 columns begin so; there are state, group, gone, boot 1, name$'):
+        with pytest.raises(
+            UsageError, match=r'-c g: 2 columns begin with this\. Fix: give one of state, group, gone, boot 1, name$'
+        ):
             render_details([one], OutputStyle(form, columns=('g',)), False)
-        with pytest.raises(UsageError, match='-c boots: there is no such column'):
+        with pytest.raises(UsageError, match='-c boots: no such column'):
             render_details([one], OutputStyle(form, columns=('boots',)), False)
 
 
