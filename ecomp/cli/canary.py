@@ -48,8 +48,7 @@ from ecomp.scheduler.placing.place import check_complete
 # Canaries in flight at a time. Each further host waits until an earlier canary is destroyed.
 MAX_CONCURRENT_CANARIES = 64
 STATUS_UPDATE_SECONDS = 1.0
-# Seconds after an interrupt in which another one is ignored: timeout(1) sends two. By then the destroy of every canary
-# is requested.
+# Seconds in which a second interrupt is ignored (timeout(1) sends two), and in which every destroy is requested.
 INTERRUPT_GRACE_SECONDS = 3.0
 INTERRUPTED = 'interrupted'
 # A canary's user-data: the default one might report the guest to the outside world.
@@ -57,10 +56,7 @@ EMPTY_USER_DATA = b'#cloud-config\n{}\n'
 
 
 class CanaryPlan(NamedTuple):
-    """The query, image, ssh keys and stage that all canaries of a command share.
-
-    `keys` None means those of mdserver.conf. `not_entered_reason` says why no canary is logged in to, '' if each is.
-    """
+    """What all canaries share. `keys` None: those of mdserver.conf; `not_entered_reason` '': each is logged in to."""
 
     query: str
     image: str
@@ -72,8 +68,7 @@ class CanaryPlan(NamedTuple):
 def parse_plan(ctx: Context) -> CanaryPlan:
     """Read the plan without asking a server; UsageError if an argument or key file is invalid.
 
-    Guests are logged in to if the stage is READY and there is an ssh key or --identity. Without --for the stage is
-    READY, or BOOTED if there is neither.
+    Canaries are logged in to at stage READY with a key or --identity. Without --for it is READY, without these BOOTED.
     """
     query, *image = ctx.words
     plan = CanaryPlan(
@@ -140,8 +135,8 @@ def _boot_and_enter(
 ) -> Canary:
     """Wait for the plan's stage, log in if planned, and return what the canary reached.
 
-    `seconds` is the time since this call; a failed login sets `failed_stage` and no `seconds`. Without reported host
-    keys there is no login, only a `reason`. Errors of the wait and of `check_interrupted` pass.
+    `seconds` counts from this call, None for a failed login, which sets `failed_stage`. Without reported host keys the
+    login is skipped, with a `reason`. Errors of the wait and of `check_interrupted` pass.
     """
     started = time.monotonic()
     wait = Wait(
@@ -165,10 +160,9 @@ def _boot_and_enter(
 
 
 def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exception) -> Canary:
-    """Return the canary with its last stage and why it failed; at a timeout print its console.
+    """Return the canary with its last stage, if readable, and why it failed; at a timeout print its console.
 
-    After an Interrupted `failed_stage` stays '', because nothing is wrong with the host. Unreadable entries are
-    ignored.
+    After an Interrupted `failed_stage` stays '', because nothing is wrong with the host.
     """
     entries = None
     with suppress(EcompError):
@@ -198,8 +192,8 @@ def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapaci
 def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
     """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
-    Waits --timeout seconds at most, then removes its record. Never raises an Exception. It returns `reason_if_absent`
-    if etcd has no such instance: '' unless the outcome of the placement is unknown.
+    Waits --timeout seconds at most, then removes its record; never raises an Exception. If etcd has no such instance it
+    returns `reason_if_absent`: '' unless the outcome of the placement is unknown.
     """
     try:
         destroy(ctx.store, instance)
@@ -214,10 +208,7 @@ def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
 
 
 class Canaries:
-    """The canaries of one `eschedule doctor --canary`, which threads run concurrently.
-
-    At most MAX_CONCURRENT_CANARIES are in flight.
-    """
+    """The canaries of one `doctor --canary`, in threads, MAX_CONCURRENT_CANARIES at a time."""
 
     def __init__(self, ctx: Context, plan: CanaryPlan) -> None:
         self._ctx = ctx
@@ -233,14 +224,12 @@ class Canaries:
         return bool(self._interrupt_times)
 
     def run(self, hosts: Sequence[Host]) -> list[Canary]:
-        """Run a canary on each host that is up, or only on that of --on; return all results.
+        """Run a canary on each host that is up, or only on that of --on; print and return all results.
 
-        They are in the order of `hosts`, and printed as messages as they arrive; that of a host that is not up has only
-        a reason. After an interrupt no canary starts, and those in flight are destroyed; a second one leaves them, with
-        `leftover_reason`.
-
-        Before the first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or
-        invalid query, and the errors of etcd and placement.
+        The results are in the order of `hosts`; that of a host that is not up has only a reason. After an interrupt no
+        canary starts, and those in flight are destroyed; a second one leaves them, with `leftover_reason`. Before the
+        first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or invalid query,
+        and the errors of etcd and placement.
         """
         ctx, options = self._ctx, self._ctx.options
         if options.flavor is not None:
@@ -279,10 +268,7 @@ class Canaries:
             self._report_results(computes, show_status)
 
     def _report_results(self, computes: Sequence[str], show_status: Callable[[str], None]) -> None:
-        """Print each result when it arrives, until all are there or a second interrupt comes.
-
-        An interrupt within INTERRUPT_GRACE_SECONDS of the first is ignored.
-        """
+        """Print results as they arrive until all are there, or an interrupt INTERRUPT_GRACE_SECONDS after the first."""
         reported = set[str]()
         started = time.monotonic()
         is_interrupt_reported = False
@@ -328,10 +314,7 @@ class Canaries:
 
 @contextmanager
 def _catch_signals(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored ones (nohup) stay ignored.
-
-    The former handlers are restored at the end of the block.
-    """
+    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP within the block, but not for ignored ones (nohup)."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in replaced:

@@ -60,8 +60,7 @@ QUEUED_MESSAGE = 'QUEUED INSTANCE {instance}'
 STDIN = '-'
 CLOUD_CONFIG = b'#cloud-config'
 # Above this number of computes a create asks about a sample first. Below it sampling does not pay: placement answers
-# about a hundred nearly as fast as about one, and hints of so few are soon stale: with eight requesters a create took
-# 1.4 queries, and balanced worse.
+# about 100 nearly as fast as about 1, and hints are soon stale (8 requesters: 1.4 queries a create, worse balance).
 LARGE_CLUSTER_SIZE = 256
 
 NewInstance = dict[str, str | None]
@@ -92,8 +91,7 @@ def _place(ctx: Context, order: Order) -> int:
 
     It is 3 without capacity, 1 at Ctrl-C, 7 if the outcome is unknown; other errors of create() pass.
     """
-    # Imported late, here and below: loading http.client and h2 takes most of a claim's time, so one is loaded and
-    # placement queried while the other loads.
+    # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.looking.find import ask_placement
 
     query, resume = _build_query(ctx), ctx.options.uuid is not None
@@ -150,10 +148,9 @@ def _report_and_wait(
 ) -> int:
     """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    With --wait a table is printed before the wait, a document after it, with the final states. Returns the exit code:
-    that of the wait, 0 without one, 6 at Ctrl-C, after the instances are printed. If they cannot be written to stdout,
-    the EcompError begins with `output_error_prefix`. Without that text, and for the document after a wait, the OSError
-    passes.
+    With --wait a table is printed before the wait, a document after it, with the final states. Returns the exit code of
+    the wait, 0 without one, 6 at Ctrl-C. If stdout cannot be written, the EcompError begins with `output_error_prefix`;
+    without that text, and for the document after a wait, the OSError passes.
     """
     is_put = False
 
@@ -205,17 +202,15 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
     instance_index = KeyIndex({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
     wait_and_report(ctx, outcomes, lambda instance: instance, instance_index)
     if ctx.form != TABLE:
-        ends = (
-            {field: result[field] for field in ('state', 'address', 'error')} for result in outcomes.results.values()
-        )
+        ends = ({key: result[key] for key in ('state', 'address', 'error')} for result in outcomes.results.values())
         ctx.out.put(_format_document(ctx, [{**start, **end} for start, end in zip(instances, ends, strict=True)]))
     return outcomes.exit_code
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
-    """Queue the order for its flavor, with --wait wait; return the exit code.
+    """Queue the order for its flavor, with --wait wait; return the exit code: 3 over quota, 1 at Ctrl-C.
 
-    It is 3 over quota, 1 at Ctrl-C; other errors of enqueue() pass. Placement is not asked for a new order.
+    Other errors of enqueue() pass. Placement is not asked for a new order.
     """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
@@ -286,10 +281,7 @@ def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
 
 
 def _build_query(ctx: Context) -> str:
-    """Combine the query, --flavor and --on; raise UsageError, NotFound or Conflict if invalid.
-
-    A uuid in --on is not checked: see _report_no_capacity().
-    """
+    """Combine query, --flavor and --on; UsageError, NotFound or Conflict if invalid, except a uuid in --on."""
     from ecomp.model.query import check_query
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
@@ -308,10 +300,7 @@ def _build_query(ctx: Context) -> str:
 
 
 def _check_flavor_suffices(flavor: str, query: str) -> None:
-    """Raise UsageError, not "no capacity", if flavor and query lack what every guest needs.
-
-    A query that we cannot parse passes.
-    """
+    """Raise UsageError if flavor and query lack what every guest needs; a query that we cannot parse passes."""
     from ecomp.model.query import Amount, UnsupportedQueryError, parse_query
 
     try:
@@ -424,10 +413,9 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
 
 
 def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
-    """Read user-data from a file, or from standard input for `-`; UsageError names the file.
+    """Read user-data of at most MAX_USER_DATA_BYTES from a file, `-` for stdin; UsageError names the file.
 
-    It is returned unchanged, and has at most MAX_USER_DATA_BYTES. `warn` gets a line if cloud-init would ignore it;
-    other programs in guests may use it.
+    `warn` gets a line if cloud-init would ignore it; other programs in guests may use it.
     """
     label = f'user-data {make_printable(str(path), 200)}'
     data = _read_file(label, path, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
@@ -447,10 +435,7 @@ def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
 
 
 def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """Read the public keys of all files without duplicates; UsageError names file and line.
-
-    Also UsageError for a file without keys, or for more than MAX_SSH_KEYS_BYTES in all.
-    """
+    """Read the unique public keys of all files; UsageError, with file and line, if invalid, missing or too large."""
     unique_keys: dict[str, None] = {}
     for path in paths:
         label = f'ssh keys {make_printable(str(path), 200)}'
@@ -464,10 +449,7 @@ def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
-    """Read a file, or standard input for `-`; UsageError if it is unreadable or too large.
-
-    The message begins with `label`; `advice` ends that for a file of more than `limit_bytes`.
-    """
+    """Read a file, `-` for stdin; UsageError, with `label`, if unreadable, or with `advice` above `limit_bytes`."""
     try:
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
             data = file.read(limit_bytes + 1)
@@ -483,17 +465,13 @@ def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> b
     return data
 
 
-# ~/.cache/ecomp/large-<etcd's endpoints> exists if the cluster was large when it was last seen: then a create asks
-# about a sample of computes, else about all. Both give correct results: a wrong memory costs time once, and a failure
-# to read or write it is ignored. Asking etcd instead would delay the query to placement, which would no longer overlap
-# with loading h2: with 10 computes a claim of 164 ms took 17 to 23 ms longer.
+# ~/.cache/ecomp/large-<etcd's endpoints> exists if the cluster was large when last seen: then a create asks about a
+# sample of computes, else about all. A wrong memory costs only time, so errors are ignored. Asking etcd instead would
+# delay the query to placement, which overlaps with loading h2 (10 computes: a claim of 164 ms took 17 to 23 ms more).
 
 
 def is_large_cluster(etcd: EtcdConfig) -> bool:
-    """Return True if the cluster had more than LARGE_CLUSTER_SIZE computes when last seen.
-
-    False if that is unknown.
-    """
+    """Return True if the cluster is known to have had more than LARGE_CLUSTER_SIZE computes when last seen."""
     with suppress(OSError, RuntimeError):
         return _find_marker_path(etcd).exists()
     return False
@@ -519,10 +497,7 @@ def _find_marker_path(etcd: EtcdConfig) -> Path:
 
 
 def _check_options(name: str, words: Sequence[str], options: Options) -> None:
-    """Raise UsageError for an invalid --count, --min, --queue or --name, or without a query.
-
-    --flavor stands for a query.
-    """
+    """Raise UsageError for an invalid --count, --min, --queue or --name, or without query and --flavor."""
     if not words[0] and options.flavor is None:
         raise UsageError(
             f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'

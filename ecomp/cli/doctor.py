@@ -20,10 +20,10 @@ def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
 
 
 def _diagnose(ctx: Context) -> int:
-    """Print what is wrong with the backends and then the computes; return the exit code.
+    """Print what is wrong with the backends, then the computes and canaries; return the exit code.
 
-    With --canary each host that is up is tried, too. While a backend is unavailable it checks no more, and the code is
-    7; else 8 for findings, 1 if an interrupted canary run found nothing, else 0.
+    It is 7 if a backend is unavailable, which skips the rest; else 8 for findings, 1 if canaries were interrupted, or
+    0.
     """
     from ecomp import backends
     from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
@@ -42,9 +42,7 @@ def _diagnose(ctx: Context) -> int:
 
         hosts, _ = read_hosts(ctx.store, ctx.placement)
         versions = {host.compute: host.facts.version for host in hosts if host.facts.version is not None}
-        waiting = [
-            record.name or record.instance for record in list_records(ctx.store, False)[0] if record.state == QUEUED
-        ]
+        waiting = [item.name or item.instance for item in list_records(ctx.store, False)[0] if item.state == QUEUED]
         computes = ComputeFacts(tuple(hosts), versions, read_version(), ctx.computes.describe_unserved(waiting))
         findings += check_computes(computes)
         if canary_run is not None:
