@@ -54,10 +54,7 @@ def _destroy(ctx: Context) -> int:
 
 
 def _change_power(ctx: Context) -> int:
-    """Stop, start or reboot the instances, by ctx.name, with --wait wait; return the exit code.
-
-    An instance that is given twice, by name and by uuid, is changed once.
-    """
+    """Stop, start or reboot each instance once, by ctx.name, with --wait wait; return the exit code."""
     from ecomp.scheduler.changing.change import change_power
     from ecomp.scheduler.changing.wait import Wait, wait_for_power
 
@@ -114,10 +111,10 @@ def wait_and_report(
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    All share one deadline, --timeout seconds. Prints the address, in the table form, once a stage implies one; at the
-    deadline the last console lines. An EcompError is printed and recorded for its word; Ctrl-C: see Outcomes.wait().
-    `instance_index` says where instances were a moment ago. `power_by_instance` has pending power changes;
-    `resolve_instance` may add one.
+    All share one deadline, --timeout seconds. It prints the address, in the table form, once a stage implies one, and
+    at the deadline the last console lines. EcompErrors are printed and recorded for their word; Ctrl-C: see
+    Outcomes.wait(). `instance_index` has recent places of instances, `power_by_instance` pending power changes, to
+    which `resolve_instance` may add.
     """
     from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 

@@ -56,8 +56,8 @@ MAX_QUOTED_WORDS = 5
 class Context:
     """One running command: its arguments, its output, and connections made on first use.
 
-    Connections take most of a command's time, and many commands need only one. Messages (not data) replace each uuid in
-    `display_names` by the word that the user typed for the instance, or by the compute's host name.
+    Connections take most of a command's time. Messages (not data) replace each uuid in `display_names` by the word that
+    the user typed for the instance, or by the compute's host name.
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
@@ -73,9 +73,9 @@ class Context:
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
-        """Print a listing, as JSON an array or if `is_single` the first row's value; then `errors`.
+        """Print a listing (JSON: an array, if `is_single` the first value), then `errors`; return 1 if any, else 0.
 
-        Returns the exit code, 1 if there are errors. Raises UsageError for an unknown column.
+        Raises UsageError for an unknown column.
         """
         from ecomp.cli.tables import render_listing
 
@@ -176,8 +176,8 @@ class Context:
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
         """Return the uuid of the instance that a word means; messages use this word from now on.
 
-        A whole uuid is not checked. Raises NotFound, UsageError if several uuids begin with the word, Conflict if the
-        instance has another name, Unreadable if the name's key is malformed.
+        A whole uuid is not checked. Raises NotFound, UsageError (several uuids begin with the word), Conflict (the
+        instance has another name), Unreadable (the name's key is malformed).
         """
         from ecomp.scheduler.looking.find import resolve
 
@@ -188,8 +188,8 @@ class Context:
     def resolve_compute(self, word: str) -> str:
         """Return the uuid of the compute that a word means; a whole uuid is not checked.
 
-        Raises NotFound, Conflict if several computes have the host name, UsageError for '' or if several uuids begin
-        with the word, Unreachable (the beginning of a uuid is also looked up in placement).
+        Raises NotFound, Conflict (several computes have the host name), UsageError ('', or several uuids begin with the
+        word), Unreachable (the beginning of a uuid is also looked up in placement).
         """
         from ecomp.scheduler.looking.hosts import resolve_compute
 
@@ -226,10 +226,7 @@ class Context:
             return NO_COMPUTES
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for each word (None: the command's), print EcompErrors, and go on.
-
-        Returns the results of the others, and the exit code of the first error, or 0.
-        """
+        """Call `find` for each word (None: the command's), print EcompErrors; return results and first exit code."""
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))
@@ -244,11 +241,10 @@ class Context:
 class Command(NamedTuple):
     """The row of one command: its usage, its help, and the functions behind it.
 
-    `parse_words` gets name and words and returns the words in canonical form; it and `check`, which gets the options
-    too, raise UsageError. `run` returns the exit code; an EcompError that it raises ends the command with its message
-    and code. `options` are fields of Options, each with its help here or '' for the general one. `exit_codes` are those
-    beside 0, 1, 2 and 7, which every command may have. Without `needs_config` no configuration is read, so an invalid
-    one does not matter. `example` is a whole command line.
+    `parse_words` gets name and words and returns canonical words; it and `check`, which also gets the options, raise
+    UsageError. `run` returns the exit code; its EcompErrors end the command. `options` are fields of Options with their
+    help here, '' for the general one; `exit_codes` those beside 0, 1, 2 and 7, which every command may have. Without
+    `needs_config` no configuration is read, so an invalid one does not matter. `example` is a whole command line.
     """
 
     name: str
@@ -300,7 +296,7 @@ def make_wait_options(condition: str) -> dict[str, str]:
 class Outcomes:
     """The outcome for each word of a command; a failure for one word does not stop the others.
 
-    `results` has by word {"word", facts, "said": [sentences], "error": {"code", "said"} or None}, a repeated word once;
+    `results` has by word, once each, {"word", facts, "said": [sentences], "error": {"code", "said"} or None};
     `exit_code` is that of the first failure, or 0.
     """
 
@@ -318,10 +314,10 @@ class Outcomes:
         wait: Callable[[str, Deadline], None] | None = None,
         retry_command: str = '',
     ) -> int:
-        """Submit each word, with --wait wait where `submit` was truthy, and return the exit code.
+        """Submit each word, with --wait wait where `submit` was truthy; print the document of -f; return the exit code.
 
-        Prints the document of -f. If Ctrl-C stops a wait, the hint is `retry_command`. Ctrl-C while submitting raises
-        EcompError: the current word may have been accepted, and later words were not sent.
+        Ctrl-C during a wait prints `retry_command`. Ctrl-C during a submit raises EcompError: the current word may have
+        been accepted, and later words were not sent.
         """
         pending = list(self.results)
         accepted = list[str]()
@@ -339,7 +335,7 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each word and remove it from `pending`; print and record an EcompError.
+        """Call `work` for each word and remove it from `pending`; print and record EcompErrors.
 
         Any other exception passes, and leaves its word in `pending`.
         """
@@ -356,8 +352,8 @@ class Outcomes:
     ) -> None:
         """Call `work` for each word, with one deadline of --timeout seconds for all.
 
-        Ctrl-C stops waiting, not the operations: it prints a command that waits again, `retry_command` with the words
-        and `suffix`, and records exit code 6 for the remaining words.
+        Ctrl-C only ends the wait: it prints `retry_command`, the other words and `suffix`, and records exit code 6 for
+        them.
         """
         from ecomp.scheduler.changing.wait import Deadline
 

@@ -44,10 +44,7 @@ PLANNED_WORDS = frozenset({
 
 
 def load_rows(module: str) -> Sequence[Command]:
-    """Import one module of FAMILIES by its short name ('create') and return its rows.
-
-    Loading only that one keeps commands fast. ValueError for another name.
-    """
+    """Import only one module of FAMILIES ('create'), for speed, and return its rows; ValueError for another name."""
     match module:
         case 'create':
             from ecomp.cli.create import COMMANDS as ROWS
@@ -109,8 +106,8 @@ MAX_FLAG_COLUMN_WIDTH = 26
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; raise UsageError, whose text is printable.
 
-    --help or --version before any `--` wins, even in an invalid line: the name is HELP, with the command to explain as
-    words, or VERSION, which has no row.
+    --help or --version before any `--` wins, even in an invalid line: as name HELP, with the command as words, or
+    VERSION.
     """
     try:
         return _parse(argv)

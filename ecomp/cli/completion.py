@@ -1,7 +1,7 @@
 """Make completion scripts for bash, zsh and fish from the rows of the commands. Pure.
 
-Commands, options and stages are written into a script; instances, hosts, flavors, groups and projects are queried at
-each TAB. Those names come from etcd, so a script offers only names that a shell reads as one word.
+Commands, options and stages are constant; other names are queried from etcd at each TAB, so a script offers only those
+that a shell reads as one word.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def find_word_kind(command: Command) -> str:
 
 
 def find_value_kind(field: str, row: Option) -> str:
-    """Return what completes the value of an option, '' if it has no value.
-
-    '=' and the choices with spaces between, FILES, FREE_TEXT, or a kind of LISTING_COMMANDS. `field` is of Options.
-    """
+    """Return what completes an option: '=' and choices, FILES, FREE_TEXT, a kind of LISTING_COMMANDS, '' for none."""
     choices_by_metavar = {
         'STATE': sorted({QUEUED, *STATES}),
         'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
@@ -341,10 +338,7 @@ def _format_query(kind: str) -> str:
 
 
 def _format_complete(condition: str, *parts: str) -> str:
-    """Return a `complete` line; the last of several parts is a summary unless it begins with -.
-
-    Of the summary it keeps the first sentence, cut to 60 characters.
-    """
+    """Return a `complete` line; a last part without - is a summary: its first sentence, cut to 60 characters."""
     *rest, last = parts
     if rest and not last.startswith('-'):
         summary = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")
