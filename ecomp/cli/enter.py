@@ -1,7 +1,4 @@
-"""Commands that enter a guest: ssh, which trusts only reported host keys, and the console.
-
-Each runs the system's ssh, or the command `reach` of schedule.yaml.
-"""
+"""Commands that enter a guest: ssh, which trusts only reported host keys, and the console, by ssh or `reach`."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
-    """Replace this process by ssh to the guest, with the command's words behind the first.
-
-    Raises the errors of find_guest_access(), and StillGoing or EcompError without host keys.
-    """
+    """Replace this process by ssh; raises as find_guest_access() and, without host keys, as _make_ssh_options()."""
     from ecomp.scheduler.looking.hosts import find_guest_access
 
     user, word = split_user(ctx.words[0])
@@ -64,9 +58,9 @@ def _make_ssh_command(
 def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str:
     """Log in to a guest with known host keys and out again; return '' or why that failed.
 
-    It takes LOGIN_TIMEOUT_SECONDS at most. `on_tick` is called about once a second; what it raises ends the login. The
-    guest's known_hosts file is removed. Raises EcompError if ssh is not installed, the guest has no reachable address,
-    or its host keys are unknown.
+    It takes LOGIN_TIMEOUT_SECONDS at most and removes the guest's known_hosts file. `on_tick` is called about once a
+    second; its errors end the login. EcompError if ssh is not installed, or the guest has no reachable address or known
+    host keys.
     """
     from ecomp.scheduler.looking.hosts import find_guest_access
 
@@ -90,17 +84,17 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
 
 
 def _print_ssh_config(ctx: Context) -> int:
-    """Print ssh_config entries of the named guests, or of all active ones with host keys.
+    """Print ssh_config entries of the named guests, or of all active ones; return the exit code.
 
-    A guest whose name could mislead ssh gets its uuid as Host. Without names, guests without reported keys are left out
-    and named on stderr. Returns the exit code.
+    A guest whose name could mislead ssh gets its uuid as Host. Without names, guests without reported host keys are
+    only named on stderr.
     """
     import socket
 
     from ecomp.scheduler.looking.find import list_records
     from ecomp.scheduler.looking.hosts import find_guest_access, read_computes, read_names
 
-    instance_by_name, cluster = read_names(ctx.store), read_computes(ctx.store)
+    owner_by_name, cluster = read_names(ctx.store), read_computes(ctx.store)
     own_name = socket.gethostname().partition('.')[0].lower()
 
     def print_entry(word: str) -> None:
@@ -112,9 +106,7 @@ def _print_ssh_config(ctx: Context) -> int:
         is_host = access.display_name in (access.host, own_name, 'localhost', 'ip6-localhost') or bool(
             cluster.find_by_hostname(access.display_name)
         )
-        host = (
-            access.display_name if instance_by_name.get(access.display_name) == instance and not is_host else instance
-        )
+        host = access.display_name if owner_by_name.get(access.display_name) == instance and not is_host else instance
         lines = {
             'HostName': access.address,
             'User': ctx.config.ssh_user,
@@ -144,10 +136,9 @@ def _open_console(ctx: Context) -> int:
 
 
 def _print_log(ctx: Context) -> int:
-    """Print the console, the last --lines or all; with --follow until Ctrl-C, which returns 0.
+    """Print the console, all or the last --lines; with --follow until Ctrl-C, which returns 0.
 
-    Raises NotFound without a console or its file, Unreachable if the command on the host fails, EcompError if it is not
-    installed.
+    Raises NotFound without console or file, Unreachable if the command fails, EcompError if it is not installed.
     """
     import subprocess  # imported late, here and below: it is slow to load
 
@@ -182,10 +173,7 @@ def _print_log(ctx: Context) -> int:
 
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
-    """Read the last MAX_LAST_LINES lines of the console; [] if that fails, never an error.
-
-    It takes LAST_LINES_TIMEOUT_SECONDS at most.
-    """
+    """Read the last MAX_LAST_LINES of the console in LAST_LINES_TIMEOUT_SECONDS; [] if that fails, never an error."""
     from ecomp.scheduler.looking.hosts import find_host_name
 
     if record.console is None:
@@ -207,10 +195,10 @@ def _run_command(
     on_tick: Callable[[], None] = lambda: None,
     with_stderr: bool = False,
 ) -> tuple[int, bytes]:
-    """Run a command; return its exit code, negative after a timeout, and its output.
+    """Run a command; return its exit code, negative after a timeout, and its output, with stderr if `with_stderr`.
 
-    The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES, and includes stderr if `with_stderr`. `on_tick` is called
-    about once a second; what it raises kills the command and passes. Raises FileNotFoundError.
+    The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES. `on_tick` is called about once a second; what it raises
+    kills the command and passes. Raises FileNotFoundError.
     """
     import signal
     import subprocess
@@ -237,8 +225,8 @@ def _run_command(
 def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Mapping[str, str]:
     """Return the ssh options for a guest; if it reported host keys, write them to a file first.
 
-    Otherwise a key that was accepted before is used, or with `accept_new` the first key that the guest shows. Without
-    any key: StillGoing if a report may still come, else EcompError. EcompError also without a home directory.
+    Else the key accepted before counts, or with `accept_new` the first one that the guest shows. Without any:
+    StillGoing if a report may still come, else EcompError; that also without a home directory.
     """
     from ecomp.scheduler.looking.hosts import make_not_ready
 
@@ -261,10 +249,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
 
 
 def _is_without_keys(record: Record) -> bool:
-    """Return True if no report of host keys will come: it came without, failed, or is overdue.
-
-    It is overdue REPORT_SECONDS after the start, or if the start is unknown.
-    """
+    """Return True if no host keys will come: cloud-init ended, or the start is REPORT_SECONDS ago or unknown."""
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
     return 'ready' in record.reached_stages or record.cloud_init is not None or started < latest_start

@@ -1,7 +1,7 @@
 """Explain placements (`why`), draw how long stages took (`timeline`), and print `events`.
 
-A stage lasts from the time of the stage before it to its own; later boots have only the stages of a boot. The first two
-stages are timed by the clock of eschedule's machine, the others by the compute's, so a duration may be negative.
+A stage lasts from the time of the one before it; later boots have only the stages of a boot. The first two stages are
+timed by eschedule's clock, the others by the compute's, so a duration may be negative.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ MAX_REMEMBERED_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an instance is on its compute, or what it waits for.
+    """Why an instance is on its compute, or what it waits for: `waiting`, None unless it is queued.
 
-    `choice` is None if unknown, `group` None without one, `waiting` None unless it is in a queue. `instance_names` are
-    by uuid, empty without a group.
+    `choice` is None if unknown, `group` without one. `instance_names` are by uuid, {} without a group.
     """
 
     record: Record
@@ -79,29 +78,25 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
     record, request, name = entries.record, entries.request, entries.group_name
     choice = record.why or (request.why if request else None)
-    its_group, known_computes = load_group(store, name)[0] if name else None, read_computes(store)
-    queue_wait = None
+    group, computes = load_group(store, name)[0] if name else None, read_computes(store)
+    wait = None
     if entries.queue_entry is not None:
         from ecomp.scheduler.placing.enqueue import read_queue_position
 
-        other_members = None if its_group is None else its_group.without_members(record.instance)
-        queue_wait = read_queue_position(
-            store, placement(), entries.queue_entry, record.query, known_computes, other_members
-        )
-    names = read_names_by_instance(store) if its_group is not None else {}
-    return Explanation(record, known_computes, choice, its_group, queue_wait, names)
+        other_members = None if group is None else group.without_members(record.instance)
+        wait = read_queue_position(store, placement(), entries.queue_entry, record.query, computes, other_members)
+    names = read_names_by_instance(store) if group is not None else {}
+    return Explanation(record, computes, choice, group, wait, names)
 
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
     """Return the JSON document of `eschedule why`; unknown parts are None."""
-    record, choice, its_group = explanation.record, explanation.choice, explanation.group
+    record, choice, group = explanation.record, explanation.choice, explanation.group
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
     document['host'] = explanation.computes.find_hostname(record.compute)
-    membership = (
-        None if its_group is None else {**its_group.membership._asdict(), 'others': _list_other_members(explanation)}
-    )
-    queue_wait = _waiting_to_dict(explanation) if explanation.waiting else None
-    return {**document, 'why': choice._asdict() if choice else None, 'group': membership, 'waits': queue_wait}
+    membership = None if group is None else {**group.membership._asdict(), 'others': _list_other_members(explanation)}
+    wait = _waiting_to_dict(explanation) if explanation.waiting else None
+    return {**document, 'why': choice._asdict() if choice else None, 'group': membership, 'waits': wait}
 
 
 def _list_other_members(explanation: Explanation) -> dict[str, str]:
@@ -205,10 +200,9 @@ class Timeline(NamedTuple):
 
 
 def make_timeline(record: Record, number: int | None = None) -> Timeline:
-    """Return the timeline of an instance for the boot with this number, by default the last.
+    """Return the timeline of a boot, by default the last; malformed times are omitted.
 
-    Boot 1 includes the stages before the boot. Without such a boot, `boot` is None and the stages are the record's.
-    Malformed times are left out.
+    Boot 1 includes the stages before it. Without such a boot, `boot` is None and the stages are the record's.
     """
     boot = find_boot(record.all_boots, number)
     stages = record.stages if boot is None else boot.stages
@@ -227,8 +221,8 @@ def make_timeline(record: Record, number: int | None = None) -> Timeline:
 def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """Return by stage {"instances": how many reached it, "p50": seconds, …}, by nearest rank.
 
-    The first stage and those that no instance reached are left out. `total` is the time from the first stage to the
-    last one that any instance has reached.
+    The first and unreached stages are omitted; `total` is from the first stage to the last that any instance has
+    reached.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, ERROR)}
     for boot_timeline in timelines:
@@ -236,9 +230,7 @@ def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, fl
             if stage.duration_seconds is not None:
                 samples[stage.stage].append(stage.duration_seconds)
     last = next((stage for stage in reversed(STAGES) if samples[stage]), None)
-    samples[TOTAL] = [
-        stage.offset_seconds for boot_timeline in timelines for stage in boot_timeline.stages if stage.stage == last
-    ]
+    samples[TOTAL] = [stage.offset_seconds for item in timelines for stage in item.stages if stage.stage == last]
     return {
         stage: {
             'instances': len(times),
@@ -250,10 +242,7 @@ def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, fl
 
 
 def draw_timelines(records: Sequence[Record], style: OutputStyle, number: int | None = None) -> str:
-    """Draw the stages of each record's boot (default: the last) as bars, all on one scale.
-
-    Of several records it adds percentiles. `records` must not be empty.
-    """
+    """Draw the boots (default: the last) of one or more records as bars on one scale; for several add percentiles."""
     timelines = [make_timeline(item, number) for item in records]
     longest = max((stage.offset_seconds for boot_timeline in timelines for stage in boot_timeline.stages), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)
@@ -273,10 +262,7 @@ def draw_timelines(records: Sequence[Record], style: OutputStyle, number: int | 
 
 
 def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, width: int) -> str:
-    """Draw one instance: a heading with its first stage, and a line for each other stage.
-
-    A stage that was not reached has a `-`.
-    """
+    """Draw one instance: a heading with its first stage, and a line for each other stage, `-` if not reached."""
     record, boot, stages = boot_timeline
     first = make_printable(f'  {stages[0].stage} {stages[0].time}') if stages else ''
     is_later = boot is not None and boot.number > 1
@@ -309,14 +295,9 @@ def timelines_to_dict(records: Sequence[Record], number: int | None = None) -> d
     """Return the timelines and percentiles for JSON, with seconds rounded to milliseconds."""
     timelines = [make_timeline(item, number) for item in records]
 
-    def stage_to_dict(stage_time: StageTime) -> dict[str, object]:
-        took = None if stage_time.duration_seconds is None else round(stage_time.duration_seconds, 3)
-        return {
-            'stage': stage_time.stage,
-            'time': stage_time.time,
-            'at': round(stage_time.offset_seconds, 3),
-            'seconds': took,
-        }
+    def stage_to_dict(stage: StageTime) -> dict[str, object]:
+        took = None if stage.duration_seconds is None else round(stage.duration_seconds, 3)
+        return {'stage': stage.stage, 'time': stage.time, 'at': round(stage.offset_seconds, 3), 'seconds': took}
 
     instances = []
     for record, boot, stages in timelines:
@@ -352,9 +333,9 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _print_events(ctx: Context) -> int:
-    """Print past events, all or the last --lines, and with --watch new ones until Ctrl-C.
+    """Print past events, all or the last --lines, and with --watch new ones until Ctrl-C; return 0.
 
-    Returns 0. Raises UsageError for -f other than table and json, NotFound if an instance of the command has no event.
+    Raises UsageError for -f other than table and json, NotFound if a given instance has no event.
     """
     from ecomp.model.events import event_to_dict
     from ecomp.scheduler.looking.find import resolve

@@ -68,10 +68,7 @@ FILTERS = {
 
 
 def _print_address(ctx: Context) -> int:
-    """Print the address and return 0; without one say why and return 6, or 1 if it failed.
-
-    NotFound, with a similar command, if there is no such instance.
-    """
+    """Print the address and return 0; else why there is none, and 6, or 1 if it failed. NotFound suggests a command."""
     ctx.connect()
 
     from ecomp.scheduler.looking.find import find_living
@@ -107,19 +104,16 @@ def _print_address(ctx: Context) -> int:
 
 
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
-    """Return one line if no compute takes the queued ones of these instances, else [].
-
-    Without a queued one `read_computes` is not called.
-    """
+    """Return one line if no compute takes the queued ones, else []; `read_computes` is called only if any is queued."""
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
     sentence = read_computes().describe_unserved(waiting) if waiting else None
     return [] if sentence is None else [sentence]
 
 
 def _list(ctx: Context) -> int:
-    """Print the chosen instances; return 1 if a record is malformed, else 0.
+    """Print the chosen instances, with --watch until Ctrl-C; return 1 if a record is malformed, else 0.
 
-    With --watch it redraws them until Ctrl-C. If there are none, it raises NotFound for an unknown --host or --group.
+    If there are none, it raises NotFound for an unknown --host or --group.
     """
     ctx.connect()
 
@@ -164,9 +158,7 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
     faults = find_claims_on_silent(
         ctx.store, known_computes, [record.instance for record in records if record.state == QUEUED]
     )
-    return [
-        replace(record, fault=faults[record.instance]) if record.instance in faults else record for record in records
-    ]
+    return [replace(item, fault=faults[item.instance]) if item.instance in faults else item for item in records]
 
 
 def _make_pick(ctx: Context) -> RecordFilter:
@@ -240,10 +232,7 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 
 def _wait(ctx: Context) -> int:
-    """Wait for the stage of each instance, as wait_and_report() does; return the exit code.
-
-    It is 4 for an instance that is being destroyed.
-    """
+    """Wait for the stage of each instance, by wait_and_report(); return the exit code, 4 for one being destroyed."""
     from ecomp.cli.change import wait_and_report
     from ecomp.scheduler.looking.find import find_living
 
