@@ -32,10 +32,7 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _show_hosts(ctx: Context) -> int:
-    """Print the named computes and, in a plain table, their instances; return the exit code.
-
-    It is 4 for one that does not exist, which does not stop the others.
-    """
+    """Print the named computes and, in a plain table, their instances; return the exit code, 4 if one is unknown."""
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.looking.find import list_records
     from ecomp.scheduler.looking.hosts import read_hosts
@@ -59,10 +56,7 @@ def _show_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable, disable or drain computes, by ctx.name; return the exit code.
-
-    A drain disables and lists the instances; with --wait it waits until none is left.
-    """
+    """Enable, disable or drain (disable and list) computes, by ctx.name, with --wait wait; return the exit code."""
     from ecomp.scheduler.operating.decommission import disable, enable, list_inhabitants, wait_until_drained
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -169,17 +163,15 @@ def make_finding_listing(
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
     columns.append(Column('FINDING', min_width=40, folds=True))
     rows = []
-    for finding in findings:
-        name = names.get(finding.subject)
+    for item in findings:
+        name = names.get(item.subject)
         cells = [
-            finding.code,
-            known_computes.replace_uuids(finding.subject),
+            item.code,
+            known_computes.replace_uuids(item.subject),
             name,
-            known_computes.replace_uuids(finding.sentence),
+            known_computes.replace_uuids(item.sentence),
         ]
-        rows.append(
-            Row(cells, {**finding.to_dict(), 'host': known_computes.find_hostname(finding.compute), 'name': name})
-        )
+        rows.append(Row(cells, {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}))
     return Listing(columns, rows)
 
 
@@ -189,9 +181,7 @@ def _summarize(report: Report) -> list[str]:
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
     ]
-    cures = (
-        f'{item.code}. Fix: ' + (f'audit --fix ({item.fix})' if item.fix else item.how) for item in report.findings
-    )
+    cures = (f'{row.code}. Fix: ' + (f'audit --fix ({row.fix})' if row.fix else row.how) for row in report.findings)
     count = len(report.findings)
     unserved = filter(None, [report.world.describe_unserved()])
     return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count or "no"} finding' + 's' * (count != 1)]
@@ -204,20 +194,14 @@ def _format_share(share: Room | None) -> str | None:
     return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
 
 
-def _ranked_to_dict(ranked_compute: RankedCompute) -> dict[str, object]:
-    rooms = {
-        name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked_compute.rooms.items())
-    }
-    fields = {
-        'asked': dict(sorted(ranked_compute.amounts.items())),
-        'resources': rooms,
-        'instances': ranked_compute.instance_count,
-    }
+def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
+    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked.rooms.items())}
+    fields = {'asked': dict(sorted(ranked.amounts.items())), 'resources': rooms, 'instances': ranked.instance_count}
     return {
-        'compute': ranked_compute.compute,
-        'host': ranked_compute.hostname,
-        'hostname': ranked_compute.hostname,
-        'weight': ranked_compute.weight,
+        'compute': ranked.compute,
+        'host': ranked.hostname,
+        'hostname': ranked.hostname,
+        'weight': ranked.weight,
         **fields,
     }
 

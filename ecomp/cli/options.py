@@ -1,8 +1,8 @@
 """Rows, parsers and checks of eschedule's options and words. Pure, and quick to import.
 
-A parser of words takes a command's name and words and returns the words checked, whole uuids in canonical form, or
-raises UsageError. Options is a NamedTuple: a dataclass takes ten times as long to create, in every command. Its
-annotations are used at run time, so there is no `from __future__ import annotations`.
+A parser of words gets a command's name and words; it returns the words, whole uuids in canonical form, or raises
+UsageError. Options is a NamedTuple, which is created ten times as fast as a dataclass. Its annotations are used at run
+time, so there is no `from __future__ import annotations`.
 """
 
 import re
@@ -109,10 +109,7 @@ def split_user(word: str) -> tuple[str, str]:
 
 
 def _parse_instance(word: str, problem: str) -> str:
-    """Return a name or the beginning of a uuid as it is, a uuid in canonical form.
-
-    The message of the UsageError says that the word is `problem`.
-    """
+    """Return a uuid in canonical form, a name or uuid prefix as it is; UsageError, with `problem`, for others."""
     identifier = word if is_name(word) or parse_uuid_prefix(word) else _normalize_uuid(word)
     if identifier is None:
         raise UsageError(f'{word!r} is {problem}')
@@ -133,10 +130,7 @@ def _normalize_uuid(word: str) -> str | None:
 
 
 def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Return the query, '' if absent, and the image URL, if any; UsageError for a third word.
-
-    A query needs a =. The second word is not checked.
-    """
+    """Return the query, '' if absent, and any image URL, unchecked; UsageError for more, or a query without =."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         raise UsageError(
@@ -173,9 +167,9 @@ def _normalize_if_uuid(word: str) -> str:
 def _make_word_parser(
     min_count: int, max_count: int, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
-    """Make a parser of min to max words; otherwise it raises UsageError with `complaint`.
+    """Make a parser of min to max words; else UsageError with `complaint`, after "{name}: ".
 
-    `complaint` is a format string: {name} is the command, {what} its first word; "{name}: " is put before it.
+    `complaint` is a format string: {name} is the command, {what} its first word.
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
@@ -216,9 +210,8 @@ def check_project(project: str) -> None:
 class Option(NamedTuple):
     """The row of one option.
 
-    `metavar` names its value: '' if it has none, in brackets if the value is optional and given after a =. `parse`
-    converts the text, which has to be one of any `choices`. One that `repeats` collects a list; one without a value
-    means `const`.
+    `metavar` is '' without a value, in brackets if the value is optional and given after a =. `parse` converts the
+    text, which has to be one of any `choices`. If it `repeats` it collects a list; without a value it means `const`.
     """
 
     flags: tuple[str, ...]
@@ -236,10 +229,9 @@ def _make_option(flags: str, metavar: str, help: str, **more: Any) -> Option:
 
 
 class Options(NamedTuple):
-    """The given options; one that is not given is None or False.
+    """The options; one that is not given is None or False. Two of one field exclude each other.
 
-    `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical. Two options of one
-    field exclude each other.
+    `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical.
     """
 
     uuid: Annotated[
@@ -533,9 +525,7 @@ class Options(NamedTuple):
         return DEFAULT_WAIT_SECONDS if self.timeout is None else self.timeout
 
 
-OPTIONS: Mapping[str, tuple[Option, ...]] = {
-    field: each.__metadata__ for field, each in Options.__annotations__.items()
-}
+OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, row in Options.__annotations__.items()}
 
 
 def find_given_fields(options: Options) -> set[str]:
@@ -653,8 +643,8 @@ def find_info_option(argv: Sequence[str]) -> str:
 def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Parse a command line into words and options; UsageError if it is invalid.
 
-    Options may stand anywhere before `--`, and everything after it is a word, as are - and negative numbers. A long
-    option may be cut if it stays unique. After the word `log`, -f is --follow.
+    Options may stand anywhere before `--`; what follows it is a word, as are - and negative numbers. A long option may
+    be cut if it stays unique. After the word `log`, -f is --follow.
     """
     words: list[str] = []
     values: dict[str, Any] = {}
@@ -703,10 +693,7 @@ def _find_flags(word: str) -> list[str]:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """Return the full flag of a word, and the value in the same word, None if absent.
-
-    -n20 has one, too. UsageError if the flag is unknown or ambiguous.
-    """
+    """Return a word's full flag and its value (also of -n20), None if absent; UsageError if unknown or ambiguous."""
     flags = _find_flags(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:

@@ -82,13 +82,11 @@ def read_group(store: Store, name: str) -> Group:
     """Return a group; raise NotFound, which suggests a similar name, or Unreadable."""
     from ecomp.store.sharing import load_group
 
-    shared_group, _ = load_group(store, name)
-    if shared_group is None:
-        suggestion = format_suggestion(
-            name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries)
-        )
-        raise NotFound(f'{make_printable(name, 100)}: no such group{suggestion}. Try: eschedule group list')
-    return shared_group
+    group, _ = load_group(store, name)
+    if group is None:
+        hint = format_suggestion(name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries))
+        raise NotFound(f'{make_printable(name, 100)}: no such group{hint}. Try: eschedule group list')
+    return group
 
 
 def _list_quotas(ctx: Context) -> int:
@@ -110,10 +108,7 @@ def _show_quotas(ctx: Context) -> int:
 
 
 def _set_quota(ctx: Context) -> int:
-    """Set limits of the project that is the first word; return the exit code.
-
-    Invalid limits raise UsageError before anything is written.
-    """
+    """Set limits of the project, the first word; return the exit code. UsageError if invalid, before any write."""
     from ecomp.scheduler.operating.sharing import check_limits, set_limits
 
     remark = check_limits(ctx.placement, ctx.words[1:])
@@ -153,33 +148,22 @@ def make_group_listing(groups: Sequence[Group], known_computes: Computes, names:
 def make_member_listing(
     groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str], is_array: bool
 ) -> Listing:
-    """List the members of groups with their computes; `names` are of instances, by uuid.
-
-    A member in a queue `waits`. The JSON is an array if `is_array`, else the first group, which must exist.
-    """
+    """List members and their computes; `names` are by uuid. JSON is an array, or unless `is_array` the first group."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
-    for shared_group in groups:
-        members = sorted(
-            shared_group.members.items(), key=lambda member: (make_sort_key(names.get(member[0])), member[0])
-        )
-        title = f'{shared_group.name}: {shared_group.rule}'
-        for instance, compute in members:
-            cells = (
-                shared_group.name,
-                instance,
-                names.get(instance),
-                compute or 'waits',
-                known_computes.find_hostname(compute),
-            )
+    for group in groups:
+        members = sorted(group.members.items(), key=lambda member: (make_sort_key(names.get(member[0])), member[0]))
+        title = f'{group.name}: {group.rule}'
+        for uuid, compute in members:
+            cells = (group.name, uuid, names.get(uuid), compute or 'waits', known_computes.find_hostname(compute))
             rows.append(Row(cells, title=title))
-    values = [_group_to_dict(shared_group, known_computes, names) for shared_group in groups]
+    values = [_group_to_dict(group, known_computes, names) for group in groups]
     return Listing(columns, rows, values if is_array else values[0])
 
 
-def _group_to_dict(shared_group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
-    rule = {'name': shared_group.name, 'policy': shared_group.policy, 'strict': shared_group.strict}
+def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
+    rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
         {
             'instance': instance,
@@ -187,7 +171,7 @@ def _group_to_dict(shared_group: Group, known_computes: Computes, names: Mapping
             'compute': compute or None,
             'host': known_computes.find_hostname(compute),
         }
-        for instance, compute in shared_group.members.items()
+        for instance, compute in group.members.items()
     ]
     return {**rule, 'members': members}
 
@@ -199,10 +183,9 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List the limits and use of projects, a row for each resource class.
+    """List the limits and use of projects by class; LEFT is None without a limit, negative if exceeded.
 
-    Without a limit LIMIT and LEFT are None; LEFT is negative for one that is exceeded. The JSON is an array if
-    `is_array`, else the first project, which must exist.
+    The JSON is an array if `is_array`, else the first project, which must exist.
     """
     rows = []
     for item in quotas:
