@@ -1,7 +1,7 @@
 """Render named columns as a table, JSON, YAML, CSV or bare values. Pure.
 
-Commands pass a Listing to Context.show, or Details for all fields of a few things. A cell is text, a number, or None
-for no value. Every form is safe for a terminal: a cell is printed as one line without control characters.
+Commands pass a Listing to Context.show, or Details for all fields of a few things. A cell is text, a number, or None.
+Every form is safe for a terminal: a cell is printed as one line without control characters.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MIN_COLUMN_WIDTH = 4
 class ColumnWidths(NamedTuple):
     """The widths that a column can have, in characters, and the rank by which it is omitted.
 
-    `full` is its own width, `short` that with the short heading, `minimum` that to which cells may be cut. If this is
-    not enough, the columns with the largest `rank` are omitted; those of rank 0 stay.
+    `full` is its own width, `short` with the short heading, `minimum` with cut cells. After that the columns with the
+    largest `rank` are omitted; those of rank 0 stay.
     """
 
     full: int
@@ -41,8 +41,8 @@ class ColumnWidths(NamedTuple):
 def fit_columns(column_widths: Sequence[ColumnWidths], width: int) -> dict[int, int]:
     """Return by index the columns that fit into `width`, each with its width.
 
-    Among columns of equal rank the last is omitted first. If those of rank 0 are still too wide, the widest are cut,
-    but not below MIN_COLUMN_WIDTH, so that the result may be too wide.
+    Among equal ranks the last is omitted first. If those of rank 0 are still too wide, the widest are cut down to
+    MIN_COLUMN_WIDTH, so the result may be too wide.
     """
     indexes = list(range(len(column_widths)))
     while True:
@@ -113,10 +113,7 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
-    """Return a sort key: numbers in a text count as numbers (set-2 < set-10), None is last.
-
-    Case is ignored.
-    """
+    """Return a sort key without case: numbers in a text count as numbers (set-2 < set-10), None is last."""
     if cell is None:
         return (1,)
     parts = re.split(r'(\d{1,300})', str(cell))
@@ -124,10 +121,7 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each uuid to its shortest unique beginning, of MIN_UUID_LENGTH characters or more.
-
-    Other texts are omitted.
-    """
+    """Map each uuid, no other text, to its shortest unique beginning of MIN_UUID_LENGTH characters or more."""
     uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
     for index, uuid in enumerate(uuids):
@@ -148,10 +142,7 @@ def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def colour_state(cell: str) -> str:
-    """Colour a state: green is fine, yellow is in transition or off, red needs attention.
-
-    An unknown state stays as it is; so do spaces at the end.
-    """
+    """Colour a state: green is fine, yellow in transition or off, red needs attention; others and spaces stay."""
     text = cell.rstrip()
     colour = next((colour for colour, states in _COLOURS.items() if text.partition(',')[0] in states), '')
     return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text) :]}' if colour else cell
@@ -181,9 +172,9 @@ Cell: TypeAlias = str | int | float | None
 class Column(NamedTuple):
     """A column, whose name is its heading, and how it adapts to a narrow terminal.
 
-    First `short` replaces the heading, and cells are cut to `min_width` characters (0: not cut), or folded at that
-    width if it `folds`. Then columns are omitted, largest `rank` first, among equals the last; rank 0 stays. A `wide`
-    column is in a table only with --wide or -c.
+    First `short` replaces the heading, and cells are cut to `min_width` characters (0: not cut), or folded there if it
+    `folds`. Then columns are omitted, largest `rank` first, among equals the last; rank 0 stays. A `wide` column is in
+    a table only with --wide or -c.
     """
 
     name: str
@@ -214,7 +205,7 @@ class Listing(NamedTuple):
 class Details(NamedTuple):
     """All fields of one thing, a line each, and its value in JSON.
 
-    -c accepts every field of `possible_fields`, even if this thing lacks it, and `numbered_fields` with any number.
+    -c accepts each of `possible_fields`, even if absent, and of `numbered_fields` with any number.
     """
 
     fields: Sequence[tuple[str, Cell]]
@@ -239,10 +230,7 @@ class Details(NamedTuple):
 
 
 class OutputStyle(NamedTuple):
-    """The format of an output; empty `columns` means all, empty `sort` the given order.
-
-    `width` None means no terminal, or --wide: nothing is shortened, cut or omitted.
-    """
+    """The format of an output: `columns` () are all, `sort` '' is the given order, `width` None cuts nothing."""
 
     form: str = TABLE
     columns: Sequence[str] = ()
@@ -278,9 +266,9 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
-    """Render all fields of things: a line each; in CSV and bare values a row for each thing.
+    """Render all fields of at least one thing, a line each; in CSV and bare values a row for each thing.
 
-    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column. `things` must not be empty.
+    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column.
     """
     if style.form in (JSON, YAML):
         values = [details.value for details in things]
@@ -405,10 +393,7 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
 
 
 def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    """Return the chosen fields in that order, or all for (); the first if a name occurs twice.
-
-    A name that does not occur has None.
-    """
+    """Return the chosen fields in that order, the first of equal names, None for an absent one; all for ()."""
     if not names:
         return details.fields
     cells = dict(reversed(details.fields))
@@ -416,10 +401,7 @@ def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str
 
 
 def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
-    """Return the column with this name or a unique beginning, in any case; else UsageError.
-
-    `option` is the flag that the message begins with.
-    """
+    """Return the column with this name or unique beginning, in any case; else UsageError, which names `option`."""
     folded_name = name.casefold().strip()
     exact = [column for column in columns if column.name.casefold() == folded_name]
     matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]

@@ -29,9 +29,9 @@ CLEAR_SCREEN = '\x1b[H\x1b[2J'
 class Terminal(NamedTuple):
     """The outputs of a command: `put` writes data to stdout, `say` writes messages to stderr.
 
-    Each ends its text with a line break. Both escape unprintable characters except line breaks; to print one line, a
-    caller escapes those itself. `draw` is for output of ecomp.cli.tables, which is escaped but has colours and tabs.
-    `config_source` says which file has the backends' addresses.
+    Each adds a line break, and both escape unprintable characters except line breaks; a caller that prints one line
+    escapes those. `draw` is for output of ecomp.cli.tables, which is escaped but has colours and tabs. `config_source`
+    says which file has the backends' addresses.
     """
 
     put: Callable[[str], None]
@@ -83,10 +83,7 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 
 class LiveLine:
-    """A status line on the terminal that is overwritten; no-op if stderr is no terminal.
-
-    The block gets the function that shows a text, cut to the width; the line is erased at the end.
-    """
+    """A status line on stderr, erased at the end; the block gets the function to show a text. No-op if no terminal."""
 
     def __init__(self) -> None:
         self._shown = False
@@ -125,10 +122,9 @@ class Drawing(NamedTuple):
 def watch(
     config: EtcdConfig, prefixes: Sequence[str], make_drawing: Callable[[], Drawing], draw: Callable[[str], None]
 ) -> None:
-    """Draw a table now and after each change below one of the prefixes, until Ctrl-C.
+    """Draw a table now and after each change below a prefix; return at Ctrl-C.
 
-    Then it returns. While etcd is unreachable the last drawing stays, with a line below it. Errors of the first drawing
-    pass; after that an Unreachable is shown, and other errors pass.
+    Errors pass, except an Unreachable after the first drawing: then the last drawing stays, with a line below it.
     """
     from ecomp.store.watch import Follower  # needed only with --watch
 
@@ -161,10 +157,7 @@ def watch(
 
 
 def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
-    """Fit a drawing to the terminal: a long table loses its end, not the messages below it.
-
-    If stdout is no terminal nothing is cut.
-    """
+    """Fit a drawing to the terminal, if any: a long table loses its end, not the messages below it."""
     messages = [
         *map(make_printable, drawing.messages),
         *(f'the table is out of date, retrying: {make_printable(error)}' for error in errors),
