@@ -161,7 +161,7 @@ def test_eschedule_killed_after_a_stop_is_written(cluster: Control) -> None:
         eschedule.assert_killed_at(POWER_REQUESTED_STEP)
     wait_state(cluster, instance, 'stopped')
     wait_until_done(cluster, instance)
-    assert_one_line(cluster.eschedule('stop', instance), 0, 'is stopped already')
+    assert_one_line(cluster.eschedule('stop', instance), 0, 'is already stopped')
     check_settled(cluster, compute)
 
 
@@ -192,7 +192,7 @@ def test_wiped_or_restored_etcd_repeats_no_power_change(own_control: Control, co
     assert own_control.eschedule('start', '--wait', running).code == 0
     started = len(find_log_lines(compute, 'START INSTANCE'))
     compute.stop()
-    assert_one_line(own_control.eschedule('stop', unread), 0, 'silent now')
+    assert_one_line(own_control.eschedule('stop', unread), 0, '(it is silent)')
     if older is not None:
         older.restore()
     else:

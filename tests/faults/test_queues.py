@@ -152,7 +152,7 @@ def test_request_cancelled_during_a_take(cluster: Control, make_taker: MakeTaker
     instance = queue_request(cluster)
     compute.wait_frozen_at(step)
     result = cluster.eschedule('destroy', instance)
-    assert_one_line(result, 0, 'destroy accepted' if step == 'moved' else 'taken out of its queue')
+    assert_one_line(result, 0, 'destroy accepted' if step == 'moved' else 'removed from its queue')
     compute.resume()
     wait_state(cluster, instance, 'gone')
     wait_until(lambda: read_allocations(cluster) == {}, 30, 'its claim is released')

@@ -368,7 +368,7 @@ def test_instance_destroyed_in_a_restored_queue_vanishes(own_control: Control, k
     assert result.code == 0, result
     if sees_claim:
         assert 'holds a claim for it' in result.stderr, result
-        assert 'when it is back: it is silent now' in result.stderr, result
+        assert 'once it is back (it is silent)' in result.stderr, result
     else:
         assert 'not known' in result.stderr, result
         own_control.placement.start()

@@ -125,7 +125,7 @@ def make_good_history() -> list[Line]:
         make_ask(3, 3.0, 'create', None),
         make_answer(3, 4.0, 0, format_notified(REAL, DOOMED)),
         make_ask(4, 5.0, 'destroy', DOOMED, 'destroy', DOOMED),
-        make_answer(4, 6.0, 0, '', f'eschedule: {DOOMED}: destroy accepted, hv1 carries it out\n'),
+        make_answer(4, 6.0, 0, '', f'eschedule: {DOOMED}: destroy accepted; hv1 carries it out\n'),
         make_state(7.0, DOOMED, 'gone'),
         make_ask(5, 8.0, 'destroy', NOBODY, 'destroy', NOBODY),
         make_answer(5, 9.0, 4, '', f'eschedule: {NOBODY}: no such instance\n'),
@@ -264,7 +264,7 @@ VIOLATIONS: list[tuple[str, str, Callable[[list[Line]], object]]] = [
         'is active at the end',
         make_insertion(
             make_ask(20, 140.0, 'destroy', KEPT, 'destroy', KEPT),
-            make_answer(20, 141.0, 0, '', f'eschedule: {KEPT}: destroy accepted, fake1 carries it out\n'),
+            make_answer(20, 141.0, 0, '', f'eschedule: {KEPT}: destroy accepted; fake1 carries it out\n'),
         ),
     ),
     (
@@ -292,7 +292,7 @@ VIOLATIONS: list[tuple[str, str, Callable[[list[Line]], object]]] = [
         'answer',
         'nobody destroyed what it waits for',
         lambda lines: (
-            find_line(lines, 'answer', 1).update(code=4, stderr='eschedule: destroyed while waiting for it\n'),
+            find_line(lines, 'answer', 1).update(code=4, stderr='eschedule: destroyed during the wait\n'),
             find_line(lines, 'ask', 1).update(argv=[QUERY, '--wait=started', '--timeout', '30']),
         ),
     ),

@@ -53,7 +53,7 @@ def test_unknown_outcome_is_resumed_with_the_same_uuid(
     waiting = make_entry(flavor)
     applied = (lambda: cloud.etcd.get(waiting.key)) if arrives else None
     etcd_proxy.lose(waiting.key.encode(), applied, stay_away=True)
-    with pytest.raises(UnknownOutcome, match=f'--uuid {waiting.instance} goes on') as caught:
+    with pytest.raises(UnknownOutcome, match=f'Try: the same command with --uuid {waiting.instance}') as caught:
         put_in_queue(cloud, waiting, store=shaky_store)
     assert caught.value.exit_code == 7
     assert put_in_queue(cloud, waiting, resume=True) is not arrives
@@ -321,7 +321,7 @@ def test_cancellation_during_a_take(cloud: Cloud, flavor: Flavor) -> None:
     instance = place.entry.instance
 
     def cancel() -> str:
-        assert 'taken out of its queue' in destroy(cloud.store, instance)
+        assert 'removed from its queue' in destroy(cloud.store, instance)
         return 'now'
 
     assert not make_taker(cloud, compute, now=cancel).take(place)
@@ -342,7 +342,7 @@ def test_take_during_a_cancellation(cloud: Cloud, flavor: Flavor) -> None:
 
     with open_store(cloud.etcd.endpoint) as store:
         message = destroy(interpose(store, 'grant', take_now), place.entry.instance)
-    assert message.endswith(f'destroy accepted, {compute} carries it out')
+    assert message.endswith(f'destroy accepted; {compute} carries it out')
     assert cloud.read_request(compute, place.entry.instance).is_tombstone
 
 

@@ -35,7 +35,7 @@ from tests.kit.store_client import read_entry
 def test_destroy_writes_a_tombstone(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
-    assert destroy(cloud.store, order.instance) == f'{order.instance}: destroy accepted, {compute} carries it out'
+    assert destroy(cloud.store, order.instance) == f'{order.instance}: destroy accepted; {compute} carries it out'
     value = json.loads(cloud.etcd.get(keys.request(compute, order.instance)) or b'')
     assert (value['allocations'], value['image'], value['instance']) == ({}, None, order.instance)
     assert cloud.read_request(compute, order.instance).is_tombstone
@@ -82,7 +82,7 @@ def test_destroy_waits_for_a_silent_compute(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     cloud.etcd.delete(keys.compute(compute))
-    assert destroy(cloud.store, order.instance).endswith('when it is back: it is silent now')
+    assert destroy(cloud.store, order.instance).endswith('once it is back (it is silent)')
     assert cloud.read_request(compute, order.instance).is_tombstone
 
 
@@ -234,7 +234,7 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
         result = find(store, late, located)
         assert result is not None
         assert result.record.compute == computes[9]
-        assert destroy(store, late, located) == f'{late}: destroy accepted, {computes[9]} carries it out'
+        assert destroy(store, late, located) == f'{late}: destroy accepted; {computes[9]} carries it out'
 
 
 @pytest.mark.fast
@@ -295,7 +295,7 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     stop = PowerAction(STOP, make_uuid())
     accepted = change_power(cloud.store, instance, stop)
-    assert accepted.message == f'{instance}: stop accepted, {compute} carries it out'
+    assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
@@ -303,7 +303,7 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     assert cloud.read_request(compute, instance).power == stop
     cloud.etcd.delete(keys.compute(compute))
     assert change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())).message.endswith(
-        'when it is back: it is silent now'
+        'once it is back (it is silent)'
     )
 
 
@@ -313,10 +313,10 @@ def test_repeated_power_action_changes_nothing(cloud: Cloud) -> None:
     change_power(cloud.store, instance, stop)
     before = cloud.etcd.get(keys.request(compute, instance))
     repeated = change_power(cloud.store, instance, second_stop)
-    assert repeated.message == f'{instance}: stop was asked for before, {compute} is at it'
+    assert repeated.message == f'{instance}: stop was requested before; {compute} is carrying it out'
     assert repeated.power == stop, 'that one is to be waited for'
     write_record(cloud, compute, instance, STOPPED, stop.id)
-    assert change_power(cloud.store, instance, second_stop) == Acceptance(f'{instance}: is stopped already')
+    assert change_power(cloud.store, instance, second_stop) == Acceptance(f'{instance}: is already stopped')
     assert cloud.etcd.get(keys.request(compute, instance)) == before
     # A reboot is carried out in any state.
     assert change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())).power is not None
@@ -326,16 +326,16 @@ def test_power_action_is_refused(cloud: Cloud) -> None:
     stop = PowerAction(STOP, make_uuid())
     with pytest.raises(NotFound, match='no such instance'):
         change_power(cloud.store, make_uuid(), stop)
-    for state, reason in (('building', 'is being built: wait for it'), ('error', 'is in error'), ('scheduled', 'wait')):
+    for state, reason in (('building', 'is being built. Fix: wait'), ('error', 'is in error'), ('scheduled', 'wait')):
         _, instance = create_instance(cloud, state)
         with pytest.raises(Conflict, match=reason):
             change_power(cloud.store, instance, stop)
     compute, instance = create_instance(cloud)
     cloud.etcd.put(keys.request(compute, instance), 'nonsense')
-    with pytest.raises(Conflict, match='cannot be understood: not JSON'):
+    with pytest.raises(Conflict, match='its request is malformed: not JSON'):
         change_power(cloud.store, instance, stop)
     cloud.etcd.delete(keys.request(compute, instance))
-    with pytest.raises(Conflict, match='nobody asks for it'):
+    with pytest.raises(Conflict, match='its request was removed'):
         change_power(cloud.store, instance, stop)
     _, instance = create_instance(cloud)
     destroy(cloud.store, instance)
@@ -355,7 +355,7 @@ def test_power_action_is_written_despite_a_lost_message(
     etcd_proxy.lose(stop.id.encode(), applied)
     accepted = change_power(shaky_store, instance, stop)
     assert etcd_proxy.has_lost
-    assert accepted.message == f'{instance}: stop accepted, {compute} carries it out'
+    assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
     assert (accepted.power, cloud.read_request(compute, instance).power) == (stop, stop)
 
 
@@ -401,18 +401,18 @@ def test_wait_for_a_failed_power_action_ends(cloud: Cloud) -> None:
     def wait(seconds: float = 20) -> Record:
         return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
-    with pytest.raises(StillGoing, match='waiting for: its compute to accept it; it goes on'):
+    with pytest.raises(StillGoing, match='still waiting for its compute to accept it; it continues'):
         wait(0.1)
     write_record(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
     with pytest.raises(EcompError, match='it could not be started: no room') as caught:
         wait()
     assert caught.value.exit_code == 1
     write_record(cloud, compute, instance, STOPPED, start.id)
-    with pytest.raises(EcompError, match='it was started, and is off again'):
+    with pytest.raises(EcompError, match='it was started and is off again'):
         wait()
     write_record(cloud, compute, instance, STOPPED, make_uuid())
-    with pytest.raises(Conflict, match='something else'):
+    with pytest.raises(Conflict, match='another power change was requested'):
         wait()
     write_record(cloud, compute, instance, GONE, start.id)
-    with pytest.raises(NotFound, match='destroyed while waiting'):
+    with pytest.raises(NotFound, match='destroyed during the wait'):
         wait()

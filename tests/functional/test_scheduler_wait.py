@@ -113,14 +113,14 @@ def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:
     config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
     existing, compute = make_uuid(), make_uuid()
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
-    with pytest.raises(StillGoing, match=r'0\.5 s are up'):
+    with pytest.raises(StillGoing, match=r'timed out after 0\.5 s'):
         wait_for_stage(Wait(config, make_uuid(), deadline, messages.append), 'started')
     assert deadline.elapsed >= 0.5
     # The deadline has passed: each further instance is still checked once.
     assert wait_for_stage(Wait(config, existing, deadline, messages.append), 'started').instance == existing
     stages = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
-    with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
+    with pytest.raises(StillGoing, match='DHCP lease; it continues'):
         wait_for_stage(Wait(config, existing, deadline, messages.append), 'addressed')
 
 
@@ -144,10 +144,10 @@ def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messa
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
         wait_for_stage(Wait(config, failed, Deadline(10), messages.append), 'started')
     assert caught.value.exit_code == 1
-    with pytest.raises(NotFound, match='destroyed while waiting'):
+    with pytest.raises(NotFound, match='destroyed during the wait'):
         wait_for_stage(Wait(config, gone, Deadline(10), messages.append), 'started')
     began = time.monotonic()
-    with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: its compute to accept it'):
+    with pytest.raises(StillGoing, match=r'timed out after 0\.3 s, still waiting for its compute to accept it'):
         wait_for_stage(Wait(config, slow, Deadline(0.3), messages.append), 'started')
     assert time.monotonic() - began < SLOWDOWN_FACTOR * 5
 
@@ -155,7 +155,7 @@ def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messa
 def test_wait_reports_an_unreachable_etcd(messages: list[str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
-    with pytest.raises(StillGoing, match=r': 0\.5 s are up, and etcd did not answer; it goes on$'):
+    with pytest.raises(StillGoing, match=r': timed out after 0\.5 s, and etcd did not answer; it continues$'):
         wait_for_stage(Wait(config, make_uuid(), Deadline(0.5), messages.append), 'started')
     # The wait does not know the instance's stage, so it reports only etcd.
     assert messages

@@ -21,8 +21,8 @@ from tests.kit.ending import TERMINAL_STATES, Allocations, StoredValue, find_con
 NOTIFIED_PATTERN = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
 QUEUED_PATTERN = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
 CANARY_PATTERN = re.compile(r'\bcanary-([0-9a-f]{8})\b')
-ACCEPTED_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is being destroyed)', re.M)
-GONE_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|taken out of its queue|its record is removed)', re.M)
+ACCEPTED_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is already being destroyed)', re.M)
+GONE_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|removed from its queue|its record is removed)', re.M)
 # Exit codes that mean that nothing was placed.
 REFUSED_CODES = {2, 3, 5}
 # Exit codes after which the outcome is known: it was reported, or nothing was placed.

@@ -122,7 +122,7 @@ def test_forget_carries_out_a_destroy_of_a_nameless_compute(cloud: Cloud) -> Non
     host.plan(3)
     silence_compute(cloud)
     cloud.store.commit([], [Delete(keys.hostname(A))])
-    assert destroy(cloud.store, U) == f'{U}: destroy accepted, {A} carries it out when it is back: it is silent now'
+    assert destroy(cloud.store, U) == f'{U}: destroy accepted; {A} carries it out once it is back (it is silent)'
     assert len(forget_compute(cloud)) == 3
     assert U not in cloud.model.held
     assert not {keys.compute(A), keys.request(A, U)} & cloud.etcd.entries.keys()
@@ -149,7 +149,7 @@ def test_commands_report_that_a_silent_compute_acts_later(cloud: Cloud) -> None:
     disable(cloud.placement, A, 'hv1')
     assert enable(cloud.store, cloud.placement, A, 'hv1') == 'hv1: enabled, as soon as its ecompute is started'
     message = change_power(cloud.store, U, PowerAction(STOP, W)).message
-    assert message == f'{U}: stop accepted, {A} carries it out when it is back: it is silent now'
+    assert message == f'{U}: stop accepted; {A} carries it out once it is back (it is silent)'
 
 
 def test_fix_removes_the_hostname_of_an_unregistered_compute(cloud: Cloud) -> None:

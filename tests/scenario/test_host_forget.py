@@ -138,7 +138,7 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     cluster.etcd.put(f'/hosts/{compute.uuid}/by-hand', '')
     for instance in (seen_instance, unseen_instance):
         assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'still there')
-        assert_one_line(cluster.eschedule('destroy', instance), 0, 'when it is back')
+        assert_one_line(cluster.eschedule('destroy', instance), 0, 'once it is back')
     shown = list_hosts(cluster)[compute.uuid]
     assert (shown['state'], shown['instances'], shown['resources']['VCPU']['used']) == ('silent', 0, 3)
 

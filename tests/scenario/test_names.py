@@ -201,7 +201,7 @@ def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
     boot(cluster, SMALL_QUERY, '--name', 'web1')
     compute.kill()
     cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would expire in half a minute
-    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
+    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, '(it is silent)')
     assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
     assert cluster.etcd.list_keys('/names/') == []
 
@@ -430,7 +430,7 @@ def test_guest_is_used_by_its_name_alone(terminal: Terminal) -> None:
     assert code == 0
 
     assert terminal.run_command('eschedule reboot web1') == [
-        f'eschedule: web1: reboot accepted, {host[1]} carries it out'
+        f'eschedule: web1: reboot accepted; {host[1]} carries it out'
     ]
     assert terminal.run_command(f'eschedule wait web1 --for ready --timeout {READY_SECONDS}', READY_SECONDS) == [
         address
@@ -441,7 +441,7 @@ def test_guest_is_used_by_its_name_alone(terminal: Terminal) -> None:
     assert terminal.run_command('eschedule events web1 -n 1')[-1].endswith('web1: ready')
 
     assert terminal.run_command('eschedule destroy web1 --wait') == [
-        f'eschedule: web1: destroy accepted, {host[1]} carries it out',
+        f'eschedule: web1: destroy accepted; {host[1]} carries it out',
         'eschedule: web1: gone',
     ]
     assert [line.split() for line in terminal.run_command('eschedule list')] == [heading.split()]

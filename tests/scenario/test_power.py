@@ -33,7 +33,7 @@ def switch(control: Control, action: str, *instances: str) -> None:
     state = 'stopped' if action == 'stop' else 'active'
     assert (done.code, done.stdout) == (0, '')
     lines = [line.removeprefix('eschedule: ') for line in done.stderr.splitlines()]
-    accepted = [f'{instance}: {action} accepted, {socket.gethostname()} carries it out' for instance in instances]
+    accepted = [f'{instance}: {action} accepted; {socket.gethostname()} carries it out' for instance in instances]
     assert lines == [*accepted, *(f'{instance}: {state}' for instance in instances)]
 
 
@@ -69,7 +69,9 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     compute.pause()
     assert cluster.eschedule('reboot', instance).code == 0
     # The first boot got its address long ago; the boot of the reboot has none yet.
-    assert_one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'waiting for: its compute to accept it')
+    assert_one_line(
+        cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'still waiting for its compute to accept it'
+    )
     assert cluster.eschedule('wait', instance, '--for', 'disk') == (0, '', '')
     compute.resume()
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
@@ -101,11 +103,11 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
 def test_start_and_stop_in_the_same_state_change_nothing(cluster: Control) -> None:
     instance = boot(cluster)
     before = read_lasting_keys(cluster)
-    assert_one_line(cluster.eschedule('start', '--wait', instance), 0, instance, 'is active already')
+    assert_one_line(cluster.eschedule('start', '--wait', instance), 0, instance, 'is already active')
     assert read_lasting_keys(cluster) == before
     switch(cluster, 'stop', instance)
     before = read_lasting_keys(cluster)
-    assert_one_line(cluster.eschedule('stop', instance, instance), 0, instance, 'is stopped already')
+    assert_one_line(cluster.eschedule('stop', instance, instance), 0, instance, 'is already stopped')
     assert read_lasting_keys(cluster) == before
 
 
@@ -117,7 +119,7 @@ def test_only_built_instances_can_be_switched(cluster: Control, compute: Ecomput
     for action in ACTIONS:
         assert_one_line(cluster.eschedule(action, UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no such instance')
         assert_one_line(cluster.eschedule(action, gone), 4, gone, 'gone since')
-        assert_one_line(cluster.eschedule(action, scheduled), 5, scheduled, 'is not built yet: wait for it')
+        assert_one_line(cluster.eschedule(action, scheduled), 5, scheduled, 'is not built yet. Fix: wait')
     compute.resume()
     wait_address(cluster, scheduled)
     compute.pause()
@@ -132,12 +134,12 @@ def test_only_built_instances_can_be_switched(cluster: Control, compute: Ecomput
 def test_silent_compute_carries_out_the_last_action_later(cluster: Control, compute: Ecompute) -> None:
     instance = boot(cluster)
     compute.stop()
-    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'when it is back: it is silent now')
+    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'once it is back (it is silent)')
     timed_out = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
     assert timed_out.code == 6
     repeated, waited = timed_out.stderr.splitlines()
-    assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in repeated
-    assert '0 s are up, still waiting for: its compute to accept it; it goes on' in waited
+    assert f'{instance}: stop was requested before; {socket.gethostname()} is carrying it out' in repeated
+    assert 'timed out after 0 s, still waiting for its compute to accept it; it continues' in waited
     # Only the last request counts; a request that never began has no effect.
     assert_one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
     assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
@@ -213,7 +215,7 @@ def test_waiting_stop_reports_a_later_request(cluster: Control, compute: Ecomput
         assert cluster.eschedule(meanwhile, instance).code == 0
         compute.resume()
         ended = stop_command.wait()
-    code, message = {'start': (5, 'somebody has asked for something else'), 'destroy': (4, 'destroyed while waiting')}[
+    code, message = {'start': (5, 'another power change was requested'), 'destroy': (4, 'destroyed during the wait')}[
         meanwhile
     ]
     assert ended.code == code, ended

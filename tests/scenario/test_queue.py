@@ -72,7 +72,9 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
     assert 'no address yet: queued, waiting for a compute to take it' in query_result.stderr
     wait_result = small_cluster.eschedule('wait', 'web1', '--timeout', '0.2')
     assert wait_result.code == 6
-    assert wait_result.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
+    assert wait_result.stderr.endswith(
+        'web1: timed out after 0.2 s, still waiting for a compute to take it; it continues\n'
+    )
     for result in (query_result, wait_result, small_cluster.eschedule('list'), small_cluster.eschedule('audit')):
         assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
     assert 'waits      it waits in a queue, and no compute takes' in small_cluster.eschedule('show', 'web1').stdout
@@ -81,7 +83,7 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
         '`queues: True` in the compute.yaml of one has it do so'
     ]
     assert small_cluster.eschedule('list', '--state', 'active').stderr == ''
-    assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
+    assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'is queued: no compute has taken it yet')
     # Its name and its uuid are in use.
     assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--name', 'web1'), 5, f'is the name of instance {instance}')
     assert_one_line(
@@ -137,7 +139,7 @@ def test_destroy_cancels_a_queued_request(small_cluster: Control) -> None:
     done = small_cluster.eschedule('destroy', '--wait', 'web1')
     assert done.code == 0
     assert done.stderr.splitlines() == [
-        'eschedule: web1: taken out of its queue, nothing of it was begun', 'eschedule: web1: gone'
+        'eschedule: web1: removed from its queue; nothing was started', 'eschedule: web1: gone'
     ]  # fmt: skip
     assert [key for key in read_lasting_keys(small_cluster) if key.startswith(('/queues/', '/names/'))] == []
     assert wait_state(small_cluster, instance, 'gone')['compute'] == ''
@@ -373,7 +375,7 @@ def test_queued_uuid_of_an_active_instance_leaves_only_the_queue(small_cluster: 
 def test_destroy_of_a_queued_uuid_with_a_record(small_cluster: Control, where: str, state: str) -> None:
     instance, past = queue_with_record(small_cluster, where and small_cluster.ecompute().uuid, state)
     key = small_cluster.etcd.find_record_key(instance)
-    assert_one_line(run_in_process(small_cluster, 'destroy', instance), 0, instance, 'taken out of its queue')
+    assert_one_line(run_in_process(small_cluster, 'destroy', instance), 0, instance, 'removed from its queue')
     assert list_waiting(small_cluster) == []
     assert has_no_shared_keys(small_cluster)
     assert small_cluster.etcd.get(key) == to_json(past).encode()

@@ -68,7 +68,9 @@ def test_wait_for_several_instances(cluster: Control, compute: Ecompute) -> None
     assert_one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'is being destroyed')
     unseen = place(cluster)[1]
     late_result = cluster.eschedule('wait', unseen, '--timeout', '0.5')
-    assert_one_line(late_result, 6, '0.5 s are up', 'waiting for: its compute to accept it', 'it goes on')
+    assert_one_line(
+        late_result, 6, 'timed out after 0.5 s', 'still waiting for its compute to accept it', 'it continues'
+    )
     compute.resume()
     wait_state(cluster, instances[0], 'gone')
     assert_one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
@@ -97,7 +99,7 @@ def test_wait_timeout_does_not_stop_the_work(cluster: Control, compute: Ecompute
     for seconds in ('0', '1'):
         done = cluster.eschedule('--wait', '--timeout', seconds, SMALL_QUERY)
         _, instance = parse_notice(Result(0, done.stdout, ''))
-        line = assert_one_line(done, 6, instance, f'{seconds} s are up', 'still waiting for', 'it goes on')
+        line = assert_one_line(done, 6, instance, f'timed out after {seconds} s', 'still waiting for', 'it continues')
         assert 'did not answer' not in line
         assert_one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
     destroy_result = cluster.eschedule('destroy', '--wait', '--timeout', '0', instance)
@@ -154,4 +156,4 @@ def test_wait_reports_a_destroyed_instance(cluster: Control, compute: Ecompute) 
         assert cluster.eschedule('destroy', instance).code == 0
         compute.resume()
         ended = wait_command.wait(30)
-    assert_one_line(ended, 4, instance, 'destroyed while waiting')
+    assert_one_line(ended, 4, instance, 'destroyed during the wait')

@@ -503,7 +503,7 @@ def test_destroy_works_with_a_malformed_record(cluster: Control, compute: Ecompu
         assert result.code == 0, result
         word = instance if number else f'n{number}'
         assert result.stderr.splitlines() == [
-            f'eschedule: {word}: destroy accepted, {socket.gethostname()} carries it out',
+            f'eschedule: {word}: destroy accepted; {socket.gethostname()} carries it out',
             f'eschedule: {word}: gone',
         ]
         assert (read_record(cluster, instance) or {})['state'] == 'gone'

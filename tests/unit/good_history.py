@@ -49,7 +49,7 @@ def ask_create(code: int | None, stdout: str = '', *words: str, pid: int = 0) ->
     return CommandRun((*words, QUERY), code, stdout, '', pid=pid)
 
 
-def ask_destroy(instance: str, answer: str = 'destroy accepted, it carries it out') -> CommandRun:
+def ask_destroy(instance: str, answer: str = 'destroy accepted; it carries it out') -> CommandRun:
     return CommandRun(('destroy', instance), 0, '', f'eschedule: {instance}: {answer}\n')
 
 

@@ -157,8 +157,8 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     (['of which nobody was told'], lambda story: deliver_unreported(story, CommandRun(('list',), 7, '', ''))),
     (['is not begun at the end'], lambda story: deliver_to_silent_compute(story, building=False)),
     (['is building at the end'], lambda story: deliver_to_silent_compute(story, building=True)),
-    (['is active at the end'], lambda story: append_destroy(story, 'destroy accepted, it carries it out')),
-    (['is active at the end'], lambda story: append_destroy(story, 'is being destroyed on x already')),
+    (['is active at the end'], lambda story: append_destroy(story, 'destroy accepted; it carries it out')),
+    (['is active at the end'], lambda story: append_destroy(story, 'is already being destroyed on x')),
     (['is active at the end'], lambda story: append_destroy(story, 'gone')),
     (['is left by an eschedule that ended with {0}'], leave_attempt(0)),
     (['is left by an eschedule that ended with {3}'], leave_attempt(3)),
@@ -354,7 +354,7 @@ def test_instance_from_before_may_be_reported_and_destroyed() -> None:
 def test_uuid_of_a_removed_failed_instance_may_be_reused() -> None:
     story = make_good_story()
     story.step((f'/instances/{BROKEN}', None))
-    story.asks.append(ask_destroy(BROKEN, 'its record is removed; nothing else was left of it'))
+    story.asks.append(ask_destroy(BROKEN, 'its record is removed; nothing else remains'))
     story.deliver(ONE, BROKEN, project_id='other')
     story.write_records(ONE, BROKEN, 'building', 'active')
     story.asks.append(ask_create(0, format_notice(ONE, BROKEN), '--uuid', BROKEN))

@@ -72,12 +72,12 @@ def retry_until_accepted(
             if not is_unknown:
                 message = f'{error}; the {change} of {instance} is not accepted'
                 raise type(error)(message, error.backend) from error
-            doubt = f'whether the {change} of {instance} is accepted is not known: {cure}'
+            doubt = f'it is not known whether the {change} of {instance} is accepted. Try: {cure}'
             raise UnknownOutcome(f'{error}; {doubt}', error.backend) from error
         else:
             if answer is not None:
                 return answer
-    raise Conflict(f'{instance}: changed by somebody else all the time; try again')
+    raise Conflict(f'{instance}: other processes keep changing it. Try: the same command again')
 
 
 # Seconds for which the record of an instance that was destroyed in its queue is kept if a silent compute may run it.
@@ -107,7 +107,7 @@ def destroy(
                 raise
             return f'{instance}: gone'
         if entries.is_destroying:
-            return f'{instance}: is being destroyed on {entries.record.compute} already'
+            return f'{instance}: is already being destroyed on {entries.record.compute}'
         commit, message = _prepare_destroy(store, entries, find_claiming_compute)
         if commit() is None:
             return None
@@ -117,7 +117,7 @@ def destroy(
             failpoint('unqueued')
         return message
 
-    return retry_until_accepted(instance, 'destroy', 'the same command again says so', read_and_write)
+    return retry_until_accepted(instance, 'destroy', 'the same command again', read_and_write)
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
@@ -158,7 +158,7 @@ def _prepare_destroy(
     record_key = entry.key if entry else keys.record(compute, record.instance)
     record_revision = entry.revision if entry else 0
     if record.state == ERROR and entries.request_entry is None:
-        message = f'{record.instance}: its record is removed; nothing else was left of it'
+        message = f'{record.instance}: its record is removed; nothing else remains'
         return partial(remove_record, store, record_key, record_revision, entries), message
     request = entries.request
     bare = Request(
@@ -179,9 +179,9 @@ def _prepare_destroy(
     if entries.request_entry is None:
         # Otherwise an instance that ended since its record was read, and has no request either, is destroyed again.
         unchanged.append(Unchanged(record_key, record_revision))
-    message = f'{record.instance}: destroy accepted, {compute} carries it out'
+    message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
-        message += ' when it is back: it is silent now'
+        message += ' once it is back (it is silent)'
     return partial(store.commit, unchanged, [Put(request_key, tombstone)]), message
 
 
@@ -222,17 +222,17 @@ def _prepare_dequeue(
     conditions = [Unchanged(entry.key, entry.revision)]
     removed = [entry.key, keys.taker(entry.key)]
     record_key = keys.record('', instance)
-    message, seconds = f'{instance}: taken out of its queue', DESTROYED_RECORD_SECONDS
+    message, seconds = f'{instance}: removed from its queue', DESTROYED_RECORD_SECONDS
     try:
         compute = find_claiming_compute(instance)
     except EcompError as error:
-        message += f'; whether a compute holds a claim for it, and may run it, is not known: {error}'
+        message += f'; it is not known whether a compute holds a claim for it and may run it: {error}'
     else:
         if compute:
-            back = '' if is_alive(store, compute) else ' when it is back: it is silent now'
-            message += f'; {compute} holds a claim for it, and releases that or destroys it{back}'
+            back = '' if is_alive(store, compute) else ' once it is back (it is silent)'
+            message += f'; {compute} holds a claim for it, and releases the claim or destroys the instance{back}'
         else:
-            message, seconds = f'{message}, nothing of it was begun', RETENTION_SECONDS[GONE]
+            message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
         return partial(
             commit_with_shared, store, conditions, [*map(Delete, removed)], partial(release_shared_keys, store, gone)
@@ -243,11 +243,11 @@ def _prepare_dequeue(
 
 
 POWER_REFUSALS = {
-    'queued': 'waits for a compute to take it',
-    'scheduled': 'is not built yet: wait for it',
-    'building': 'is being built: wait for it',
+    'queued': 'is queued: no compute has taken it yet',
+    'scheduled': 'is not built yet. Fix: wait until it is active',
+    'building': 'is being built. Fix: wait until it is active',
     'destroying': 'is being destroyed',
-    ERROR: 'is in error, and nothing of it is left: destroy removes its record',
+    ERROR: 'is in error, and only its record remains. Fix: `eschedule destroy` removes the record',
 }
 
 
@@ -287,7 +287,7 @@ def change_power(
         failpoint('power-asked')
         return accepted
 
-    return retry_until_accepted(instance, power_change.action, 'show says what it is', read_and_write)
+    return retry_until_accepted(instance, power_change.action, f'eschedule show {instance}', read_and_write)
 
 
 def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
@@ -296,10 +296,10 @@ def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')
     if entry is None:
-        raise Conflict(f'{record.instance}: nobody asks for it: its request was removed, and it is left alone')
+        raise Conflict(f'{record.instance}: its request was removed: {record.compute} leaves the guest as it is')
     request = parse_request(record.compute, entry.key, entry.value)
     if isinstance(request, InvalidRequest):
-        raise Conflict(f'{record.instance}: its request cannot be understood: {request.reason}')
+        raise Conflict(f'{record.instance}: its request is malformed: {request.reason}')
     if request.is_tombstone:
         raise Conflict(f'{record.instance}: {POWER_REFUSALS["destroying"]}')
     return entry, request
@@ -317,14 +317,14 @@ def _match_earlier_change(
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost
     if previous is not None and not previous.is_done(record.power):
-        message = f'{record.instance}: {power_change.action} was asked for before, {record.compute} is at it'
+        message = f'{record.instance}: {power_change.action} was requested before; {record.compute} is carrying it out'
         return (
             Acceptance(message, previous, _list_previous_ids(entries))
             if previous.action == power_change.action
             else None
         )
     if (power_change.action, record.state) in ((STOP, STOPPED), (START, ACTIVE)):
-        return Acceptance(f'{record.instance}: is {record.state} already')
+        return Acceptance(f'{record.instance}: is already {record.state}')
     return None
 
 
@@ -333,16 +333,16 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
     value = dump({**load_object(entry.value), 'power': power_change._asdict()})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):
-        raise Conflict(f'{entries.record.instance}: its request takes no more: {parsed.reason}')
+        raise Conflict(f'{entries.record.instance}: its request is invalid with this change: {parsed.reason}')
     return Put(entry.key, value)
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
     """Make the answer to an accepted change; its message notes a silent compute."""
     instance, compute = entries.record.instance, entries.record.compute
-    message = f'{instance}: {power_change.action} accepted, {compute} carries it out'
+    message = f'{instance}: {power_change.action} accepted; {compute} carries it out'
     if not is_alive(store, compute):
-        message += ' when it is back: it is silent now'
+        message += ' once it is back (it is silent)'
     return Acceptance(message, power_change, _list_previous_ids(entries))
 
 

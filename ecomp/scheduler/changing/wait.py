@@ -212,13 +212,13 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
         nonlocal first
         if record is None:
             if first is not None:
-                raise NotFound(f'{instance}: its record was removed while waiting for it')
+                raise NotFound(f'{instance}: its record was removed during the wait')
             return False
         first = first or record
         if record.state == ERROR:
             raise EcompError(describe_failure(record))
         if record.state in (DESTROYING, GONE):
-            raise NotFound(f'{instance}: destroyed while waiting for it')
+            raise NotFound(f'{instance}: destroyed during the wait')
         if is_before_boot(stage, first, record, power_change):
             return False
         if stage == boots.READY and record.cloud_init is not None:
@@ -287,13 +287,13 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 
     def is_reached(record: Record | None) -> bool:
         if record is None or record.state in (DESTROYING, GONE):
-            raise NotFound(f'{instance}: destroyed while waiting for it')
+            raise NotFound(f'{instance}: destroyed during the wait')
         if parse_action_id(record.power) not in (power.id, *accepted.previous_ids):
-            raise Conflict(f'{instance}: somebody has asked for something else meanwhile')
+            raise Conflict(f'{instance}: another power change was requested during the wait')
         if not power.is_done(record.power):
             return False
         if power.action != STOP and record.state != ACTIVE:
-            raise EcompError(make_printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
+            raise EcompError(make_printable(f'{instance}: {record.fault or "it was started and is off again"}'))
         return True
 
     record = wait.wait_until(is_reached, _describe_power_wait)
@@ -305,7 +305,7 @@ def _describe_power_wait(record: Record | None) -> str:
     """Describe what a pending power change waits for, by the phase in the record (None: none)."""
     how_far = parse_phase(record.power if record else None)
     return {SHUTDOWN_ASKED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
-        how_far, 'its compute to take it'
+        how_far, 'its compute to accept it'
     )
 
 
@@ -377,11 +377,13 @@ class Wait:
                     if record is not None:
                         self.on_timeout(record)
                     progress = (
-                        f'still waiting for: {describe_current(record)}'
+                        f'still waiting for {describe_current(record)}'
                         if has_answer
                         else f'and {follower.silent_backend} did not answer'
                     )
-                    raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {progress}; it goes on')
+                    raise StillGoing(
+                        f'{self.instance}: timed out after {deadline.seconds:g} s, {progress}; it continues'
+                    )
                 self.report(
                     f'waiting for: {describe_current(record) if has_answer else f"{follower.silent_backend} to answer"}'
                     f', {spent:.0f} s'
