@@ -315,7 +315,11 @@ def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
     [
         ({'state': STOPPED}, 5, 'is stopped'),
         ({'addresses': ()}, 6, 'no address yet'),
-        ({'addresses': (Interface('default', 'x', '-oProxyCommand=id', 'lease'),)}, 1, 'no address that is one'),
+        (
+            {'addresses': (Interface('default', 'x', '-oProxyCommand=id', 'lease'),)},
+            1,
+            'the address in its record is malformed',
+        ),
         ({'console': '-oProxyCommand=id:/x'}, 1, 'the name of its host is not known'),
     ],
 )

@@ -86,7 +86,7 @@ def test_name_belongs_to_one_waiting_instance(cloud: Cloud, flavor: Flavor) -> N
     name = f'n{make_uuid()[:8]}'
     first, second = make_entry(flavor, name=name), make_entry(flavor, name=name)
     assert put_in_queue(cloud, first)
-    with pytest.raises(Conflict, match=f'is the name of instance {first.instance}'):
+    with pytest.raises(Conflict, match=f'name taken by instance {first.instance}'):
         put_in_queue(cloud, second)
     destroy(cloud.store, first.instance)
     assert put_in_queue(cloud, second)

@@ -84,15 +84,15 @@ def test_delivery_reserves_the_name(cloud: Cloud, name: str) -> None:
 def test_name_in_use_is_refused_before_the_claim(cloud: Cloud, name: str) -> None:
     first, second = make_named_order(cloud, name), make_named_order(cloud, name)
     cloud.create(first)
-    with pytest.raises(Conflict, match=f'{name}: is the name of instance {first.instance}: take another'):
+    with pytest.raises(Conflict, match=f'{name}: name taken by instance {first.instance}. Fix: choose another'):
         cloud.create(second)
     cloud.assert_not_placed(second)
     for state in (ACTIVE, DESTROYING):
         write_record(cloud, first, state)
-        with pytest.raises(Conflict, match='is the name of'):
+        with pytest.raises(Conflict, match='name taken by instance'):
             cloud.create(second)
     destroy(cloud.store, first.instance)
-    with pytest.raises(Conflict, match='is being destroyed: try again then'):
+    with pytest.raises(Conflict, match='which is being destroyed. Fix: wait until it is gone'):
         cloud.create(second)
     assert read_owner(cloud, name) == first.instance
 
@@ -104,7 +104,7 @@ def test_name_reserved_between_claim_and_delivery_is_refused(cloud: Cloud, name:
         cloud.create(second)
         return 'now'
 
-    with pytest.raises(Conflict, match=f'is the name of instance {second.instance}'):
+    with pytest.raises(Conflict, match=f'name taken by instance {second.instance}'):
         cloud.create(first, now=create_second)
     cloud.assert_not_placed(first)
     assert read_owner(cloud, name) == second.instance
@@ -181,7 +181,7 @@ def test_concurrent_orders_of_one_uuid_and_name_make_one_instance(cloud: Cloud, 
     with ThreadPoolExecutor(6) as pool:
         messages = list(pool.map(lambda _: read_refusal(cloud, order, resume=True), range(6)))
     assert '' in messages
-    assert not any('is the name of' in message for message in messages), messages
+    assert not any('name taken by' in message for message in messages), messages
     cloud.assert_placed(order.query.rpartition('=')[2], order)
     assert read_owner(cloud, name) == order.instance
 
@@ -266,10 +266,12 @@ def test_beginning_of_a_uuid_is_resolved(cloud: Cloud, name: str) -> None:
             assert resolve(cloud.store, argument) == instance
     with pytest.raises(UsageError) as caught:
         resolve(cloud.store, digits)
-    assert str(caught.value) == f'{digits}: 3 instances begin so: {", ".join(instances)}'
-    with pytest.raises(UsageError, match=f'{digits}-111: 2 instances begin so: {instances[0]}, {instances[1]}$'):
+    listed = f'3 uuids of instances begin with it: {", ".join(instances)}'
+    assert str(caught.value) == f'{digits}: {listed}. Fix: give more digits'
+    listed = f'2 uuids of instances begin with it: {instances[0]}, {instances[1]}'
+    with pytest.raises(UsageError, match=f'{digits}-111: {listed}. Fix: give more digits$'):
         resolve(cloud.store, f'{digits}-111')
-    with pytest.raises(NotFound, match='no living instance has this name, and no uuid begins so'):
+    with pytest.raises(NotFound, match='no living instance has this name, and no uuid begins with it'):
         resolve(cloud.store, f'{digits}-3')
     assert resolve(cloud.store, unknown := make_uuid()) == unknown, 'a whole one is not looked up'
 
@@ -292,7 +294,9 @@ def test_number_of_named_ambiguous_instances_is_limited(cloud: Cloud) -> None:
     for _ in range(8):
         instance = digits + make_uuid()[8:]
         cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
-    with pytest.raises(UsageError, match=r'8 instances begin so: \S+, \S+, \S+, \S+, \S+ and 3 more$'):
+    with pytest.raises(
+        UsageError, match=r'8 uuids of instances begin with it: \S+, \S+, \S+, \S+, \S+ and 3 more\. Fix: '
+    ):
         resolve(cloud.store, digits)
 
 

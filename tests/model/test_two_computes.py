@@ -81,7 +81,7 @@ def test_list_without_placement_shows_the_older_request(cloud: Cloud) -> None:
     cloud.store.claims = raise_unreachable
     listed, errors = list_records(cloud.store, False)
     assert {record.instance: record.compute for record in listed} == {V: B, W: B}
-    message = 'placement cannot be reached; of what two computes are asked for, the older request is shown'
+    message = 'placement cannot be reached; of two requests for one instance, the older one is shown'
     assert [str(error) for error in errors] == [message]
 
 

@@ -45,7 +45,7 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         ([SMALL_QUERY, 'http://images.invalid/a#sha256=zz'], 'has a #fragment'),
         ([SMALL_QUERY, '--user-data', '/nowhere'], 'user-data /nowhere: cannot be read'),
         ([SMALL_QUERY, '--ssh-key', '/nowhere'], 'ssh keys /nowhere: cannot be read'),
-        ([SMALL_QUERY, '--on', ''], 'no compute is named'),
+        ([SMALL_QUERY, '--on', ''], 'missing argument: a host'),
         ([f'{SMALL_QUERY},'], "'' is not CLASS:AMOUNT"),
         (['resources=VCPU=1'], "'VCPU=1' is not CLASS:AMOUNT"),
         (['resources=vcpu:1'], 'did you mean VCPU?'),

@@ -149,7 +149,7 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
     assert json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)['host'] == 'hv5'
     show_result = cluster.eschedule('host', 'show', 'hv6', 'hv4')
     assert (show_result.code, 'hv4' in show_result.stdout) == (4, True), show_result
-    assert show_result.stderr.startswith('eschedule: hv6: no compute has this host name or uuid')
+    assert show_result.stderr.startswith('eschedule: hv6: no host has this name or uuid')
     for command, expected in (
         ('disable', 'disabled: '),
         ('drain', 'is disabled already'),
@@ -169,31 +169,37 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
     assert forget_result.code == 4, forget_result
     assert 'eschedule: hv4: its resource provider is removed' in forget_result.stderr
     assert 'eschedule: hv5: its resource provider is removed' in forget_result.stderr
-    assert forget_result.stderr.splitlines()[-1].startswith('eschedule: hv6: no compute has this host name or uuid')
+    assert forget_result.stderr.splitlines()[-1].startswith('eschedule: hv6: no host has this name or uuid')
     assert list(list_hosts(cluster)) == [up_compute.uuid]
     assert cluster.etcd.list_keys('/hostnames/') == [f'/hostnames/{up_compute.uuid}']
     # The record of a gone instance is kept for a day and is not evidence of a compute.
     assert silent.uuid not in cluster.eschedule('audit').stderr
-    assert_one_line(cluster.eschedule('host', 'forget', 'hv5'), 4, 'no compute has this host name')
+    assert_one_line(cluster.eschedule('host', 'forget', 'hv5'), 4, 'no host has this name')
 
 
 def test_computes_with_one_host_name_need_their_uuids(cluster: Control) -> None:
     first, second = cluster.ecompute(), cluster.ecompute()
     name = str(list_hosts(cluster)[first.uuid]['hostname'])
     for words in (('--on', name, SMALL_QUERY), ('host', 'drain', name), ('host', 'forget', name)):
-        assert_one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', first.uuid, second.uuid)
+        assert_one_line(
+            cluster.eschedule(*words), 5, f'{name}: 2 computes have this host name', first.uuid, second.uuid
+        )
     assert place(cluster, SMALL_QUERY, '--on', second.uuid[:6])[0] == second.uuid
     # The dead one keeps its name until it is forgotten, for example after the host was installed again.
     wait_until(lambda: len(cluster.etcd.list_keys('/hostnames/')) == 2, 30, 'both have written down their names')
     first.stop()
     for words in (('--on', name, SMALL_QUERY), ('host', 'forget', name)):
-        assert_one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', first.uuid, second.uuid)
+        assert_one_line(
+            cluster.eschedule(*words), 5, f'{name}: 2 computes have this host name', first.uuid, second.uuid
+        )
     assert cluster.eschedule('host', 'forget', first.uuid[:8]).code == 0
     assert place(cluster, SMALL_QUERY, '--on', name)[0] == second.uuid
     ambiguous = ['feed0000-0000-4000-8000-00000000000' + digit for digit in '12']
     for compute in ambiguous:
         cluster.etcd.put(f'/hostnames/{compute}', '{"version": 1, "hostname": "hv9"}')
-    assert_one_line(cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 computes begin so', *ambiguous)
+    assert_one_line(
+        cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 uuids of computes begin with it', *ambiguous
+    )
     for compute in ambiguous:
         assert cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its name is forgotten\n'
 
@@ -298,14 +304,14 @@ def test_disable_by_host_name_and_unknown_hosts(cluster: Control) -> None:
     ]
     assert run_host_command(cluster, 'enable', compute.uuid[:8]) == [f'{compute.uuid[:8]}: enabled']
     for command in ('disable', 'drain', 'enable'):
-        assert_one_line(cluster.eschedule('host', command, 'no-such-host'), 4, 'no compute has this host name or uuid')
+        assert_one_line(cluster.eschedule('host', command, 'no-such-host'), 4, 'no host has this name or uuid')
         assert_one_line(cluster.eschedule('host', command, UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no such compute')
         assert_one_line(cluster.eschedule('host', command), 2, 'needs exactly one host')
     cluster.placement.call('POST', '/resource_providers', {'uuid': UNKNOWN_UUID, 'name': 'nova-compute-7'})
     assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute made it')
     second, _ = start_named_compute(cluster)
     assert_one_line(
-        cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, second.uuid
+        cluster.eschedule('host', 'disable', name), 5, '2 computes have this host name', compute.uuid, second.uuid
     )
 
 

@@ -119,7 +119,7 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     )
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
     assert_one_line(
-        run_in_process(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins so'
+        run_in_process(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins with it'
     )
     # Each argument is tried and reported.
     done = run_in_process(cluster, 'destroy', '--wait', 'web2', 'web1')
@@ -136,7 +136,7 @@ def test_name_has_one_holder_and_is_free_after_its_destroy(cluster: Control) -> 
     (winner,) = [parse_notice(result)[1] for result in results if result.code == 0]
     for result in results:
         if result.code:
-            assert_one_line(result, 5, f'web1: is the name of instance {winner}')
+            assert_one_line(result, 5, f'web1: name taken by instance {winner}')
     assert list(read_allocations(cluster)) == [winner]
     wait_address(cluster, winner)
     assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
@@ -191,7 +191,7 @@ def test_destroy_before_the_build_frees_the_name_only_when_done(cluster: Control
     instance = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
     assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
     refused = cluster.eschedule(SMALL_QUERY, '--name', 'web1')
-    assert_one_line(refused, 5, f'is the name of instance {instance}: it is being destroyed')
+    assert_one_line(refused, 5, f'name taken by instance {instance}, which is being destroyed')
     compute.resume()
     wait_until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
 

@@ -110,7 +110,9 @@ def test_on_accepts_an_unambiguous_host_name(cluster: Control) -> None:
     second = cluster.ecompute(TOY).uuid
     done = cluster.eschedule(SMALL_QUERY, IMAGE, '--on', socket.gethostname())
     uuids = ', '.join(sorted([first, second]))
-    assert f'{socket.gethostname()} is the host name of 2 computes, say the uuid: {uuids}' in assert_one_line(done, 5)
+    assert f'{socket.gethostname()}: 2 computes have this host name: {uuids}. Fix: give the uuid' in assert_one_line(
+        done, 5
+    )
     done = cluster.eschedule('plan', SMALL_QUERY, '--on', 'nowhere')
     assert done.code == 4
-    assert 'nowhere: no compute has this host name or uuid' in done.stderr
+    assert 'nowhere: no host has this name or uuid' in done.stderr

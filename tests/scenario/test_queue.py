@@ -85,9 +85,9 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
     assert small_cluster.eschedule('list', '--state', 'active').stderr == ''
     assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'is queued: no compute has taken it yet')
     # Its name and its uuid are in use.
-    assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--name', 'web1'), 5, f'is the name of instance {instance}')
+    assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--name', 'web1'), 5, f'name taken by instance {instance}')
     assert_one_line(
-        small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'is the name of instance'
+        small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'name taken by instance'
     )
     assert_one_line(small_cluster.eschedule(SMALL_QUERY, '--uuid', instance, '--name', 'web1'), 5, 'waits in a queue')
     assert read_allocations(small_cluster) == {}

@@ -140,7 +140,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
         return instance
     prefix = parse_uuid_prefix(argument)
     if prefix is None:
-        short = f' (of its uuid, {MIN_PREFIX_DIGITS} digits at least)' if len(argument) < MIN_PREFIX_DIGITS else ''
+        short = f' (a uuid needs at least {MIN_PREFIX_DIGITS} digits)' if len(argument) < MIN_PREFIX_DIGITS else ''
         raise NotFound(f'{argument}: no living instance has this name{short}')
     recorded_uuids = map(keys.get_last_part, store.snapshot(keys.INSTANCES, keys_only=True).entries)
     uuids = {name for name in recorded_uuids if name.startswith(prefix) and keys.is_uuid(name)}
@@ -154,9 +154,10 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
         if _is_request_key(key) and keys.get_last_part(key).startswith(prefix)
     }
     if not uuids:
-        raise NotFound(f'{argument}: no living instance has this name, and no uuid begins so')
+        raise NotFound(f'{argument}: no living instance has this name, and no uuid begins with it')
     if len(uuids) > 1:
-        raise UsageError(f'{argument}: {len(uuids)} instances begin so: {join_some(sorted(uuids), MAX_NAMES_IN_ERROR)}')
+        some = join_some(sorted(uuids), MAX_NAMES_IN_ERROR)
+        raise UsageError(f'{argument}: {len(uuids)} uuids of instances begin with it: {some}. Fix: give more digits')
     return uuids.pop()
 
 
@@ -177,8 +178,8 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
     ):
         return
     actual_name = f'is called {make_printable(entries.name)}' if entries.name else 'has no name'
-    mismatch = f'{keys.name(name)} leads to instance {instance}, which {actual_name}'
-    raise Conflict(f'{mismatch}: say the uuid of the one that is meant; eschedule audit says more')
+    mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
+    raise Conflict(f'{mismatch}. Fix: give the uuid of the right instance (`eschedule audit` reports such keys)')
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
@@ -236,7 +237,7 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
     if entries.record.state == GONE:
-        raise NotFound(f'{instance}: gone since {entries.record.stages.get("gone", "some time")}')
+        raise NotFound(f'{instance}: gone since {entries.record.stages.get("gone", "an unknown time")}')
     return entries
 
 
@@ -259,7 +260,7 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
     try:
         places_by_instance = resolve_places(store, entries)
     except EcompError as error:  # placement is unreachable
-        errors.append(EcompError(f'{error}; of what two computes are asked for, the older request is shown'))
+        errors.append(EcompError(f'{error}; of two requests for one instance, the older one is shown'))
         places_by_instance = group_by_instance(entries)
     for instance, places in places_by_instance.items():
         try:
@@ -280,7 +281,7 @@ def read_record(entry: Entry) -> Record:
     """
     try:
         if entry.dropped:
-            raise ValueError(f'it has {entry.dropped} bytes: too many')
+            raise ValueError(f'it is too large: {entry.dropped} bytes')
         compute, instance = keys.parse_record_key(entry.key)
         return from_json(entry.value, instance, compute)
     except ValueError as error:
@@ -339,6 +340,7 @@ def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
     owner = parse_name_holder(entry)
     current = find(store, owner) if owner != instance else None
     if current is not None and current.record.state not in (GONE, ERROR):
-        cure = 'it is being destroyed: try again then' if current.is_destroying else 'take another, or destroy it first'
-        raise Conflict(f'{name}: is the name of instance {owner}: {cure}')
+        cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
+        state = ', which is being destroyed' if current.is_destroying else ''
+        raise Conflict(f'{name}: name taken by instance {owner}{state}. Fix: {cure}')
     return Unchanged(key, entry.revision)

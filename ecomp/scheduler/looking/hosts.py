@@ -13,7 +13,7 @@ from ecomp.model import keys, status
 from ecomp.model.host import Computes, EtcdState, Host, ProviderSummary, list_hosts, parse_computes
 from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
-from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, describe_wait
+from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.scheduler.looking.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store
@@ -65,13 +65,13 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
     if full_uuid is not None:
         return full_uuid
     if not argument:
-        raise UsageError('no compute is named: give its host name or its uuid')
+        raise UsageError('missing argument: a host, by name or uuid')
     known_computes = read_computes(store)
     matches = known_computes.find_by_hostname(argument)
     if len(matches) > 1:
         raise Conflict(
-            f'{argument} is the host name of {len(matches)} computes, '
-            f'say the uuid: {join_some(matches, MAX_NAMES_IN_ERROR)}'
+            f'{argument}: {len(matches)} computes have this host name: {join_some(matches, MAX_NAMES_IN_ERROR)}. '
+            'Fix: give the uuid'
         )
     if matches:
         return matches[0]
@@ -83,7 +83,8 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
         candidates |= {uuid for uuid, name in providers.read_provider_names(get_placement()).items() if uuid == name}
         matches = sorted(candidate for candidate in candidates if candidate.startswith(prefix))
     if len(matches) > 1:
-        raise UsageError(f'{argument}: {len(matches)} computes begin so: {join_some(matches, MAX_NAMES_IN_ERROR)}')
+        some = join_some(matches, MAX_NAMES_IN_ERROR)
+        raise UsageError(f'{argument}: {len(matches)} uuids of computes begin with it: {some}. Fix: give more digits')
     if not matches:
         raise make_no_such_compute(argument, known_computes)
     return matches[0]
@@ -109,8 +110,8 @@ def make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
         argument,
         filter(None, map(known_computes.find_hostname, {*known_computes.living, *known_computes.stored_hostnames})),
     )
-    problem = f'no compute has this host name or uuid{suggestion}'
-    return NotFound(f'{make_printable(argument, 100)}: {problem}: eschedule hosts shows all')
+    problem = f'no host has this name or uuid{suggestion}'
+    return NotFound(f'{make_printable(argument, 100)}: {problem}. Try: eschedule hosts')
 
 
 def _parse_uuid(argument: str) -> str | None:
@@ -209,7 +210,7 @@ def find_guest_access(store: Store, instance: str) -> GuestAccess:
         address = str(IPv4Address(best.address))
     except AddressValueError as error:
         raise EcompError(
-            f'{instance}: its record has no address that is one: {make_printable(str(error), 100)}'
+            f'{instance}: the address in its record is malformed: {make_printable(str(error), 100)}'
         ) from error
     return GuestAccess(record, address, find_host_name(store, record) if _is_behind_host(best) else None)
 
@@ -239,7 +240,8 @@ def find_running(store: Store, instance: str) -> Record:
     if record.state in (QUEUED, SCHEDULED, BUILDING):
         raise make_not_ready(record)
     if record.state != ACTIVE:
-        raise Conflict(f'{instance}: is {record.state}: nobody can enter a guest that does not run')
+        cure = f'. Fix: eschedule start {instance}' if record.state == STOPPED else ''
+        raise Conflict(f'{instance}: is {record.state}: only a guest that runs can be entered{cure}')
     return record
 
 
@@ -258,7 +260,7 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
     """
     record = find_living(store, instance).record
     if record.console is None:
-        raise NotFound(f'{instance}: has no console yet: it is {record.state}')
+        raise NotFound(f'{instance}: has no console yet: its state is {record.state}')
     try:
         return find_host_name(store, record), parse_console_path(instance, record.console)
     except ValueError as error:
@@ -272,7 +274,7 @@ def find_host_name(store: Store, record: Record) -> str:
     """
     name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
-        raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not up')
+        raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not alive')
     return name
 
 
