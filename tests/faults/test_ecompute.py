@@ -525,7 +525,7 @@ def test_killed_between_reserving_and_reporting_its_stop(cluster: Control, disab
 
 @pytest.mark.parametrize(
     ('command', 'already', 'step'),
-    [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
+    [('disable', 'is already disabled', DISABLED), ('enable', 'is already enabled', ENABLED)],
 )
 def test_host_command_killed_after_its_change(
     cluster: Control, compute: Ecompute, command: str, already: str, step: str

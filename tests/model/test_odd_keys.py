@@ -89,7 +89,7 @@ def test_forget_removes_a_presence_key_without_a_lease(cloud: Cloud) -> None:
     silence_compute(cloud)
     assert forget_compute(cloud) == [
         'hv1: its resource provider is removed',
-        f'{keys.compute(A)}: removed: it was on no lease',
+        f'{keys.compute(A)}: removed: it had no lease',
     ]
     assert A not in cloud.model.providers
     assert not {keys.compute(A), keys.hostname(A)} & cloud.etcd.entries.keys()
@@ -99,7 +99,7 @@ def test_forget_removes_a_lone_presence_key(cloud: Cloud) -> None:
     """A killed `host forget` of a compute without a name leaves only this key."""
     key = keys.compute(A)
     cloud.store.commit([], [Put(key, '{"hostname":"hv1"}')])
-    assert forget_compute(cloud) == [f'{key}: removed: it was on no lease']
+    assert forget_compute(cloud) == [f'{key}: removed: it had no lease']
     assert key not in cloud.etcd.entries
     with pytest.raises(NotFound, match='no such compute'):
         forget_compute(cloud)
@@ -147,7 +147,10 @@ def test_commands_report_that_a_silent_compute_acts_later(cloud: Cloud) -> None:
     host.plan(4)
     silence_compute(cloud)
     disable(cloud.placement, A, 'hv1')
-    assert enable(cloud.store, cloud.placement, A, 'hv1') == 'hv1: enabled, as soon as its ecompute is started'
+    assert (
+        enable(cloud.store, cloud.placement, A, 'hv1')
+        == 'hv1: enabled; instances are placed there once its ecompute is started'
+    )
     message = change_power(cloud.store, U, PowerAction(STOP, W)).message
     assert message == f'{U}: stop accepted; {A} carries it out once it is back (it is silent)'
 
@@ -273,7 +276,7 @@ def test_malformed_record_keeps_only_its_own_group_member(cloud: Cloud) -> None:
         *(Put(keys.record(A, instance), '{"rubbish') for instance in (U, V)),
     ]
     cloud.store.commit([], puts)
-    assert f'group-orphaned g: {W} is taken out' in run_fix(cloud)
+    assert f'group-orphaned g: {W} is removed' in run_fix(cloud)
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
 
 
@@ -287,10 +290,10 @@ def test_drain_and_forget_ignore_keys_without_a_lease(cloud: Cloud) -> None:
     attempt = Put(keys.attempt(W), dump({'version': 1, 'instances': [W]}))
     cloud.store.commit([], [attempt, Put(keys.taker(queue_key), taker_to_json(A))])
     disable(cloud.placement, A, 'hv1')
-    with pytest.raises(StillGoing, match='1 instance to go'):
+    with pytest.raises(StillGoing, match='1 instance to leave'):
         wait_until_drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)
     silence_compute(cloud)
-    assert f'{W}: its claim is released: no request stands behind it' in forget_compute(cloud)
+    assert f'{W}: its claim is released: no request owns it' in forget_compute(cloud)
     cloud.add_host(B)
     disable(cloud.placement, B, 'hv2')
     wait_until_drained(cloud.store, cloud.placement, B, 'hv2', Deadline(5.0), lambda _: None)

@@ -33,7 +33,7 @@ LIES = {
     'forgotten, while it is registered': ('forget', A, None),
     'not forgotten, while it is': ('forget', V, Conflict(f'compute {V} is not forgotten: it is alive')),
     'drained, while something lives there': ('drain', A, None),
-    'disabled, while it is enabled': ('disable', A, f'{A}: disabled: nothing new is placed there'),
+    'disabled, while it is enabled': ('disable', A, f'{A}: disabled: no new instances are placed there'),
     'a quota that is not there': ('quota', 'q', 'quota of project q: instances 1/5'),
     'released, while it is held': ('fix', '', [f'allocation-orphaned {U}: released on {A}']),
 }

@@ -323,7 +323,7 @@ ROWS = [
     # eschedule host forget
     Row(FORGET, type(None), '', is_forgotten),
     Row(FORGET, Conflict, 'came back while', promises_nothing),
-    Row(FORGET, Conflict, '(is not forgotten|stays|changed by somebody else)', is_not_forgotten),
+    Row(FORGET, Conflict, '(is not forgotten|stays|other processes keep changing it)', is_not_forgotten),
     Row(FORGET, NotFound, '', promises_nothing),
     Row(FORGET, Unreachable, '', promises_nothing),
     Row(FORGET, EcompError, 'requested lease not found: the lease expired .*; nothing was written', promises_nothing),
@@ -336,7 +336,7 @@ ROWS = [
     Row(DISABLE, str, 'disabled', is_disabled),
     Row(ENABLE, str, 'enabled', is_enabled),
     # eschedule quota set
-    Row(QUOTA, str, 'it has no limits any more$', has_no_limits),
+    Row(QUOTA, str, 'it no longer has limits$', has_no_limits),
     Row(QUOTA, str, '^quota of project', has_limits),
     Row(QUOTA, Conflict, '', promises_nothing),
     Row(QUOTA, Unreachable, '', promises_nothing),
@@ -344,12 +344,12 @@ ROWS = [
     Row(CLEAR, ClearResult, '', is_cleared),
     Row(CLEAR, Unreachable, '', promises_nothing),
     # eschedule audit --fix, one line for each repair
-    Row(FIX, str, ': (released on|is released already)', is_released),
-    Row(FIX, str, ' found; looking again in ', promises_nothing),
-    Row(FIX, str, '(left alone|not known to be mended)', promises_nothing),
+    Row(FIX, str, ': (released on|is already released)', is_released),
+    Row(FIX, str, ' findings?; the audit is repeated in ', promises_nothing),
+    Row(FIX, str, '(not repaired|repair not confirmed)', promises_nothing),
     Row(FIX, str, ' is deleted$', is_deleted),
     Row(FIX, str, ': claimed again on ', is_claimed_again),
-    Row(FIX, str, '(is its own again|is in group|taken out|counted anew|is on a lease)', promises_nothing),
+    Row(FIX, str, '(is restored|is in group|(is|are) removed|recounted|is on a lease)', promises_nothing),
     Row(FIX, Unreachable, '', promises_nothing),
 ]
 

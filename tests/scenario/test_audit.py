@@ -210,9 +210,9 @@ def test_fix_repairs_a_planted_defect(scene: Scene, plant: Plant) -> None:
     report = fix(scene.store, scene.placement, messages.append, interval_seconds=0.2)
 
     assert report.findings == [], messages
-    assert 'looking again in 0.2 s' in messages[0]
+    assert 'the audit is repeated in 0.2 s' in messages[0]
     assert len(messages) == 2, messages
-    assert not any(word in messages[1] for word in ('left alone', 'not removed', 'not known')), messages
+    assert not any(word in messages[1] for word in ('not repaired', 'not removed', 'not confirmed')), messages
     assert scene.list_findings() == []
     if plant is not plants.part_orphaned:
         assert subject in messages[1] or MAC in messages[1]
@@ -247,7 +247,7 @@ def test_repair_leaves_a_name_that_another_instance_took(scene: Scene) -> None:
     scene.put('/names/of-nobody', {'version': 1, 'instance': other})
     lines = repair_findings(scene.store, scene.placement, first, second)
     assert len(lines) == 2, lines
-    assert all('left alone: it has changed since' in line for line in lines), lines
+    assert all('not repaired: it has changed since the audit' in line for line in lines), lines
     for name in (NAME, 'of-nobody'):
         assert json.loads(scene.control.etcd.get(f'/names/{name}') or b'')['instance'] == other
 
@@ -263,7 +263,7 @@ def test_repair_skips_what_changes_after_the_second_audit(scene: Scene) -> None:
         scene.put(f'/requests/{instance}', {'version': 1, 'instances': [instance], 'pid': 1}, seconds=60)
     lines = repair_findings(scene.store, scene.placement, first, second)
     assert len(lines) == 2, lines
-    assert any('left alone: it has changed since' in line for line in lines), lines
+    assert any('not repaired: it has changed since the audit' in line for line in lines), lines
     assert any('not removed: its instance is requested or alive' in line for line in lines), lines
     assert orphan in read_allocations(scene.control)
 
@@ -289,6 +289,6 @@ def test_audit_fix_repairs_after_a_minute(scene: Scene) -> None:
     assert done.stdout == ''
     lines = done.stderr.splitlines()
     assert len(lines) == 3, lines
-    assert 'looking again in 60 s' in lines[0]
+    assert 'the audit is repeated in 60 s' in lines[0]
     assert f'booted-orphaned {scene.gone}: /booted/{scene.gone} is deleted' in lines[1]
     assert lines[2].endswith('no findings')

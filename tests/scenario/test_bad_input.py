@@ -255,7 +255,11 @@ def test_quota_and_flavor_with_wrong_names_are_refused(cluster: Control, words: 
 def test_quota_and_flavor_warn_of_unknown_custom_names(cluster: Control) -> None:
     for words in (['flavor', 'set', 'x', f'{SMALL_QUERY}&required=CUSTOM_X'], ['quota', 'set', 'p', 'CUSTOM_X=1']):
         assert_one_line(cluster.eschedule(*words), 0, 'placement knows no ', 'CUSTOM_X')
-    assert_one_line(cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'), 0, 'asks for no MEMORY_MB, DISK_GB')
+    assert_one_line(
+        cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'),
+        0,
+        'lacks MEMORY_MB, DISK_GB, which each order has to add',
+    )
     # The amounts do not matter here: without DISK_GB no guest can be built.
     lacking = "flavor part: lacks DISK_GB, which every guest needs. Fix: add 'resources=DISK_GB:…'"
     assert_one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)

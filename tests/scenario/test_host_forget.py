@@ -188,7 +188,7 @@ def test_claim_made_during_forget_keeps_the_provider(cluster: Control) -> None:
     assert cluster.placement.read_consumers(compute.uuid) == {UNKNOWN_UUID: {'VCPU': 1}}
     messages = forget(cluster, compute.uuid)
     assert messages == [
-        f'{UNKNOWN_UUID}: its claim is released: no request stands behind it',
+        f'{UNKNOWN_UUID}: its claim is released: no request owns it',
         f'{compute.uuid}: its resource provider is removed',
     ]
     expect_forgotten(cluster, compute.uuid)
@@ -202,7 +202,7 @@ def test_foreign_allocations_on_foreign_providers_stay(cluster: Control) -> None
     put_claim(cluster, UNKNOWN_UUID, other, amounts={'VCPU': 2})
     assert_one_line(cluster.eschedule('host', 'forget', other), 4, 'no such compute', 'nova-compute-7')
     cluster.etcd.put(f'/hosts/{other}/by-hand', '')
-    assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute would have carried it out']
+    assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute carries it out']
     assert cluster.placement.read_consumers(other) == {UNKNOWN_UUID: {'VCPU': 2}}
 
 

@@ -152,8 +152,8 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
     assert show_result.stderr.startswith('eschedule: hv6: no host has this name or uuid')
     for command, expected in (
         ('disable', 'disabled: '),
-        ('drain', 'is disabled already'),
-        ('enable', 'enabled, as soon'),
+        ('drain', 'is already disabled'),
+        ('enable', 'enabled; instances are placed there once'),
     ):
         reply = cluster.eschedule('host', command, 'hv4')
         assert (reply.code, reply.stderr.splitlines()[0][: len(expected) + 16]) == (0, f'eschedule: hv4: {expected}'), (
@@ -201,7 +201,7 @@ def test_computes_with_one_host_name_need_their_uuids(cluster: Control) -> None:
         cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 uuids of computes begin with it', *ambiguous
     )
     for compute in ambiguous:
-        assert cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its name is forgotten\n'
+        assert cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its name is removed\n'
 
 
 def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control) -> None:
@@ -265,9 +265,9 @@ def test_disabled_compute_gets_no_instances_until_enabled(cluster: Control) -> N
     guest = place(cluster, f'{SMALL_QUERY}&in_tree={first.uuid}')[1]
     address = wait_address(cluster, guest)
     assert run_host_command(cluster, 'disable', first.uuid) == [
-        f'{first.uuid}: disabled: nothing new is placed there, and what lives there goes on'
+        f'{first.uuid}: disabled: no new instances are placed there; those that run there continue'
     ]
-    assert run_host_command(cluster, 'disable', first.uuid.upper()) == [f'{first.uuid}: is disabled already']
+    assert run_host_command(cluster, 'disable', first.uuid.upper()) == [f'{first.uuid}: is already disabled']
     assert list_states(cluster) == {first.uuid: 'disabled', second.uuid: 'up'}
     assert f'{first.uuid}  ' in cluster.eschedule('hosts').stdout
     assert [row['disabled'] for row in list_hosts(cluster).values()] == [
@@ -283,7 +283,7 @@ def test_disabled_compute_gets_no_instances_until_enabled(cluster: Control) -> N
     assert any('is disabled (eschedule host enable ' in line for line in expect_refusal(cluster))
     assert wait_address(cluster, guest) == address
     assert run_host_command(cluster, 'enable', first.uuid) == [f'{first.uuid}: enabled']
-    assert run_host_command(cluster, 'enable', first.uuid) == [f'{first.uuid}: is enabled already']
+    assert run_host_command(cluster, 'enable', first.uuid) == [f'{first.uuid}: is already enabled']
     assert place(cluster)[0] == first.uuid
     check_invariants(cluster, first, second)
 
@@ -308,7 +308,7 @@ def test_disable_by_host_name_and_unknown_hosts(cluster: Control) -> None:
         assert_one_line(cluster.eschedule('host', command, UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no such compute')
         assert_one_line(cluster.eschedule('host', command), 2, 'needs exactly one host')
     cluster.placement.call('POST', '/resource_providers', {'uuid': UNKNOWN_UUID, 'name': 'nova-compute-7'})
-    assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute made it')
+    assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute created it')
     second, _ = start_named_compute(cluster)
     assert_one_line(
         cluster.eschedule('host', 'disable', name), 5, '2 computes have this host name', compute.uuid, second.uuid
@@ -347,14 +347,14 @@ def test_restarted_compute_keeps_its_disabled_state(cluster: Control) -> None:
     assert (list_states(cluster), list_hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, True)
     assert 'closed, disabled' in cluster.eschedule('hosts').stdout
     assert run_host_command(cluster, 'enable', compute.uuid) == [
-        f'{compute.uuid}: enabled, as soon as its ecompute is started'
+        f'{compute.uuid}: enabled; instances are placed there once its ecompute is started'
     ]
     assert read_traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
     compute.start()
     place(cluster)
     # Disabled and enabled while it is silent and may not come back.
     kill_and_lapse(cluster, compute)
-    assert 'disabled: nothing new' in run_host_command(cluster, 'disable', compute.uuid)[0]
+    assert 'disabled: no new instances' in run_host_command(cluster, 'disable', compute.uuid)[0]
     run_host_command(cluster, 'enable', compute.uuid)
     compute.start()
     assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}
@@ -363,7 +363,7 @@ def test_restarted_compute_keeps_its_disabled_state(cluster: Control) -> None:
 
 def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, compute: Ecompute) -> None:
     assert run_host_command(cluster, 'drain', compute.uuid, '--wait') == [
-        f'{compute.uuid}: disabled: nothing new is placed there, and what lives there goes on',
+        f'{compute.uuid}: disabled: no new instances are placed there; those that run there continue',
         f'{compute.uuid}: no instances there',
         f'{compute.uuid}: no instances remain',
     ]
@@ -377,7 +377,7 @@ def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, com
     assert messages[2:] == [f'{"web1" if instance == web1 else instance}: active' for instance in instances]
     timed_out = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
     assert timed_out.code == 6, timed_out
-    assert 'still waiting for: 2 instances to go; it stays disabled' in timed_out.stderr.splitlines()[-1]
+    assert 'still waiting for 2 instances to leave; it stays disabled' in timed_out.stderr.splitlines()[-1]
     with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
         # Draining destroys nothing by itself.
         assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
@@ -439,7 +439,7 @@ def test_drain_waits_for_a_request_being_taken_from_a_queue(cluster: Control) ->
     put_taker_key()
     timed_out = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
     assert timed_out.code == 6, timed_out
-    assert 'requests under way, which may be for it; it stays disabled' in timed_out.stderr.splitlines()[-1]
+    assert 'requests in flight that may be for it; it stays disabled' in timed_out.stderr.splitlines()[-1]
     # A taker key of the first two seconds may belong to a taker that checked its compute before it was disabled.
     with start_observed_drain(cluster, compute, checks=6) as draining:
         assert not draining.has_ended

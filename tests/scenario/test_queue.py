@@ -509,7 +509,7 @@ def test_requests_of_removed_flavors_block_no_other(small_cluster: Control) -> N
     for flavor in flavors:
         assert run_in_process(small_cluster, 'flavor', 'set', flavor, SMALL_QUERY).code == 0
         enqueue_request(small_cluster, '--flavor', flavor)
-        words = 'nobody takes what still waits in its queue (1): set it again, or destroy those'
+        words = 'no compute takes the 1 request in its queue. Fix: set the flavor again, or destroy the instances'
         assert_one_line(
             run_in_process(small_cluster, 'flavor', 'delete', flavor), 0, f'flavor {flavor}: removed', words
         )

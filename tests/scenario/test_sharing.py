@@ -375,10 +375,13 @@ def test_quota_refusal_names_limit_used_and_requested(cluster: Control) -> None:
     assert read_usage(cluster, 'web')['VCPU'] == 2
     place(cluster, SMALL_QUERY, '--project', 'web')
     assert_one_line(
-        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=1'), 0, 'VCPU 3/1', 'more VCPU than that already'
+        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=1'),
+        0,
+        'VCPU 3/1',
+        'its usage of VCPU already exceeds the limit',
     )
     assert_one_line(
-        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none'), 0, 'no limits any more'
+        run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none'), 0, 'it no longer has limits'
     )
     assert_one_line(run_in_process(cluster, 'quota', 'show', 'web'), 4, 'no limits are set')
     place(cluster, SMALL_QUERY, '--project', 'web')
@@ -434,7 +437,7 @@ def test_requests_delivered_while_a_quota_is_set_are_counted(cluster: Control) -
 
 def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:4096')
-    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY), 0, 'flavor tiny: made')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY), 0, 'flavor tiny: created')
     assert_one_line(
         cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed'
     )
@@ -457,7 +460,7 @@ def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
 
 def test_flavors_of_schedule_yaml_come_first(cluster: Control) -> None:
     cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:4096')
-    assert_one_line(cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY.replace('VCPU:1', 'VCPU:7')), 0, 'made')
+    assert_one_line(cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY.replace('VCPU:1', 'VCPU:7')), 0, 'created')
     flavors = {'flavors': {'small': SMALL_QUERY, 'none': f'{SMALL_QUERY}&required=HW_CPU_X86_AVX512F'}}
     write_config(cluster.schedule_yaml, cluster.etcd.endpoint, cluster.placement.url, **flavors)
     listed = json.loads(cluster.eschedule('flavor', 'list', '-f', 'json').stdout)

@@ -162,7 +162,7 @@ def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -
         # The computes first: they prepare their digests while placement is read.
         value = dump({'version': 1})
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
-            raise EcompError(f'{keys.audit(name)} is there already')
+            raise EcompError(f'{keys.audit(name)}: key exists already')
         held = dict(
             threads.map(lambda each: _read_provider(placement, *each), providers.read_provider_names(placement).items())
         )
@@ -173,7 +173,7 @@ def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -
             late_compute for late_compute in late if keys.digest(name, late_compute, 'heard') in parts
         )
         digests: dict[str, planes.Digest] = {}
-        mute = dict.fromkeys(late, 'it does not answer: frozen, killed this minute, or too old?')
+        mute = dict.fromkeys(late, 'it does not answer: it is frozen, was killed in the last minute, or is too old')
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
             numbered = sorted(
@@ -225,7 +225,7 @@ def _is_page_key(key: str) -> bool:
 
 # Each member takes two of the 128 conditions that etcd allows in a transaction.
 MAX_MEMBERS_PER_TRANSACTION = 50
-CHANGED_SINCE = 'left alone: it has changed since'
+CHANGED_SINCE = 'not repaired: it has changed since the audit'
 
 
 def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: float = AUDIT_INTERVAL_SECONDS) -> Report:
@@ -237,7 +237,8 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
     first = audit(store, placement)
     if not any(finding.fix for finding in first.findings):
         return first
-    notify(f'{len(first.findings)} found; looking again in {interval_seconds:g} s, before anything is changed')
+    count = f'{len(first.findings)} finding{"" if len(first.findings) == 1 else "s"}'
+    notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
     time.sleep(interval_seconds)
     second = audit(store, placement, stalled=first.stalled)
     for line in repair_findings(store, placement, first, second):
@@ -287,7 +288,7 @@ class _Repairs:
         try:
             return repairs[finding.repair](finding)
         except (EcompError, ValueError) as error:
-            return f'not known to be mended: {error}'
+            return f'repair not confirmed: {error}'
 
     def _delete(self, finding: Finding) -> str:
         """Delete the first of the finding's keys; as _commit()."""
@@ -326,7 +327,7 @@ class _Repairs:
         if entries is None or entries.name is None or change is None or not change[1]:
             return CHANGED_SINCE
         conditions, operations = change
-        return self._commit(finding, operations, f'{keys.name(entries.name)} is its own again', conditions)
+        return self._commit(finding, operations, f'{keys.name(entries.name)} is restored', conditions)
 
     def _join_group(self, finding: Finding) -> str:
         """Add the instance to its request's group; as _commit()."""
@@ -355,13 +356,13 @@ class _Repairs:
         if not leaving:
             return CHANGED_SINCE
         conditions = [condition for unchanged in leaving.values() for condition in unchanged]
-        done = f'{", ".join(leaving)} is taken out' if len(leaving) == 1 else f'{len(leaving)} are taken out'
+        done = f'{", ".join(leaving)} is removed' if len(leaving) == 1 else f'{len(leaving)} members are removed'
         return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
         """Count the usage of a project's quota again; CHANGED_SINCE if it has no limits."""
         counted = recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject))
-        return 'counted anew' if counted is not None else CHANGED_SINCE
+        return 'recounted' if counted is not None else CHANGED_SINCE
 
     def _commit(
         self,
@@ -398,7 +399,7 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
 
     if not release(placement, [instance], find_needed, partial(note_released, store))[instance]:
         return CHANGED_SINCE
-    return f'released on {", ".join(computes)}' if computes else 'is released already'
+    return f'released on {", ".join(computes)}' if computes else 'is already released'
 
 
 def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
@@ -413,9 +414,9 @@ def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> lis
             key = keys.clearance(name, compute)
             store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
             if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
-                return [f'compute {compute}: not known to be mended: it gives no answer']
+                return [f'compute {compute}: repair not confirmed: it does not answer']
             entry = store.get(keys.digest(name, compute, 'cleared'))
             lines = planes.cleared_from_json(entry.value) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
-        return [f'compute {compute}: not known to be mended: {error}']
+        return [f'compute {compute}: repair not confirmed: {error}']

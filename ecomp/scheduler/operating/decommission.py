@@ -61,8 +61,8 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
     failpoint('host-disabled')
     if not changed:
-        return f'{display_name}: is disabled already'
-    return f'{display_name}: disabled: nothing new is placed there, and what lives there goes on'
+        return f'{display_name}: is already disabled'
+    return f'{display_name}: disabled: no new instances are placed there; those that run there continue'
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
@@ -77,8 +77,8 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
     )
     failpoint('host-enabled')
     if not changed:
-        return f'{display_name}: is enabled already' + ('' if alive else ', but not up')
-    return f'{display_name}: enabled' + ('' if alive else ', as soon as its ecompute is started')
+        return f'{display_name}: is already enabled' + ('' if alive else ', but not alive')
+    return f'{display_name}: enabled' + ('' if alive else '; instances are placed there once its ecompute is started')
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
@@ -128,10 +128,10 @@ def wait_until_drained(
         )
         if all_announced and not (remaining or placing or taking):
             return
-        rest = f'{_format_count(len(remaining))} to go' if remaining else 'requests under way, which may be for it'
+        rest = f'{_format_count(len(remaining))} to leave' if remaining else 'requests in flight that may be for it'
         if deadline.elapsed >= deadline.seconds:
             raise StillGoing(
-                f'{display_name}: {deadline.seconds:g} s are up, still waiting for: {rest}; it stays disabled'
+                f'{display_name}: timed out after {deadline.seconds:g} s, still waiting for {rest}; it stays disabled'
             )
         report(f'waiting for: {rest}, {deadline.elapsed:.0f} s')
         time.sleep(max(min(POLL_SECONDS, deadline.seconds - deadline.elapsed), 0))
@@ -151,7 +151,7 @@ def _check_provider(placement: Placement, compute: str, display_name: str) -> No
         raise NotFound(f'{display_name}: no such compute')
     if name != compute:
         raise NotFound(
-            f'{display_name}: no such compute: placement has such a provider, {name}, but no ecompute made it'
+            f'{display_name}: no such compute: placement has this provider, {name}, but no ecompute created it'
         )
 
 
@@ -164,7 +164,7 @@ def _format_count(number: int) -> str:
 MAX_TRIES = 5
 
 # The fault of an instance whose destroy is completed here: if the host was only cut off, its domain still runs.
-UNSEEN_END_FAULT = 'its host was forgotten: nobody saw its guest end'
+UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def forget(  # noqa: PLR0913
             return None
         return planes
 
-    lost = Conflict(f'compute {display_name}: changed by somebody else all the time; try again')
+    lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
     planes = retry_until_committed(try_once, lost, MAX_TRIES)
     failpoint('host-emptied')
     if planes.provider is not None and planes.provider.is_ours:
@@ -233,12 +233,12 @@ def forget(  # noqa: PLR0913
     last_keys = [entry.key for entry in (silent, name) if entry is not None and entry.revision]
     if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
         if silent.revision:
-            report(f'{silent.key}: removed: it was on no lease')
+            report(f'{silent.key}: removed: it had no lease')
         if name is not None and planes.provider is None:
-            report(f'{display_name}: its name is forgotten')
+            report(f'{display_name}: its name is removed')
     # The compute may have started after the last read; it registers its provider at its start only.
     if is_alive(store, compute):
-        raise Conflict(f'compute {display_name} came back while it was being forgotten: restart its ecompute')
+        raise Conflict(f'compute {display_name} came back while it was being forgotten. Fix: restart its ecompute')
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
@@ -268,7 +268,7 @@ def _check_allowed(
         raise Conflict(f'compute {display_name} is not forgotten: {reason}')
     if (planes.consumers or planes.may_run_queued) and not fenced:
         named = join_some(list(map(planes.survey.etcd.format_instance, sorted(planes.consumers))), MAX_QUOTED_INSTANCES)
-        waits = 'after a restore it may run what waits in a queue'
+        waits = 'after a restore it may run instances that wait in a queue'
         may_run = f'it holds claims and may run {named}' if named else waits
         cure = f'bring it back or, if the machine is off for good, `eschedule host forget {display_name} --fenced`'
         raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
@@ -279,7 +279,7 @@ def _check_allowed(
     if remaining == Leftovers() and provider is None and not is_remembered and not has_key:
         raise NotFound(f'{display_name}: no such compute')
     if remaining == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
-        why = f'placement has such a provider, {provider.name}, but no ecompute made it'
+        why = f'placement has this provider, {provider.name}, but no ecompute created it'
         raise NotFound(f'{display_name}: no such compute: {why}')
     return remaining
 
@@ -317,7 +317,7 @@ class _Removal:
             self._remove_stray(name, make_conditions(name))
         for consumer in remaining.orphans:
             self._release(consumer)
-            self.report(f'{consumer}: its claim is released: no request stands behind it')
+            self.report(f'{consumer}: its claim is released: no request owns it')
 
     def _complete_destroy(self, instance: str, survey: Survey, conditions: Sequence[Unchanged]) -> None:
         """Complete the accepted destroy of an instance; _StaleReadError if it has changed.
@@ -332,8 +332,8 @@ class _Removal:
             removed.append(keys.old_record(instance))
         if write_final_record(self.store, record, conditions, removed) is None:
             raise _StaleReadError
-        done = 'its claim and its keys are removed, its record says gone'
-        self.report(f'{instance}: its destroy had been accepted: {done}')
+        done = 'its claim and its keys are removed, and its state is gone'
+        self.report(f'{instance}: its accepted destroy is completed: {done}')
 
     def _remove_stray(self, name: str, conditions: Sequence[Unchanged]) -> None:
         """Delete a request that no compute carries out; Conflict if its key is undecodable."""
@@ -343,7 +343,7 @@ class _Removal:
             if '\ufffd' in name and self.store.get(key) is None:
                 raise Conflict(_format_undecodable_key(self.compute, self.display_name))
             raise _StaleReadError
-        self.report(f'{key}: removed: no compute would have carried it out')
+        self.report(f'{key}: removed: no compute carries it out')
 
     def _release(self, consumer: str, is_destroyed: bool = False) -> None:
         """Release a consumer's claim if it is on this compute; _StaleReadError if it is in use.
@@ -372,8 +372,8 @@ def _format_undecodable_key(compute: str, display_name: str) -> str:
     """Format the error about a request's key that is not UTF-8, with the command to find it."""
     prefix = keys.request_prefix(compute)
     return (
-        f'compute {display_name} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
-        f'`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it'
+        f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8. Fix: remove it with etcdctl '
+        f'(`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it)'
     )
 
 

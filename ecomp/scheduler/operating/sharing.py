@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SOURCE_FILE = 'schedule.yaml'
 SOURCE_ETCD = 'etcd'
-LIST_HINT = 'eschedule flavor list shows all'
+LIST_HINT = 'Try: eschedule flavor list'
 
 
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
@@ -81,9 +81,9 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), value.encode())
     lacking = ', '.join(list_missing_classes(flavor.resources))
-    remark = f'; it asks for no {lacking}, so it needs a query on top that does' if lacking else ''
-    remark += f'; {unknown.yet}: nobody can take it yet' if unknown.yet else ''
-    return f'flavor {name}: {"changed" if previous else "made"}; what is placed already stays as it is{remark}'
+    remark = f'; it lacks {lacking}, which each order has to add in a query' if lacking else ''
+    remark += f'; {unknown.yet}: no compute can take it yet' if unknown.yet else ''
+    return f'flavor {name}: {"changed" if previous else "created"}; existing instances stay as they are{remark}'
 
 
 def delete_flavor(store: Store, name: str) -> str:
@@ -99,19 +99,19 @@ def delete_flavor(store: Store, name: str) -> str:
             f'{make_printable(name, 100)}: etcd has no such flavor{format_suggestion(name, list_flavor_names(store))}'
         )
     _commit_flavor(store, key, previous, Delete(key), None)
-    message = f'flavor {name}: removed; what is placed already stays as it is'
+    message = f'flavor {name}: removed; existing instances stay as they are'
     try:
         queue_keys = store.snapshot(keys.queue(name, ''), keys_only=True).entries
     except Unreachable:
         return message
     waiting = sum(keys.parse_queue_key(queue_key) is not None for queue_key in queue_keys)
-    remark = f'; nobody takes what still waits in its queue ({waiting}): set it again, or destroy those'
-    return message + (remark if waiting else '')
+    stuck = f'no compute takes the {waiting} request{"" if waiting == 1 else "s"} in its queue'
+    return message + (f'; {stuck}. Fix: set the flavor again, or destroy the instances' if waiting else '')
 
 
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
     """Make the error for a flavor that is not among `names`."""
-    return NotFound(f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}: {LIST_HINT}')
+    return NotFound(f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}. {LIST_HINT}')
 
 
 def _read_flavor_from_etcd(store: Store, name: str, configured_names: Iterable[str]) -> Flavor:
@@ -149,7 +149,7 @@ def _commit_flavor(
         pass
     current = store.get(key)
     if (current.value if current else None) != new_value:
-        raise EcompError(f'{key}: somebody else changed it at this moment, or it was not written: try again')
+        raise EcompError(f'{key}: another process changed it, or it was not written. Try: the same command again')
 
 
 # Tries to write a quota. After each that loses to another write the usage is counted again.
@@ -193,9 +193,9 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 
     changed = recount_quota(store, project, merge_limits)
     if changed is None:
-        return f'quota of project {make_printable(project)}: it has no limits any more'
+        return f'quota of project {make_printable(project)}: it no longer has limits'
     exceeded = [name for name, maximum in changed.limits.items() if changed.used.get(name, 0) > maximum]
-    more = f'; it has more {" and ".join(exceeded)} than that already, which stays' if exceeded else ''
+    more = f'; its usage of {" and ".join(exceeded)} already exceeds the limit, and stays' if exceeded else ''
     return f'quota of project {make_printable(project)}: {format_quota(changed)}{more}'
 
 
@@ -221,7 +221,9 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
             return None
         return new
 
-    lost = Conflict(f'quota of project {make_printable(project)}: changed by somebody else all the time; try again')
+    lost = Conflict(
+        f'quota of project {make_printable(project)}: other processes keep changing it. Try: the same command again'
+    )
     new = retry_until_committed(try_once, lost, MAX_TRIES, MAX_PAUSE_SECONDS)
     return new if new.limits else None
 
