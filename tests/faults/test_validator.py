@@ -138,7 +138,9 @@ def make_good_history() -> list[Line]:
         make_ask(8, 110.0, 'create', RESUMED, trouble='at:claimed'),
         make_answer(8, 111.0, -9),
         make_ask(9, 112.0, 'create', RESUMED),
-        make_answer(9, 113.0, 0, format_notified(FAKE, RESUMED), 'eschedule: another one was at it: taking over\n'),
+        make_answer(
+            9, 113.0, 0, format_notified(FAKE, RESUMED), 'eschedule: taking over: another eschedule made an attempt\n'
+        ),
         make_ask(10, 112.0, 'create', OFF),
         make_answer(10, 113.0, 0, format_notified(REAL, OFF)),
         *make_fault(51, 120.0, 'qemu-kill', 'hv1', 120.0, instance=OFF),

@@ -137,7 +137,7 @@ def test_long_attempt_refreshes_its_lease_and_failed_one_cleans_up(cloud: Cloud)
         cloud.create(cloud.make_order_on(free), store=store)
         assert store.refreshed == []
         order = cloud.make_order_on(full)
-        with pytest.raises(NoCapacity, match='every candidate was taken meanwhile'):
+        with pytest.raises(NoCapacity, match='other attempts took every candidate first'):
             cloud.create(order, store=store, candidates=[{full: SMALL}])
         cloud.assert_not_placed(order)
         assert set(store.refreshed) == {store.granted[-1]}
@@ -442,7 +442,7 @@ def test_wrong_hints_lead_to_a_query_about_all_computes(cluster: SampledCluster)
 def test_refusal_is_preceded_by_a_query_about_all_computes(cluster: SampledCluster) -> None:
     for _ in range(5):
         cluster.make_compute(used=4, hint=0)
-    with pytest.raises(NoCapacity, match='placement names no provider'):
+    with pytest.raises(NoCapacity, match='no provider has the requested amounts free'):
         cluster.create()
     assert len(cluster.queries) == MAX_STALE_HINTS + 1
     assert cluster.queries[-1] == 'all'
@@ -523,7 +523,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert cluster.create(large=None) == alive
     messages = [record.message for record in caplog.records if 'not alive' in record.message]
     assert len(messages) == MAX_LOGGED_COMPUTES + 1
-    assert messages[-1] == '3 more computes are not alive: skipped'
+    assert messages[-1] == '3 more skipped: not alive'
     # Three calls more than with live computes only: the computes, and two pages of host names.
     assert cluster.store.request_count == 10
 

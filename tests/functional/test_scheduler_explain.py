@@ -102,7 +102,7 @@ def test_every_failing_constraint_of_every_compute_is_listed(world: ExplainedClu
         f'hv1: VCPU short by 1 (free 0 of 4); MEMORY_MB short by 941 (free 800 of 7800); lacks {AVX2}',
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
         'hv3: DISK_GB short by 1 (free 0 of 25)',
-        'the nearest miss is hv3',
+        'the closest host is hv3',
         f'the smallest change that fits: ask for MEMORY_MB:512, without required={AVX2} (on hv2)',
     ]
 
@@ -111,8 +111,8 @@ def test_explanation_without_a_fitting_change(world: ExplainedCluster) -> None:
     world.make_compute('hv1', MEMORY_MB=0)
     assert world.explain(GUEST_QUERY) == [
         'hv1: MEMORY_MB short by 256 (free 0 of 0)',
-        'the nearest miss is hv1',
-        'no change of the query fits any of them',
+        'the closest host is hv1',
+        'no change of the query fits any host',
     ]
 
 
@@ -133,7 +133,7 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
     ]
     assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
     assert lines[5:] == [
-        f'the nearest miss is {nameless}',
+        f'the closest host is {nameless}',
         f'the smallest change that fits: ask without required={SHARING_TRAIT} (on {nameless})',
     ]
 
@@ -142,7 +142,7 @@ def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
     world.make_compute('hv1')
     world.make_compute('hv2', MEMORY_MB=128)
     assert world.explain(GUEST_QUERY) == [
-        'hv1: has room by now: ask again',
+        'hv1: has room now: try again',
         'hv2: MEMORY_MB short by 128 (free 128 of 128)',
     ]
 
@@ -150,13 +150,13 @@ def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
 def test_compute_excluded_by_the_limit_is_explained(world: ExplainedCluster) -> None:
     named_compute, _ = world.make_compute('hv1'), world.make_compute('hv2')
     assert world.explain(f'{GUEST_QUERY}&limit=1', named=[named_compute]) == [
-        'hv1: has room by now: ask again',
-        'hv2: has room, but limit=1 has placement name fewer computes: ask without it',
+        'hv1: has room now: try again',
+        'hv2: has room, but limit=1 makes placement offer other computes. Fix: remove limit=1',
     ]
     web = Group('web', ANTI_AFFINITY, True, {'a': named_compute})
     (first, second) = world.explain(f'{GUEST_QUERY}&limit=1', group=web, named=[named_compute])
     assert first == 'hv1: group web has a member there (strict anti-affinity)'
-    assert second == 'hv2: has room, but limit=1 has placement name fewer computes: ask without it'
+    assert second == 'hv2: has room, but limit=1 makes placement offer other computes. Fix: remove limit=1'
 
 
 def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedCluster) -> None:
@@ -165,7 +165,7 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
     aggregate = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
         f'hv1: is not in aggregate {aggregate}',
-        'the nearest miss is hv1',
+        'the closest host is hv1',
     ]
 
 
@@ -186,7 +186,7 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
         f'hv3: not explained: provider {shares} shares with it',
     ]
     assert lines[-2:] == [
-        'the nearest miss is hv1',
+        'the closest host is hv1',
         f'the smallest change that fits: ask without required={AVX2} (on hv1)',
     ]
 
@@ -217,8 +217,8 @@ def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch
     assert world.explain(query) == [
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
-        '5 more are not shown: no nearer, or not alive',
-        'the nearest miss is hv5',
+        '5 more not shown: not closer, or not alive',
+        'the closest host is hv5',
         f'the smallest change that fits: ask for MEMORY_MB:228, without in_tree={dead} (on hv5)',
     ]
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
@@ -275,7 +275,7 @@ def test_calls_of_a_refusal_do_not_grow_with_the_computes(world: ExplainedCluste
     world.placement.calls.clear()
     before = world.placement.statements
     lines = world.explain(GUEST_QUERY)
-    assert lines[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
+    assert lines[-2:] == ['the closest host is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
     assert [line for line in lines if 'VCPU short' in line] == [
         f'hv{index:02}: VCPU short by 1 (free 0 of 2)' for index in range(min(number, 10))
     ]
@@ -302,8 +302,8 @@ def test_totals_of_a_full_compute_come_from_its_hint(world: ExplainedCluster) ->
     assert lines == [
         f'hv1: {full}',
         f'hv2: is disabled (eschedule host enable hv2); {full}',
-        '2 more are not shown: no nearer, or not alive',
-        'the nearest miss is hv1',
+        '2 more not shown: not closer, or not alive',
+        'the closest host is hv1',
         'no change of the query alone fits: free 1 VCPU and 256 MEMORY_MB and 1 DISK_GB on hv1',
     ]
 

@@ -21,7 +21,7 @@ LIES = {
     'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
     'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),
     'nothing was changed, while it is there': ('create', U, Unreachable('etcd gives no answer; nothing was changed')),
-    'no capacity, with a claim left': ('create', W, NoCapacity('every candidate was taken meanwhile')),
+    'no capacity, with a claim left': ('create', W, NoCapacity('other attempts took every candidate first')),
     'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, by the name web')),
     'queued, while it is nowhere': ('queue', V, True),
     'not queued, while it is there': ('queue', U, Conflict(f'{U}: not queued: another process changed its flavor')),
@@ -39,7 +39,7 @@ LIES = {
 }
 TRUTHS = {
     'a create': ('create', U, {U: DeliveryOutcome(A)}),
-    'no capacity': ('create', V, NoCapacity('every candidate was taken meanwhile')),
+    'no capacity': ('create', V, NoCapacity('other attempts took every candidate first')),
     'destroy not accepted': ('destroy', U, Unreachable(f'the destroy of {U} is not accepted')),
     'no such instance': ('destroy', V, NotFound(f'{V}: no such instance')),
     'not forgotten': ('forget', A, Conflict(f'compute {A} is not forgotten: it is alive')),

@@ -288,7 +288,7 @@ ROWS = [
     Row(PLACEMENT_COMMANDS, Conflict, 'is in flight. Fix: try again when it has finished', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, 'name taken by instance', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, 'its policy cannot change while it has members', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, '(changed by somebody else|at this uuid) all the time', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
     Row(PLACEMENT_COMMANDS, NoCapacity, '', has_left_nothing),

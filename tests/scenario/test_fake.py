@@ -111,9 +111,9 @@ def test_refusal_names_the_missing_trait(cluster: Control) -> None:
     assert refused.code == 3
     host = socket.gethostname()
     assert refused.stderr.splitlines() == [
-        'eschedule: placement names no provider with that much free and all that is required',
+        'eschedule: no provider has the requested amounts free and all that is required',
         f'eschedule: {host}: lacks MISC_SHARES_VIA_AGGREGATE',
-        f'eschedule: the nearest miss is {host}',
+        f'eschedule: the closest host is {host}',
         f'eschedule: the smallest change that fits: ask without required=MISC_SHARES_VIA_AGGREGATE (on {host})',
     ]
 
@@ -129,7 +129,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
 
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     first, *reasons = [line.removeprefix('eschedule: ') for line in refused.stderr.splitlines()]
-    assert first == 'placement names no provider with that much free and all that is required'
+    assert first == 'no provider has the requested amounts free and all that is required'
     assert reasons[:2] == sorted(
         [
             f'{host} ({small.uuid}): MEMORY_MB short by 1229 (free 512 of 512)',
@@ -138,7 +138,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
     )
     assert reasons[2:] == [
         f'{host} ({dead.uuid}): is closed: its ecompute was stopped',
-        f'the nearest miss is {host} ({small.uuid})',
+        f'the closest host is {host} ({small.uuid})',
         f'the smallest change that fits: ask for MEMORY_MB:512 (on {host} ({small.uuid}))',
     ]
     # The suggested change does fit.

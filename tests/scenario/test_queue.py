@@ -200,8 +200,8 @@ def test_wrong_queue_options_are_refused(small_cluster: Control) -> None:
         ('--flavor', 'small', '--on', 'hv1'): '--on is not accepted with --queue',
         ('--flavor', 'small', '--weigh', 'pack'): '--weigh is not accepted with --queue',
         ('--flavor', 'small', '--count', '2'): '--count is not accepted with --queue',
-        ('--flavor', 'half'): 'flavor half asks for no MEMORY_MB, DISK_GB',
-        ('--flavor', 'here'): f"no compute sees it: eschedule flavor set here '{SMALL_QUERY}'",
+        ('--flavor', 'half'): 'flavor half lacks MEMORY_MB, DISK_GB',
+        ('--flavor', 'here'): f"which no compute reads. Fix: eschedule flavor set here '{SMALL_QUERY}'",
     }.items():
         assert small_cluster.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
         write_config(

@@ -116,7 +116,7 @@ def test_names_match_only_equal_lines() -> None:
     assert not names.matches('NO ALLOCATIONS LEFT', 'NOTHING LEFT')
     assert names.matches('console  hv1:/lab/hv1/console', 'console  hv3:/lab/hv3/console')
     assert not names.matches('hv1: lacks X', 'hv2: lacks X')
-    assert not names.matches('the nearest miss is hv1', 'the nearest miss is hv2')
+    assert not names.matches('the closest host is hv1', 'the closest host is hv2')
     assert names.matches('web1 is on hv1 (there), it weighed 0.75', 'web1 is on hv3 (there), it weighed 1.00')
     assert names.matches('disk 0.023 s |  ===    |', 'disk 1.5 s |=      |')
 

@@ -348,7 +348,9 @@ def test_candidate_on_two_computes_is_explained() -> None:
     answer = make_offer(2)
     one, other = answer.rooms
     shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], answer.rooms)
-    with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
+    with pytest.raises(
+        NoCapacity, match='candidates on two computes, .* Fix: remove the trait MISC_SHARES_VIA_AGGREGATE'
+    ):
         place_order(shared, 1, SPREAD, ahead=0)
 
 

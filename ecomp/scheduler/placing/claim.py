@@ -152,7 +152,7 @@ class Claimer:
             if len(candidates) == 1:
                 ((instance, candidate),) = candidates.items()
                 if isinstance(error, ConsumerConflict):
-                    why = 'what it holds in placement is changed by somebody else all the time; try again'
+                    why = 'other processes keep changing its allocation. Try: the same command again'
                     raise Conflict(f'{instance}: {why}') from error
                 if isinstance(error, PlacementRefusal) and self._has_providers(candidate):
                     raise
@@ -276,7 +276,7 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
     for _ in range(3):
         previous = store.get(key) if resume else None
         if previous is not None:
-            log.warning('%s: another eschedule is or was at it: taking over', attempt)
+            log.warning('%s: taking over: another eschedule made an attempt with this uuid', attempt)
         try:
             revision = store.commit([Unchanged(key, previous.revision if previous else 0)], [Put(key, text, lease)])
         except UnknownOutcome:
@@ -287,7 +287,7 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
                 _check_alone(store, attempt, value, revision)
             return revision
         resume = True
-    raise Conflict(f'{attempt}: other eschedules are at this uuid all the time')
+    raise Conflict(f'{attempt}: other eschedules keep taking over this uuid. Try: the same command again')
 
 
 def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
@@ -299,9 +299,8 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
         if is_older and ours & parse_attempt_instances(key, entry.value):
-            raise Conflict(
-                f'{attempt}: an eschedule at {keys.get_last_part(key)} is at it: try again when that has ended'
-            )
+            cure = 'try again when it has finished'
+            raise Conflict(f'{attempt}: the older attempt {keys.get_last_part(key)} is in flight. Fix: {cure}')
 
 
 def deliver(
@@ -342,7 +341,7 @@ def deliver(
             records = store.read([keys.record(first, instance), keys.old_record(instance)])
             return any(first in places.records for places in group_by_instance(records.items()).values())
         except EcompError:
-            raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
+            raise UnknownOutcome(f'{error}; it is not known whether {attempt} was delivered') from error
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:

@@ -76,9 +76,12 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
 def _check_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
     """Return the earlier delivery; Conflict if the instance is queued, or as check_same()."""
     if entries.queue_entry is not None:
-        raise Conflict(f'{order.instance}: exists, and waits in a queue')
+        raise Conflict(f'{order.instance}: exists, and waits in a queue. Fix: use another uuid')
     check_same(entries, order)
     return DeliveryOutcome(entries.record.compute, is_repeated=True)
+
+
+REUSED_UUID = 'a uuid is never used twice. Fix: use another uuid'
 
 
 def check_same(entries: InstanceEntries, order: Order) -> None:
@@ -88,11 +91,11 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
     """
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
-        raise Conflict(f'{instance}: gone since {record.stages.get("gone")}; a uuid is never used twice')
+        raise Conflict(f'{instance}: gone since {record.stages.get("gone")}: {REUSED_UUID}')
     if record.state == ERROR:
-        raise Conflict(f'{instance}: it failed; destroy it and ask with another uuid')
+        raise Conflict(f'{instance}: it failed. Fix: destroy it, then use another uuid')
     if entries.is_destroying:
-        raise Conflict(f'{instance}: it is being destroyed; a uuid is never used twice')
+        raise Conflict(f'{instance}: is being destroyed: {REUSED_UUID}')
     existing = entries.order
     mismatch = describe_difference(existing or record, order, is_recorded=existing is None)
     if mismatch is not None:
@@ -287,7 +290,7 @@ class Attempt:
         `kept_instances` stay. Errors as Placer.place() and read_terms().
         """
         log.debug(
-            '%s: others were faster, %d of %d may stay',
+            '%s: other attempts were faster: %d of %d claims are kept',
             self.order.instance,
             len(kept_instances),
             len(claims.candidates),
@@ -404,12 +407,12 @@ class Attempt:
         try:
             if abandon(self.store, self.placement, instances, uuid, self.revision):
                 return UNDONE
-            return f'{uuid}: its claim stays: somebody else is at it, or this eschedule was too slow to release it'
+            return f'{uuid}: its claim stays: another attempt is in flight, or this eschedule was too slow'
         except EcompError as error:
             log.debug('the claim of %s could not be released: %s', uuid, error)
             return (
-                f'{uuid} is not placed: the computes release its claim within minutes, '
-                f'or the same command with --uuid {uuid} takes it over'
+                f'{uuid} is not placed: the computes release its claim within minutes. '
+                f'Try: the same command with --uuid {uuid}, which takes the claim over'
             )
 
     # Data for the steps

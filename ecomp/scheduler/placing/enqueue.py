@@ -99,13 +99,13 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
         raise UsageError(str(error)) from error
     if entry is None and name in config.flavors:
         cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
-        raise UsageError(f'flavor {name} is in schedule.yaml alone, where no compute sees it: {cure}')
+        raise UsageError(f'flavor {name} is in schedule.yaml only, which no compute reads. Fix: {cure}')
     if entry is None:
         raise make_no_such_flavor(name, list_flavor_names(store))
     flavor = read_flavor(entry)
     lacking = list_missing_classes(flavor.resources)
     if lacking:
-        raise UsageError(f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+        raise UsageError(f'flavor {name} lacks {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
     return flavor, entry.revision
 
 
@@ -167,10 +167,10 @@ def _enqueue(
             if _read_back(store, queue_entry, revision):
                 return True
             if resume:
-                raise Conflict(f'{instance}: not queued, and nothing is changed: {error}; try again') from error
+                raise Conflict(f'{instance}: not queued: {error}. Try: the same command again') from error
         else:
-            why = 'somebody else changed its flavor or its name, or took it over'
-            raise Conflict(f'{instance}: not queued: {why}; try again')
+            why = 'another process changed its flavor or its name, or took it over'
+            raise Conflict(f'{instance}: not queued: {why}. Try: the same command again')
     finally:
         try_revoke(store, lease)
     return _enqueue(store, queue_entry, flavor_revision, user_data, owner, resume=True)
@@ -185,8 +185,9 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
         withdraw_attempt(store, keys.attempt(queue_entry.instance), revision)
         return _is_enqueued(store, queue_entry)
     except Unreachable as error:
-        cure = f'the same command with --uuid {queue_entry.instance} goes on, or says what became of it'
-        raise UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend) from error
+        cure = f'the same command with --uuid {queue_entry.instance}'
+        doubt = f'it is not known whether {queue_entry.instance} is queued. Try: {cure}'
+        raise UnknownOutcome(f'{error}; {doubt}', error.backend) from error
 
 
 def _commit(
@@ -219,7 +220,7 @@ def _commit(
         return commit_with_shared(store, conditions, operations, make_shared_change, granted) is not None
     except Excluded:
         _check_allowed(store, queue_entry)
-        raise Conflict(f'{instance}: its quota is changed by somebody else all the time; try again') from None
+        raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:

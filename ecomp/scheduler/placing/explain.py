@@ -204,7 +204,7 @@ class ProviderFacts:
     def _spend(self, calls: int) -> None:
         """Take this many of the calls left; UnsupportedQueryError if there are fewer."""
         if self._calls_left < calls:
-            raise UnsupportedQueryError('more aggregates matter than are looked into at once')
+            raise UnsupportedQueryError('too many aggregates are involved')
         self._calls_left -= calls
 
     def _infer_full(
@@ -375,11 +375,11 @@ def report_reasons(  # noqa: PLR0913
         for line in lines.result(TIMEOUT_SECONDS):
             report(line)
     except TimeoutError:
-        report(f'what each compute lacks could not be found out within {TIMEOUT_SECONDS:g} s')
+        report(f'what each compute lacks is not known: no answer within {TIMEOUT_SECONDS:g} s')
     except KeyboardInterrupt:
         pass  # the refusal itself was reported before
     except Exception as error:
-        report(f'what each compute lacks could not be found out: {str(error) or type(error).__name__}')
+        report(f'what each compute lacks is not known: {str(error) or type(error).__name__}')
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
     if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
         return {}
     # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
-    why = f'has room, but limit={limited} has placement name fewer computes: ask without it'
+    why = f'has room, but limit={limited} makes placement offer other computes. Fix: remove limit={limited}'
     return {result.provider: why for result in misses if result.is_candidate and result.provider not in refusal.named}
 
 
@@ -472,7 +472,7 @@ def _format_lines(
         ]
     lines = [f'{known_computes.format_name(uuid)}: {text}' for uuid, text in texts.items() if text]
     hidden = compute_count - len(texts)
-    return [*lines, f'{hidden} more are not shown: no nearer, or not alive'] if hidden else lines
+    return [*lines, f'{hidden} more not shown: not closer, or not alive'] if hidden else lines
 
 
 def find_shortfalls(
@@ -555,7 +555,7 @@ def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in result.failures)
     takes = f'takes {taken_count} of them, then ' if taken_count and is_short else ''
-    return takes + '; '.join(reasons_given) or 'has room by now: ask again'
+    return takes + '; '.join(reasons_given) or 'has room now: try again'
 
 
 def _format_enable_command(result: Miss, display_name: str) -> str:
@@ -589,7 +589,7 @@ def _make_advice(
     """
     if not misses:
         return []
-    lines = [] if requested else [f'the nearest miss is {known_computes.format_name(sort_misses(misses)[0].provider)}']
+    lines = [] if requested else [f'the closest host is {known_computes.format_name(sort_misses(misses)[0].provider)}']
     best = find_smallest_miss(misses)
     disabled = [
         result
@@ -605,7 +605,7 @@ def _make_advice(
     if best is None or not best.cures or any(cure.amount_to_free for cure in best.cures):
         if enabled:
             return [*lines, f'the smallest change that fits: {enabled[0]}']
-        no_change = f'no change of the query alone fits: {done}' if done else 'no change of the query fits any of them'
+        no_change = f'no change of the query alone fits: {done}' if done else 'no change of the query fits any host'
         return [*lines, no_change]
     fits = enabled if requested else []
     with suppress(EcompError):

@@ -150,7 +150,7 @@ class Placer:
             for provider in choice.skipped[:MAX_LOGGED_COMPUTES]:
                 log.warning('compute %s is not alive: skipped', self.claimer.get_display_name(provider))
             if len(choice.skipped) > MAX_LOGGED_COMPUTES:
-                log.warning('%d more computes are not alive: skipped', len(choice.skipped) - MAX_LOGGED_COMPUTES)
+                log.warning('%d more skipped: not alive', len(choice.skipped) - MAX_LOGGED_COMPUTES)
             candidates = [
                 candidate for candidate in choice.candidates if refusals[_list_providers(candidate)] < MAX_REFUSALS
             ]
@@ -241,7 +241,7 @@ class Placer:
         if self.order.count > 1 and placed:
             return make_too_few(self.order, terms.group, placed)
         if self.attempted and (terms.group is None or choice.candidates):
-            return NoCapacity('every candidate was taken meanwhile')
+            return NoCapacity('other attempts took every candidate first')
         return NoCapacity(explain_no_candidate(offer, choice, self.alive, terms.group))
 
 
@@ -260,7 +260,7 @@ def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrde
 def make_too_few(order: SetOrder, group: Group | None, placed: Sequence[Candidate]) -> TooFew:
     """Make the refusal of a set for which there is only room for the instances in `placed`."""
     rule = '' if group is None else f' in group {group.name} ({group.rule})'
-    required = '' if order.minimum == order.count else f', and at least {order.minimum} are wanted'
+    required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
     return TooFew(f'there is room for {len(placed)} of {order.count}{rule}{required}', placed)
 
 
@@ -269,15 +269,15 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
     if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
         return f'there is room, but not where group {group.name} allows it ({group.rule})'
     if choice.skipped:
-        return 'placement names computes, but none of them is alive'
+        return 'placement offers computes, but none of them is alive'
     if not alive:
-        return 'no compute is alive: is ecompute running anywhere?'
+        return 'no compute is alive. Fix: start ecompute on a host'
     if any(sum(provider in alive for provider in allocations) > 1 for allocations in offer.candidates):
-        problem = 'placement names only places that are parts of two computes, of which one shares with the other'
-        return f'{problem}, and a guest has one: take the trait {SHARING_TRAIT} off that one'
+        problem = 'placement offers only candidates on two computes, one of which shares with the other'
+        return f'{problem}, but a guest runs on one. Fix: remove the trait {SHARING_TRAIT} from the one that shares'
     if offer.candidates:  # of another cloud, or computes that etcd does not know
-        return 'placement names providers, and none of them is a living compute'
-    return 'placement names no provider with that much free and all that is required'
+        return 'placement offers providers, but none of them is a living compute'
+    return 'no provider has the requested amounts free and all that is required'
 
 
 def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
@@ -298,7 +298,7 @@ def check_complete(allocations: Allocations) -> None:
     """Raise UsageError if these allocations lack what a guest needs."""
     lacking = list_missing_classes(sum_allocations(allocations))
     if lacking:
-        raise UsageError(f'the query asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+        raise UsageError(f'the query lacks {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
 
 
 @dataclass(frozen=True)
