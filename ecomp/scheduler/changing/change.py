@@ -58,9 +58,8 @@ def retry_until_accepted(
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    Its argument is True once an earlier write had no answer: it then reads whether that write was carried out. Raises
-    Conflict after MAX_TRIES, Unreachable if nothing was written, UnknownOutcome (with `cure`, the advice) if an earlier
-    write had no answer and etcd is now unreachable, and all other errors of `read_and_write`.
+    Its argument is True once a write had no answer: it then reads whether that was carried out. Raises Conflict after
+    MAX_TRIES, Unreachable if nothing was written, UnknownOutcome with `cure` if such a write cannot be read back.
     """
     is_unknown = False
     for _ in range(MAX_TRIES):
@@ -92,11 +91,10 @@ def destroy(
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
 
-    A compute carries it out later. A queued instance is dequeued here; one in error has only its record left, which is
-    removed. `key_index`: see find(). `find_claiming_compute` asks placement which compute holds the instance's claim
-    ('': none): after a restore of etcd that compute may run what waits in a queue. Raises NotFound if the instance is
-    gone or unknown; Unreadable if its record is malformed and no compute has a request for it, or the record is of a
-    newer version; and the errors of retry_until_accepted().
+    Its compute carries it out later. A queued instance is dequeued here; of one in error the record is removed.
+    `find_claiming_compute` asks placement which compute holds its claim ('': none): after a restore of etcd that one
+    may run what waits in a queue. Raises NotFound (gone or unknown), Unreadable (the record, if malformed without a
+    request, or newer), and as retry_until_accepted(). `key_index`: see find().
     """
 
     def read_and_write(is_unknown: bool) -> str | None:
@@ -121,10 +119,7 @@ def destroy(
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
-    """Find what to destroy: an instance that is not gone, or one queued again after it ended.
-
-    An instance with a malformed record is found by its request. Raises NotFound and Unreadable, see destroy().
-    """
+    """Find an instance not gone, or queued again; by its request if its record is malformed. Errors as destroy()."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -147,10 +142,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Prepare a destroy: a function to commit it (None: stale), and the sentence to report.
-
-    Nothing is written here, but etcd is read and, for a queued instance, placement.
-    """
+    """Read etcd, and placement if queued; return a function that commits (None: stale), and the sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
     record, compute = entries.record, entries.record.compute
@@ -186,10 +178,7 @@ def _prepare_destroy(
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
-    """Delete a finished instance's record at `key`, revoke its lease and release its name.
-
-    Returns the new revision, or None (no change) if the record has another revision or a request exists.
-    """
+    """Delete a finished record with its lease and name; return the revision, or None if changed or requested again."""
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
     written = commit_with_shared(
@@ -212,11 +201,10 @@ def _read_membership(store: Store, record: Record) -> Membership | None:
 def _prepare_dequeue(
     store: Store, entries: InstanceEntries, entry: Entry, find_claiming_compute: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Prepare to remove a request from its queue, even if a compute is taking it.
+    """Prepare to remove a request from its queue, even if a compute is taking it; returns as _prepare_destroy().
 
-    Returns as _prepare_destroy(); an error of `find_claiming_compute` is a part of the sentence. A record remains, as a
-    uuid is never used twice. A compute that took the instance before a restore of etcd finds the record when it
-    publishes, and carries the destroy out.
+    An error of `find_claiming_compute` is a part of the sentence. A record remains, as a uuid is never used twice: a
+    compute that took the instance before a restore of etcd finds it when it publishes, and destroys.
     """
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions = [Unchanged(entry.key, entry.revision)]
@@ -252,10 +240,7 @@ POWER_REFUSALS = {
 
 
 class Acceptance(NamedTuple):
-    """The answer to a power change; `power` is None if there is nothing to wait for.
-
-    `previous_ids` are the ids that the record's `power` may still have from earlier changes.
-    """
+    """The answer to a power change: `power` to wait for (None: nothing), and earlier ids that the record may have."""
 
     message: str
     power: PowerAction | None = None
@@ -265,11 +250,10 @@ class Acceptance(NamedTuple):
 def change_power(
     store: Store, instance: str, power_change: PowerAction, key_index: KeyIndex | None = None
 ) -> Acceptance:
-    """Write a power change into the request; change nothing if it is done or requested already.
+    """Write a power change into the request, over a pending other one; no-op if it is done or requested already.
 
-    A pending change to another action is replaced. `key_index`: see find(). Raises NotFound, Unreadable (the record);
-    Conflict if the instance is neither active nor stopped, has no valid request or is being destroyed; and the errors
-    of retry_until_accepted().
+    Raises NotFound, Unreadable (the record), Conflict (neither active nor stopped, no valid request, being destroyed),
+    and as retry_until_accepted(). `key_index`: see find().
     """
 
     def read_and_write(_: bool) -> Acceptance | None:
@@ -308,11 +292,7 @@ def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
 def _match_earlier_change(
     store: Store, entries: InstanceEntries, request: Request, power_change: PowerAction
 ) -> Acceptance | None:
-    """Return the answer if nothing has to be written, or None.
-
-    That is if this change was committed before, the same action is pending, or the record shows the state that it would
-    cause; a pending change to another action gives None.
-    """
+    """Return the answer if the change is committed, pending or without effect; None if it has to be written."""
     record, previous = entries.record, request.power
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost
@@ -362,8 +342,8 @@ class ClearResult(NamedTuple):
 def clear(store: Store) -> ClearResult:
     """Remove the records of all instances that are gone or in error and have no request.
 
-    Errors of malformed records and of placement, and an Unreachable that ends the removal, are in the result. Raises
-    Unreachable if the instances cannot be listed, and Unreadable if a record becomes malformed later.
+    The result has the errors of malformed records and placement, and an Unreachable that ends the removal. Raises
+    Unreachable if instances cannot be listed, Unreadable if a record becomes malformed later.
     """
     records, errors = list_records(store, with_gone=True)
     key_index = read_index(store)
@@ -382,10 +362,7 @@ def clear(store: Store) -> ClearResult:
 
 
 def remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
-    """Remove the record of an instance that is gone or in error; return True if it is done.
-
-    False if there is no record, another state or a request, or it has changed.
-    """
+    """Remove the record if it is gone or in error, without a request and unchanged; return True if it is done."""
     if entries is None or entries.record_entry is None or entries.request_entry is not None:
         return False
     if entries.record.state not in (GONE, ERROR):

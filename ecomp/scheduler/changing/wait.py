@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class InstanceFollower:
-    """Follows an instance's record or, while it waits in a queue, its queue entry.
+    """Follows an instance's record or, while it waits in a queue, its queue entry, until the context ends.
 
-    Leaving the context stops the watch. It starts with the second read() or with wait(): of many instances read in
-    turn, most are finished at the first. `key_index`: see find(); `claims`: see Store.
+    The watch starts with the second read() or with wait(): of many instances most are finished at the first.
+    `key_index`: see find(); `claims`: see Store.
     """
 
     def __init__(
@@ -70,10 +70,9 @@ class InstanceFollower:
         self._store.close()
 
     def read(self) -> tuple[bool, Entry | None]:
-        """Read the instance: whether etcd and placement answered, and the record's entry, if any.
+        """Return whether etcd and placement answered, and the record's entry; if not, `silent_backend` is set.
 
-        Without an answer, (False, None), and `silent_backend` is set. The entry is also None for an instance in a queue
-        or with a request only: see is_queued and is_missing.
+        The entry is None without an answer, in a queue, or with a request only: see is_queued and is_missing.
         """
         self._start_following()
         with self._changed:
@@ -98,9 +97,8 @@ class InstanceFollower:
     def is_trusted(self) -> bool | None:
         """Return False if another compute holds the claim: the next read() then searches again.
 
-        The followed record may be of a compute without a request: while the instance was in a queue, it was the only
-        record. None if placement, which knows the claims, does not answer; True if etcd does not, or the store has no
-        `claims`.
+        The followed record may be of a compute without a request: in a queue it was the only one. None if placement,
+        which knows the claims, does not answer; True if etcd does not, or without `claims`.
         """
         try:
             if not self._is_followed or (key := self._find_key()[0]) == self._key:
@@ -132,19 +130,15 @@ class InstanceFollower:
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
     def wait(self, seconds: float) -> None:
-        """Return once the watch first answers or the key changes, after `seconds` at the latest.
-
-        If no key is followed yet, this is always after `seconds`.
-        """
+        """Return once the watch first answers or the key changes, after `seconds` at the latest."""
         self._start_following()
         with self._changed:
             self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
 
     def _find_key(self) -> tuple[str, Entry | None]:
-        """Find the key to follow and its entry: ('', None) without any trace.
+        """Find the key to follow, of a record or queue entry, and its entry; ('', None) without a trace.
 
-        It is the record's, also if only a request exists (then the entry is None), or the queue entry's. Raises
-        Unreachable.
+        The entry is None if only a request exists. Raises Unreachable.
         """
         places = find_at_living_computes(self._store, self._instance, self._key_index)
         if places is None:
@@ -199,11 +193,10 @@ class Deadline:
 
 
 def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
-    """Return the record once `stage` is reached.
+    """Return the record once `stage` is reached; StillGoing at the deadline.
 
-    A boot's stages are those of the current boot; of a stopped guest, of the next one; with a start or reboot in
-    `power_change` that is pending, of the boot that it causes. Raises EcompError if the instance or its cloud-init
-    failed, NotFound if it is destroyed or its record removed, StillGoing at the deadline.
+    A boot's stages are those of the current boot; of a stopped guest, the next one; with a pending `power_change`, of
+    the boot that it causes. Raises EcompError if the instance or cloud-init failed, NotFound if destroyed or removed.
     """
     first: Record | None = None
     instance = wait.instance
@@ -239,30 +232,21 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
 
 def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
-    """Return True if a stage is of a boot before the awaited one. Pure.
-
-    `first` is the record at the start of the wait. False for stages that are not of a boot, or before the first boot.
-    """
+    """Return True if a stage is of a boot before the awaited one; `first` is the record at the wait's start. Pure."""
     if stage not in boots.STAGES or current.last_boot is None:
         return False
     return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
 
 
 def is_pending(power_change: PowerAction | None, first: Record, current: Record) -> bool:
-    """Return True until the start or reboot is carried out, or another change replaces it.
-
-    False for a stop or None. `first` is the record at the start of the wait.
-    """
+    """Return True until a start or reboot is done or replaced; False for stop, None. `first`: at the wait's start."""
     if power_change is None or power_change.action == STOP or power_change.is_done(current.power):
         return False
     return parse_action_id(current.power) in (power_change.id, parse_action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once the instance is gone or etcd has no trace of it.
-
-    StillGoing at the deadline: the destroy continues. A malformed record is waited for.
-    """
+    """Return once it is gone or without a trace in etcd, StillGoing at the deadline; waits for a malformed record."""
 
     def read(entry: Entry) -> Record:
         try:
@@ -277,10 +261,9 @@ def wait_until_gone(wait: Wait) -> None:
 
 
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
-    """Return the record once an accepted stop, start or reboot is carried out.
+    """Return the record once an accepted stop, start or reboot is carried out; StillGoing at the deadline.
 
-    Raises EcompError if a started guest does not run, Conflict if another change replaced this one, NotFound if the
-    instance is destroyed, StillGoing at the deadline.
+    EcompError if a started guest does not run, Conflict if another change replaced this one, NotFound if destroyed.
     """
     instance, power = wait.instance, accepted.power
     assert power is not None  # otherwise there is nothing to wait for
@@ -313,8 +296,7 @@ def _describe_power_wait(record: Record | None) -> str:
 class Wait:
     """The wait for one instance; `report` is called about once a second with what it waits for.
 
-    `on_record` is called with each record that is read, `on_timeout` at the deadline with the last one, if there is
-    one. `key_index`: see find(); `claims`: see Store.
+    `on_record` gets each record that is read, `on_timeout` the last one. `key_index`: see find(); `claims`: see Store.
     """
 
     config: EtcdConfig
@@ -336,9 +318,9 @@ class Wait:
     ) -> Record | None:
         """Return the first record for which `is_reached` is true, if its compute is trusted.
 
-        None stands for an instance without any key, if `accepts_missing`. `describe` says what a record waits for.
-        `reset` is called when the records so far prove to be of a compute that is not trusted; errors of `is_reached`
-        are then ignored, and raised otherwise. Also raises StillGoing at the deadline, and the errors of `read`.
+        None is an instance without any key, if `accepts_missing`. `describe` says what a record waits for. If the
+        compute proves not to be trusted, `reset` is called and errors of `is_reached` are ignored; otherwise they are
+        raised, as those of `read`, and StillGoing at the deadline.
         """
         deadline, has_answer = self.deadline, False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
