@@ -40,11 +40,10 @@ MAX_OFFER_AGE_SECONDS = 2.0
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Connect to placement and query it in a thread; the future has placement and its offer.
+    """Connect to placement and query it in a thread; the future has both results, or raises their error.
 
-    The future raises what these calls raise. For query None nothing is asked: the offer is empty and never fresh.
-    `slow`: see Placement. Imports and waiting take most of a claim's time: placement's modules are imported before
-    those for etcd, so that placement works on the query during the second import.
+    For query None the offer is empty and never fresh. `slow`: see Placement. Imports and waiting take most of a claim's
+    time: placement's modules come first, so that it works on the query while those for etcd are imported.
     """
     from concurrent.futures import Future  # not for commands that use etcd only
 
@@ -71,8 +70,7 @@ MAX_NAMES_IN_ERROR = 5
 class InstanceEntries(NamedTuple):
     """An instance's record, made from its request if there is none, and its entries in etcd.
 
-    `record_entry` is None until a compute has written a record. `queue_entry` is set while the instance waits in a
-    queue; then the others are None.
+    `record_entry` is None until a compute has written a record; in a queue only `queue_entry` is set.
     """
 
     record: Record
@@ -90,10 +88,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """The order, with the record's values before the request's; None without a valid request.
-
-        For a queued instance it is that of the queue entry.
-        """
+        """The order (a queue entry's, if queued), with the record's values first; None without a valid request."""
         order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
             from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
@@ -129,9 +124,8 @@ class InstanceEntries(NamedTuple):
 def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
-    A whole uuid in canonical form is returned unchecked. `key_index`: see find(). Raises NotFound; UsageError for
-    several uuids with this prefix; Conflict if the name's key refers to an instance of another name; Unreadable if that
-    key is malformed.
+    A whole uuid is not checked. Raises NotFound, UsageError (several uuids with this prefix), Conflict (the name's key
+    refers to an instance of another name), Unreadable (that key is malformed). `key_index`: see find().
     """
     if keys.is_uuid(argument):
         return argument
@@ -162,10 +156,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
 
 def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
-    """Raise Conflict if the instance has another name: any compute may write any name's key.
-
-    No error if the instance is unknown, its record is malformed, or its name cannot be known.
-    """
+    """Raise Conflict if the instance is known to have another name: any compute may write any name's key."""
     try:
         entries = find(store, instance, key_index)
     except Unreadable:
@@ -183,10 +174,9 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
-    """Find an instance, also one that is gone; None if etcd has no trace of it.
+    """Find an instance, also one that is gone; None without a trace in etcd, Unreadable if its record is malformed.
 
-    Unreadable if its record is malformed. `key_index` has the keys of all instances, read a moment ago; what is not
-    found by it is searched for.
+    `key_index` has the keys of all instances, read a moment ago; what is not found by it is searched for.
     """
     places = find_at_living_computes(store, instance, key_index)
     if places is None:
@@ -218,10 +208,7 @@ def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
 
 
 def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
-    """Return True if etcd has any trace of the instance, even of one that is gone or malformed.
-
-    `key_index`: see find().
-    """
+    """Return True if etcd has any trace of the instance, even of a gone or malformed one; `key_index`: see find()."""
     try:
         return find(store, instance, key_index) is not None
     except Unreadable:
@@ -229,10 +216,7 @@ def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> 
 
 
 def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries:
-    """Find an instance that is not gone (it may be in error); NotFound if there is none.
-
-    Also see find().
-    """
+    """Find an instance that is not gone (it may be in error); NotFound if there is none. Otherwise as find()."""
     entries = find(store, instance, key_index)
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
@@ -244,8 +228,8 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
 def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
     """Read all instances, sorted by request time, and the errors of malformed records.
 
-    An instance with only a request is `scheduled`, with a fault if the request is invalid; one in a queue is `queued`.
-    If placement is unreachable, the oldest of several requests counts; an error says so.
+    One with only a request is `scheduled`, with a fault if that is invalid; one in a queue is `queued`. If placement is
+    unreachable, the oldest of several requests counts; an error says so.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
     queued = {
@@ -275,10 +259,7 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
 
 
 def read_record(entry: Entry) -> Record:
-    """Parse the record in an entry; Unreadable, with key and remedy, if it is malformed.
-
-    Removing the key is safe: a compute that has the instance writes the record again.
-    """
+    """Parse a record; Unreadable, with key and cure, if malformed. A deleted one is written again by its compute."""
     try:
         if entry.dropped:
             raise ValueError(f'it is too large: {entry.dropped} bytes')
@@ -318,20 +299,14 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Return the change that takes each name in {instance: name or None}; nothing is written.
-
-    Raises Conflict if another living instance has one of them, Unreadable if its key or record is malformed.
-    """
+    """Return the change that takes these names; Conflict if another living instance has one, Unreadable as find()."""
     named = {name: instance for instance, name in names.items() if name is not None}
     conditions = [check_name_is_free(store, name, instance) for name, instance in named.items()]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
 def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
-    """Return the condition that a name stays free for `instance`, or is its own already.
-
-    A name whose owner is gone, in error or unknown is free. Errors as reserve_names().
-    """
+    """Return the condition that a name is free (has no living owner) or our own; errors as reserve_names()."""
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:

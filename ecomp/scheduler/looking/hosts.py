@@ -32,10 +32,7 @@ class Survey(NamedTuple):
 
 
 def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Read all computes, and the errors of malformed records, whose instances are not counted.
-
-    Raises the errors of etcd and placement.
-    """
+    """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors."""
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
     survey = read_survey(store)
@@ -57,9 +54,8 @@ def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Ec
 def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
-    A whole uuid is not checked: see check_compute_exists(). Placement is needed for a prefix only. Raises NotFound,
-    UsageError (an empty argument, or several uuids), Conflict (several computes with this host name), and the errors of
-    etcd and placement.
+    A whole uuid is not checked: see check_compute_exists(). Only a prefix needs placement. Raises NotFound, UsageError
+    ('' or several uuids), Conflict (several computes with this host name), and the errors of etcd and placement.
     """
     full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
@@ -91,10 +87,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
 
 
 def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
-    """Raise NotFound if the argument is a uuid that neither etcd nor placement knows.
-
-    It may query placement, and raises its errors: call it only after a lookup found nothing.
-    """
+    """Raise NotFound for a uuid unknown to etcd and placement. It may query placement: call it if a lookup failed."""
     full_uuid = _parse_uuid(argument)
     if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:
         return
@@ -132,10 +125,7 @@ def read_computes(store: Store) -> Computes:
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
-    """Return {instance: text} for claims on silent computes (rule 13), while placement answers.
-
-    Where it does not, claims are missing; {} without `store.claims`. Raises nothing.
-    """
+    """Return {instance: text} for claims on silent computes (rule 13), as far as placement answers; raises nothing."""
     claims: dict[str, str] = {}
     with suppress(EcompError):
         for compute in (
@@ -155,7 +145,7 @@ def find_claims_on_silent(store: Store, known_computes: Computes, instances: Col
 def read_survey(store: Store) -> Survey:
     """Read all computes, requests and records from etcd; malformed records become errors.
 
-    Raises the errors of etcd, and those of placement if it has to decide between several computes.
+    Raises etcd's errors, and placement's if it has to decide between several computes.
     """
     # Requests before records: an instance that ends in between is then read twice, not missed.
     known_computes = read_computes(store)
@@ -195,10 +185,9 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest, preferably without its host.
+    """Find how to reach a running guest, preferably without its host; errors as find_running().
 
-    Raises StillGoing without an address, EcompError if the address is malformed or the host's name is not known, and
-    the errors of find_running().
+    StillGoing without an address, EcompError if it is malformed or the host's name is not known.
     """
     record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
@@ -231,11 +220,7 @@ def read_names_by_instance(store: Store) -> Mapping[str, str]:
 
 
 def find_running(store: Store, instance: str) -> Record:
-    """Return the record of a running guest.
-
-    Raises StillGoing if it has not started yet, Conflict if it is in any other state (stopped, error), NotFound,
-    Unreadable.
-    """
+    """Return a running guest's record; StillGoing before its start, Conflict in another state, NotFound, Unreadable."""
     record = find_living(store, instance).record
     if record.state in (QUEUED, SCHEDULED, BUILDING):
         raise make_not_ready(record)
@@ -255,8 +240,7 @@ def make_not_ready(record: Record) -> StillGoing:
 def find_console(store: Store, instance: str) -> tuple[str, str]:
     """Return the host name of an instance's console and the path of the file there.
 
-    Raises NotFound if there is no console yet or no instance, EcompError for an invalid file or an unknown host,
-    Unreadable.
+    NotFound without a console or instance, EcompError for an invalid file or an unknown host, Unreadable.
     """
     record = find_living(store, instance).record
     if record.console is None:
@@ -268,10 +252,7 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
 
 
 def find_host_name(store: Store, record: Record) -> str:
-    """Return an instance's host name, from its compute or its console.
-
-    EcompError if neither has a valid one.
-    """
+    """Return an instance's host name, from its compute or its console; EcompError if neither has a valid one."""
     name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
         raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not alive')
