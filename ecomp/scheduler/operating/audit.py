@@ -1,7 +1,7 @@
 """Audit etcd, placement and computes: report what two reads find, and repair it for --fix.
 
-Each read asks every compute for a digest, by a key on a lease. A repair needs the same finding in two audits a minute
-apart, and unchanged keys. Domains, running instances, foreign data and computes that do not answer are never changed.
+A key on a lease asks every compute for a digest. A repair needs the same finding in two audits a minute apart, and
+unchanged keys. Domains, running instances, foreign data and silent computes are never changed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ READ_INTERVAL_SECONDS = 1.5
 AUDIT_INTERVAL_SECONDS = keys.ATTEMPT_SECONDS
 # Reads in one audit, at most. Two are enough if the same computes answered.
 MAX_READS = 4
-# Threads that query placement.
 PLACEMENT_THREADS = 8
 # Digits of a page number in a digest, at most; a key with more is no page.
 MAX_PAGE_DIGITS = 9
@@ -66,10 +65,9 @@ Notify = Callable[[str], None]
 
 
 class Report(NamedTuple):
-    """The result of one audit; `world` is its last read of all planes.
+    """The result of an audit, its last read (`world`), and the revisions of its first and last reads of etcd.
 
-    `revisions` are those of its first and its last read of etcd. `stalled` are the computes that acknowledged the audit
-    and did not answer.
+    `stalled` are the computes that acknowledged the audit and did not answer.
     """
 
     findings: list[Finding]
@@ -87,8 +85,8 @@ def audit(
 ) -> Report:
     """Audit once: if the first read has findings, read again and report the confirmed ones.
 
-    `interval_seconds` pass before each further read. The computes in `stalled` did not answer the last audit, and are
-    waited for no longer than for their acknowledgement. Raises the errors of etcd and placement.
+    `interval_seconds` pass before each further read. The computes in `stalled`, which did not answer the last audit,
+    get time to acknowledge it only. Raises the errors of etcd and placement.
     """
     first = last = _read_planes(store, placement, stalled)
     findings, etcd = compare(first), first.etcd
@@ -113,10 +111,7 @@ def audit(
 
 @contextmanager
 def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield a name for an audit, and its lease; then revoke the lease and delete all answers.
-
-    The errors of that end are ignored: the lease then expires after LEASE_SECONDS.
-    """
+    """Yield an audit's name and lease; then delete both and all answers, or let the lease expire (LEASE_SECONDS)."""
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease
@@ -131,10 +126,9 @@ def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
 def wait_for_answers(
     store: Store, audit_name: str, computes: set[str], heard_part: str, answer_part: str, stalled: Collection[str] = ()
 ) -> set[str]:
-    """Wait for each compute's part `answer_part`, and return the computes that wrote it.
+    """Wait for each compute's part `answer_part`, ANSWER_TIMEOUT_SECONDS at most; return those that wrote it.
 
-    A compute that is in `stalled`, or has not written `heard_part`, is given up after HEARD_TIMEOUT_SECONDS, any other
-    one after ANSWER_TIMEOUT_SECONDS.
+    A compute in `stalled`, or without its `heard_part`, is given up after HEARD_TIMEOUT_SECONDS.
     """
     began, backoff = time.monotonic(), Backoff(MIN_POLL_SECONDS, MAX_POLL_SECONDS)
     while True:
@@ -152,8 +146,7 @@ def wait_for_answers(
 def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
     """Read all planes, etcd first: the revisions of the next read then show later changes.
 
-    Asks all living computes for a digest, and waits as wait_for_answers(). A compute without a valid one becomes a text
-    in the result. Raises the errors of etcd and placement.
+    Asks living computes for digests; one without a valid one becomes a text. Raises the errors of etcd and placement.
     """
     etcd = _read_etcd(store)
     # A presence key without a lease proves no life: its compute is not waited for.
@@ -229,10 +222,9 @@ CHANGED_SINCE = 'not repaired: it has changed since the audit'
 
 
 def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: float = AUDIT_INTERVAL_SECONDS) -> Report:
-    """Audit twice, `interval_seconds` apart, repair what both found, and audit again.
+    """Audit twice, `interval_seconds` apart, repair what both found, audit again and return the last report.
 
-    `notify` is called with each line of progress. Returns the first report if it has no repairable finding, otherwise
-    the third.
+    `notify` gets each line of progress. If the first audit has no repairable finding, its report is returned.
     """
     first = audit(store, placement)
     if not any(finding.fix for finding in first.findings):
@@ -247,10 +239,7 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
 
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Repair what both audits found; return a line for each repair, done or not.
-
-    An error becomes a line. A compute has to confirm the removal of leftovers, with a line for each.
-    """
+    """Repair what both audits found; return a line for each repair or its error, and for each leftover."""
     revisions = [*first.revisions, *second.revisions]
     due = [finding for finding in confirm_findings(first.findings, second.findings, revisions) if finding.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
@@ -303,10 +292,7 @@ class _Repairs:
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim the request's allocations for an instance that has lost its claim.
-
-        CHANGED_SINCE if it has a claim or its request is missing, malformed, changed or a tombstone.
-        """
+        """Claim again for an instance without a claim; CHANGED_SINCE if it has one, or no valid unchanged request."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.wishes.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
@@ -339,10 +325,7 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove members without a request, attempt or living record, which ended or never came.
-
-        As _commit(), and at most MAX_MEMBERS_PER_TRANSACTION at once.
-        """
+        """Remove up to MAX_MEMBERS_PER_TRANSACTION members without request, attempt or living record; as _commit()."""
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
@@ -372,10 +355,7 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd if the finding's keys are unchanged; return `message` or CHANGED_SINCE.
-
-        `lease` was granted for this, and is revoked if nothing is written.
-        """
+        """Change etcd if the finding's keys are unchanged, or revoke `lease`; return `message` or CHANGED_SINCE."""
         as_read = self._make_conditions(*finding.keys)
         written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
         return message if written is not None else CHANGED_SINCE
@@ -385,10 +365,7 @@ class _Repairs:
 
 
 def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
-    """Release the claims of a consumer that no request needs; return a sentence.
-
-    CHANGED_SINCE if it is needed, or its claims have changed.
-    """
+    """Release a consumer's claims; return a sentence, CHANGED_SINCE if a request needs them or they changed."""
     computes: list[str] = []
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -403,10 +380,7 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
 
 
 def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
-    """Have a compute remove leftovers, which it checks itself; return a line for each.
-
-    One line says if it does not answer, or about an error.
-    """
+    """Have a compute check and remove leftovers; return a line for each, or one for an error or without an answer."""
     leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
     try:
         with open_audit_session(store) as (name, lease):

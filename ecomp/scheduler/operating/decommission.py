@@ -1,8 +1,7 @@
-"""Disable, enable and drain a compute, and forget one that is gone for good.
+"""Disable, enable and drain a compute, which destroys nothing, and forget one that is gone for good.
 
-Draining destroys nothing. Forgetting reads both planes and refuses while an instance lives on the compute. It then
-releases the claims, deletes the keys (each instance in a transaction that compares that the compute is still silent),
-and deletes the provider last: after a kill at any step the same command continues.
+Forgetting reads both planes and refuses while an instance lives there. It releases claims, deletes keys while the
+compute is silent (each transaction compares that), and the provider last: after a kill the same command continues.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ POLL_SECONDS = 1.0
 
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
-    """Stop the placement on a compute; return a sentence, also if it is disabled already.
-
-    Creates the traits if placement lacks them. NotFound unless an ecompute made the provider.
-    """
+    """Stop placement on a compute, with traits made if missing; return a sentence. NotFound unless ecompute made it."""
     _check_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
@@ -66,10 +62,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow the placement on a compute again; return a sentence, also if it is enabled already.
-
-    NotFound as disable().
-    """
+    """Allow the placement on a compute again; return a sentence. NotFound as disable()."""
     _check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
@@ -107,9 +100,8 @@ def wait_until_drained(
 
     `report` is called about once a second. StillGoing at the deadline: the compute stays disabled.
     """
-    # An attempt that queried placement before the compute was disabled may still claim there and deliver. Within
-    # MAX_OFFER_AGE_SECONDS all of these have a key below /requests. The compute itself may still take a request from a
-    # queue, because it trusts its traits for up to a second; then it has a taker key.
+    # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
+    # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
     began = time.monotonic()
     placing, taking, all_announced = frozenset[str](), frozenset[tuple[str, int]](), False
     while True:
@@ -171,8 +163,8 @@ UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observe
 class _BothPlanes:
     """Both planes as read: the provider (None: missing), its consumers if it is ours, and etcd.
 
-    `in_flight` are the instances with an attempt. `may_run_queued`: placement knows the compute, and a request waits in
-    a queue. After a restore of both planes the compute may run that instance.
+    `in_flight` are instances with an attempt. `may_run_queued`: placement knows the compute and a request is queued,
+    which it may run after a restore of both planes.
     """
 
     provider: ProviderSummary | None
@@ -197,15 +189,11 @@ def forget(  # noqa: PLR0913
 ) -> None:
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
 
-    `now` returns the time in ISO form, for final records. `fenced`: the operator confirms that the machine is off for
-    good. Otherwise a compute with claims is not forgotten, nor one that placement knows while a request waits in a
-    queue: its instances could be placed again while they run (rule 13; after a restore of etcd and placement no claim
-    may show that).
-
-    Raises:
-        NotFound: it is no compute of ours.
-        Conflict: it is alive or came back, an instance lives there, it may run one and is not fenced, placement does
-            not delete its provider, or other processes change it too often.
+    `now` returns the time in ISO form. Unless `fenced` (the operator confirms that the machine is off for good), a
+    compute with claims is refused, and one that placement knows while a request is queued: its instances could be
+    placed again while they run (rule 13; after a restore of both planes no claim may show that). Raises NotFound (no
+    compute of ours) and Conflict (it is alive or came back, an instance lives or may run there, its provider stays,
+    constant changes).
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 
@@ -243,8 +231,7 @@ def forget(  # noqa: PLR0913
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
     """Read placement and etcd about the compute; consumers only of a provider that is ours."""
-    # Placement first: a claim that is delivered later has its key in etcd by then. Then attempts and queues, and /hosts
-    # last, because requests move there.
+    # Placement first: a claim that is delivered later has its key in etcd by then. /hosts last: requests move there.
     provider, consumers = None, {}
     name = providers.read_provider_name(placement, compute)
     if name is not None:
@@ -261,7 +248,7 @@ def _check_allowed(
 ) -> Leftovers:
     """Return what has to be removed; Conflict or NotFound if the compute must not be forgotten.
 
-    `silent`: see read_silence_condition(). Its revision is not 0 if the presence key exists without a lease.
+    `silent`: see read_silence_condition(); its revision is not 0 if the presence key exists without a lease.
     """
     reason = find_forget_obstacle(compute, planes.survey.etcd, planes.consumers, planes.in_flight)
     if reason is not None:
@@ -296,10 +283,7 @@ class _Removal:
     report: Callable[[str], None]
 
     def remove(self, survey: Survey, remaining: Leftovers) -> None:
-        """Remove it all; _StaleReadError at the first change, or if the compute is alive.
-
-        Conflict as _remove_stray().
-        """
+        """Remove it all; _StaleReadError if something changed or the compute is alive, Conflict as _remove_stray()."""
         silent = read_silence_condition(self.store, self.compute)
         if silent is None:
             raise _StaleReadError
@@ -320,10 +304,7 @@ class _Removal:
             self.report(f'{consumer}: its claim is released: no request owns it')
 
     def _complete_destroy(self, instance: str, survey: Survey, conditions: Sequence[Unchanged]) -> None:
-        """Complete the accepted destroy of an instance; _StaleReadError if it has changed.
-
-        Releases its claim, writes its final record, and deletes its request and address.
-        """
+        """Release the claim, write the final record and delete the keys of an accepted destroy, or _StaleReadError."""
         self._release(instance, is_destroyed=True)
         failpoint('host-released')
         record = _make_end_record(self.compute, survey, instance, self.now())
@@ -346,10 +327,10 @@ class _Removal:
         self.report(f'{key}: removed: no compute carries it out')
 
     def _release(self, consumer: str, is_destroyed: bool = False) -> None:
-        """Release a consumer's claim if it is on this compute; _StaleReadError if it is in use.
+        """Release a consumer's claim on this compute, if it has one; _StaleReadError if it is in use.
 
-        No-op if it is not. `is_destroyed`: its request here is a tombstone, which does not keep the claim. A silent
-        compute claims nothing, and a claim elsewhere moves the generation that was read.
+        `is_destroyed`: its request here is a tombstone, which keeps no claim. A silent compute claims nothing, and a
+        claim elsewhere moves the generation that was read.
         """
 
         def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -362,8 +343,7 @@ class _Removal:
                 raise _StaleReadError
             return ()
 
-        # Noted also for a destroyed instance: of two concurrent forgets one is late; by then its record may
-        # be cleared and its uuid used again.
+        # Noted even if destroyed: for a late concurrent forget its record may be cleared and its uuid used again.
         if release(self.placement, [consumer], find_needed, partial(note_released, self.store))[consumer] is False:
             raise _StaleReadError
 
@@ -378,11 +358,7 @@ def _format_undecodable_key(compute: str, display_name: str) -> str:
 
 
 def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
-    """Make the final record of an instance whose destroy is completed here.
-
-    Its state is gone, its fault UNSEEN_END_FAULT; `now` is an ISO time. EcompError without a record and a valid
-    request.
-    """
+    """Make the final record of a destroy completed here at `now` (ISO); EcompError without record and valid request."""
     record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):

@@ -1,7 +1,6 @@
-"""Flavors and quotas, which operators set for all users.
+"""Flavors (in schedule.yaml and in etcd) and quotas, which operators set for all users.
 
-Flavors are in schedule.yaml and in etcd. The transactions that deliver or remove requests update quotas (rule 7);
-setting a quota counts the usage again.
+Deliveries and removals update quotas in their transactions (rule 7); setting a quota counts the usage again.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ LIST_HINT = 'Try: eschedule flavor list'
 
 
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
-    """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, etcd.
+    """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, of etcd.
 
-    Amounts in `query` replace the flavor's; the rest is added to them. Raises NotFound, UsageError (invalid name or
-    resources), Unreadable.
+    Its amounts replace the flavor's; the rest is added. Raises NotFound, UsageError (name or resources), Unreadable.
     """
     try:
         flavor = config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(
@@ -61,10 +59,9 @@ def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
-    """Create or replace a flavor in etcd; return a sentence that says what was done.
+    """Create or replace a flavor in etcd; return a sentence. EcompError if it was changed concurrently.
 
-    Raises UsageError if it is invalid or names classes or traits that placement cannot know (a missing CUSTOM_ one is
-    only remarked on), EcompError if another process changed it concurrently.
+    UsageError if it is invalid or placement cannot know a name; a missing CUSTOM_ name is only remarked on.
     """
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
@@ -87,10 +84,9 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
 
 
 def delete_flavor(store: Store, name: str) -> str:
-    """Delete a flavor from etcd; return a sentence with the number of requests left waiting.
+    """Delete a flavor from etcd; return a sentence, with the number of requests left waiting if it is known.
 
-    It is left out if it is 0 or etcd does not answer. Raises NotFound, and EcompError if another process changed the
-    flavor concurrently.
+    Raises NotFound, and EcompError if another process changed the flavor concurrently.
     """
     key = keys.flavor(name)
     previous = store.get(key)
@@ -140,7 +136,7 @@ def _commit_flavor(
 ) -> None:
     """Write or delete a key, reading back an unknown outcome; EcompError on a conflict.
 
-    `previous` is None for a key that must not exist; `new_value` is None after a deletion.
+    `previous` and `new_value` are None for a key that does not exist before and after.
     """
     try:
         if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
@@ -159,10 +155,7 @@ MAX_PAUSE_SECONDS = 0.05
 
 
 def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
-    """Return a remark on limited classes that placement does not know yet, '' for none.
-
-    UsageError for classes that it cannot know, and malformed arguments. Limits that are to be removed are not checked.
-    """
+    """Return a remark on limited classes that placement lacks yet, or ''; UsageError if malformed or impossible."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -179,8 +172,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
     """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota().
 
-    `arguments` are like VCPU=10, or DISK_GB=none to remove a limit; other limits stay. Placement is not asked: see
-    check_limits().
+    `arguments` are like VCPU=10, or DISK_GB=none to remove a limit. Placement is not asked: see check_limits().
     """
     try:
         new_limits = parse_limits(arguments)
@@ -200,12 +192,11 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 
 
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
-    """Change a project's quota and count its usage; None if it has no limits, and so no quota.
+    """Change a project's quota and count its usage; None if it then has no limits, and so no quota.
 
-    `change` gets the current quota (None: none), perhaps several times, and returns the one whose limits are written;
-    without limits the key is deleted. Deliveries and removals change an existing quota, so the count is valid if the
-    quota has not changed in between. They do not change a missing one, so a new quota is written twice. Raises Conflict
-    after MAX_TRIES, UnknownOutcome, Unreadable.
+    `change` gets the current quota (None: none), perhaps several times, and returns one with the limits to write.
+    Deliveries and removals change an existing quota, so the count is valid if it is unchanged since; a missing one they
+    do not change, so a new one is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome, Unreadable.
     """
 
     def try_once() -> Quota | None:
