@@ -1,8 +1,8 @@
 """Claim candidates for instances, and deliver what was claimed.
 
-Rules 1 and 3: an unknown outcome is read back; a claim is released only if it is unchanged and no other attempt for its
-instance is in flight. Rule 7: names, group and quota are checked first, and decided in the transaction that delivers.
-That compares and deletes the attempt's key, so nothing is delivered twice, or after the attempt is known to be gone.
+Rules 1 and 3: an unknown outcome is read back; a claim is released only unchanged and without another attempt in
+flight. Rule 7: names, group and quota are checked first and decided in the delivering transaction, which also compares
+and deletes the attempt's key: nothing is delivered twice, or after the attempt is known to be gone.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ class Terms(NamedTuple):
     quota: Quota | None
 
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
-        """Count how many of `count` instances the quota allows (all without one).
-
-        Raises OverQuota if these are less than `minimum`.
-        """
+        """Count how many of `count` instances the quota allows (all without one); OverQuota below `minimum`."""
         if self.quota is None:
             return count
         allowed = self.quota.count_allowed(make_charge(resources), count)
@@ -62,10 +59,7 @@ class Terms(NamedTuple):
 
 
 def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
-    """Read an order's group and quota.
-
-    Raises UsageError (new group without a policy), Conflict (the group has another policy), Unreadable.
-    """
+    """Read an order's group and quota; UsageError (new group, no policy), Conflict (another policy), Unreadable."""
     existing = read_settled_group(store, order.group)
     return Terms(
         existing.without_members(*instances) if existing is not None else None, load_quota(store, order.project_id)[0]
@@ -73,10 +67,7 @@ def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
 
 
 def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
-    """Read the group that an order names; a missing one is made, but not written.
-
-    None without a membership; errors as read_terms().
-    """
+    """Read the group that an order names, or make it, unwritten; None without a membership. Errors as read_terms()."""
     if membership is None:
         return None
     existing = load_group(store, membership.name)[0]
@@ -99,9 +90,9 @@ MAX_CONCURRENT_CALLS = 2
 class Claimer:
     """Claims for one attempt, while `is_attempt_ours` returns True.
 
-    The generations of its claims exceed `read_highest_released` (0: no other process can have claimed), see
-    allocations.claim(). The claims of `movable` instances were made by this attempt, so it may move them to other
-    computes; those of `foreign` instances were made by another attempt, and stay so when they are claimed again.
+    Generations of its claims exceed `read_highest_released` (0: no other process can have claimed), see
+    allocations.claim(). It may move the claims of `movable` instances, which it made; those of `foreign` ones, made by
+    another attempt, stay so.
     """
 
     placement: Placement
@@ -114,11 +105,10 @@ class Claimer:
     foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim as many candidates as there is room for; return the instances that now hold theirs.
+        """Claim the candidates, at least one, for which there is room; return the instances that hold theirs.
 
-        There is at least one candidate; those without room are logged. Raises UnknownOutcome before any other error,
-        Unreachable, ClaimedElsewhere, Conflict and PlacementRefusal, all of them after the calls in flight; other
-        blocks' claims stay.
+        Those without room are logged. After the calls in flight it raises UnknownOutcome before Unreachable,
+        ClaimedElsewhere, Conflict and PlacementRefusal; other blocks' claims stay.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
@@ -143,8 +133,7 @@ class Claimer:
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
         """Claim for all with one call or, after a refusal, for each half; return who holds theirs.
 
-        A single instance whose compute is full, busy or forgotten is logged and left out. Raises Conflict if another
-        process keeps changing its claim, PlacementRefusal, and the other errors of claim().
+        One whose compute is full, busy or forgotten is logged. Conflict if its claim keeps changing; others as claim().
         """
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
@@ -164,10 +153,7 @@ class Claimer:
         return set(candidates)
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
-        """Claim until each instance holds exactly these allocations; errors as allocations.claim().
-
-        Then these instances are `movable`, without the `foreign` ones.
-        """
+        """Claim exactly these allocations, as allocations.claim(); then these are `movable`, unless `foreign`."""
 
         def check() -> None:
             self.check(summarize_instances(claims))
@@ -196,10 +182,9 @@ class Claimer:
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim for concurrent calls; the instances of a compute stay together.
+    """Split a claim for concurrent calls of MAX_INSTANCES_PER_CALL at most; a compute's instances stay together.
 
-    A part has up to MAX_INSTANCES_PER_CALL, more only for one compute. There is one part if two would share a provider,
-    such as a shared disk: their calls would conflict.
+    There is one part if two would share a provider, such as a shared disk: their calls would conflict.
     """
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
@@ -232,10 +217,9 @@ def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candid
 def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:
     """Release the instances' claims unless delivered or in use; True if all are released.
 
-    In use: another process has taken over the attempt, whose key had this `revision`, or a compute takes the instance
-    from a queue. Both are read after the generations (rule 11): a second eschedule with this uuid writes its attempt
-    before it claims, so its attempt is seen here or its claim moves a generation. Raises the errors of etcd and
-    placement.
+    In use: another process took over the attempt, whose key had this `revision`, or a compute takes the instance from a
+    queue. Both are read after the generations (rule 11): a second eschedule writes its attempt before it claims, so
+    that is seen or its claim moves a generation. Raises the errors of etcd and placement.
     """
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -269,8 +253,8 @@ class DeliveryOutcome(NamedTuple):
 def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
     """Write the attempt's key on `lease`; return its revision.
 
-    With `resume` (the user gave the uuid), or at the second of three tries, an existing attempt is taken over, which is
-    logged. Raises Conflict if other processes keep taking it over, or an older attempt has one of these instances.
+    With `resume`, or at the second of three tries, an existing attempt is taken over and logged. Conflict if others
+    keep taking it over, or an older attempt has one of these instances.
     """
     key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):
@@ -311,12 +295,11 @@ def deliver(
     user_data: SharedUserData | None,
     make_shared_change: Callable[[], Change],
 ) -> bool:
-    """Deliver all requests in one transaction: True once it is done, False if it is not.
+    """Deliver (compute, request) pairs, at least one, in one transaction; True once it is done.
 
-    False: our attempt's key no longer has this `revision`, a record exists, or shared keys keep changing. `deliveries`
-    are (compute, request), at least one. `make_shared_change` returns the change of names, group and quota; it is part
-    of the transaction, as is the `user_data` of a set. Raises the errors of `make_shared_change` and of etcd, with
-    nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
+    False: our attempt's key lost this `revision`, a record exists, or shared keys keep changing. Part of it are
+    `make_shared_change` (names, group, quota) and a set's `user_data`. Raises the errors of that function and of etcd,
+    with nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
     """
     attempt_key = keys.attempt(attempt)
     conditions = [Unchanged(attempt_key, revision)]
@@ -345,10 +328,7 @@ def deliver(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Return the write of user-data (None: no write) and the lease granted for it.
-
-    The lease is 0 if an existing one is used again: it is refreshed, and lasts USER_DATA_SECONDS at least.
-    """
+    """Return the write of user-data (None: none) and the lease granted for it; 0 if an existing one is refreshed."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)

@@ -1,8 +1,7 @@
 """Deliver requests for a placement query to computes: for one instance, or for a set.
 
-1 announce the attempt, a key below /requests on a lease; 2 query candidates; 3 claim; 4 deliver in one transaction that
-also deletes the attempt. After a kill at any step the computes undo what is left (rule 4). Instances of an earlier
-attempt with this uuid stay on the compute of their claim.
+1 announce the attempt, a key below /requests on a lease; 2 query; 3 claim; 4 deliver in a transaction that deletes the
+attempt. After a kill the computes undo the rest (rule 4). Instances of an earlier attempt stay where they are claimed.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
 def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
     """Return {instance: outcome} of deliveries under this uuid; {} without `resume`.
 
-    Conflict if the uuid belongs to a set instead of an instance or vice versa, an instance waits in a queue, or as
-    check_same().
+    Conflict if it is a set's uuid instead of an instance's or vice versa, an instance is queued, or as check_same().
     """
     if not resume:  # the uuid was generated here
         return {}
@@ -85,10 +83,7 @@ REUSED_UUID = 'a uuid is never used twice. Fix: use another uuid'
 
 
 def check_same(entries: InstanceEntries, order: Order) -> None:
-    """Raise Conflict unless the instance lives and was ordered in the same way.
-
-    One that is gone, failed or being destroyed does not live.
-    """
+    """Raise Conflict unless the instance lives (not gone, failed or being destroyed) and was ordered alike."""
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
         raise Conflict(f'{instance}: gone since {record.stages.get("gone")}: {REUSED_UUID}')
@@ -105,10 +100,9 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
 def read_earlier_claims(
     placement: Placement, order: SetOrder, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Read the instances' earlier claims: {instance: candidate} of those to take over.
+    """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
 
-    The second result is {instance: compute} of all other claims: the compute is silent, or excluded by the group or
-    query, the amounts differ, or the query cannot be parsed here (rule 13).
+    Others: a silent compute, one that group or query exclude, other amounts, or a query unparsable here (rule 13).
     """
     held = {instance: allocations.read_consumer(placement, instance).allocations for instance in order.instances}
     claimed_on = {instance: compute for instance, claim in held.items() if (compute := find_compute(claim))}
@@ -148,14 +142,14 @@ def create(  # noqa: PLR0913
 ) -> dict[str, DeliveryOutcome]:
     """Place the instances of an order; return {instance: outcome} of those that are placed.
 
-    `backend` brings placement and the candidates, queried concurrently. In a cluster of more than `sample_above`
-    computes a few are tried first (None: never), and `on_cluster_size` is called with the number of computes if it is
-    read. `owner` (host, pid, time) identifies this process in etcd; `resume`: the user gave the uuid, which may be in
-    use. What was delivered under it before is then returned, and no more is placed. `now` returns the time in ISO form.
+    `backend` brings placement and the candidates. In a cluster of more than `sample_above` computes a few are tried
+    first (None: never), and `on_cluster_size` gets their number if it is read. `owner` (host, pid, time) identifies
+    this process. `resume`: the user gave the uuid; what was delivered under it is returned, and no more placed. `now`
+    returns ISO times.
 
-    Raises NoCapacity (TooFew, OverQuota); PlacementRefusal; UsageError if the set is too large for etcd or the query
-    lacks what a guest needs; Conflict or ClaimedElsewhere if the uuid or name is used otherwise or another process took
-    over; Unreachable, with what was undone; UnknownOutcome, after which nothing is released.
+    Raises NoCapacity (TooFew, OverQuota), PlacementRefusal, UsageError (set too large for etcd, query lacks what a
+    guest needs), Conflict or ClaimedElsewhere (uuid or name used otherwise, taken over), Unreachable, with what was
+    undone, and UnknownOutcome, after which nothing is released.
     """
     check_order_size(order)
     try:
@@ -218,10 +212,10 @@ class ClaimedSet(NamedTuple):
 class Attempt:
     """One run of create(), a method for each step; other data is read when it is first needed.
 
-    `resume`, `sample_above`, `on_cluster_size`: see create(). The attempt's key is on `lease`, with `revision` once it
-    is written. `attempted` are the instances for which a claim was tried. Of these undo() releases the claims of
-    `movable` ones, which this attempt made (it moves no others, rule 13), and of `unclaimed` ones, which had no claim
-    when the attempt was announced and no other attempt's since. `placement` is set once `backend` has answered.
+    Its key is on `lease`, with `revision` once it is written; see create() for arguments. Of the `attempted` instances
+    undo() releases the claims of `movable` ones, which this attempt made (it moves no others, rule 13), and of
+    `unclaimed` ones, which had none when it was announced and none of another attempt since. `placement` is set once
+    `backend` has answered.
     """
 
     store: Store
@@ -241,13 +235,8 @@ class Attempt:
     _computes: Computes | None = None
     _placer: Placer | None = None
 
-    # The steps
-
     def announce(self, owner: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
-        """Write the attempt's key; return what is delivered already, in which case all is done.
-
-        Conflict if another process has the uuid or an instance, or as check_same().
-        """
+        """Write the attempt's key; return what is delivered already: then all is done. Conflict: a uuid is in use."""
         value = {'version': 1, 'instances': list(self.order.instances), 'query': self.order.query, **owner}
         self.revision = announce(self.store, self.lease, self.order.instance, value, self.resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
@@ -256,7 +245,7 @@ class Attempt:
     def claim(self, terms: Terms) -> ClaimedSet:
         """Claim a place for each instance, or for the minimum; errors as those of the placers.
 
-        ClaimedElsewhere if too many of a resumed order are claimed elsewhere, also after three tries.
+        ClaimedElsewhere if, after three tries, too many of a resumed order are claimed elsewhere.
         """
         if self.sample_above is None:
             self.read_alive()  # read while placement is queried
@@ -277,18 +266,14 @@ class Attempt:
             try:
                 return self._claim_offered(offer, terms, placed)
             except ClaimedElsewhere as error:
-                # An attempt that this one overtook claimed in between, or a compute that publishes what it runs. This
-                # attempt may take over such a claim, but does not release it.
+                # An overtaken attempt or a publishing compute claimed in between: take that over, never release it.
                 self.unclaimed -= error.computes.keys()
                 if is_last_try:
                     raise
         raise AssertionError
 
     def claim_again(self, claims: ClaimedSet, kept_instances: Collection[str]) -> ClaimedSet:
-        """Claim again, with current data, for the instances that may not stay in place.
-
-        `kept_instances` stay. Errors as Placer.place() and read_terms().
-        """
+        """Claim again, with current data, for all but `kept_instances`; errors as Placer.place() and read_terms()."""
         log.debug(
             '%s: other attempts were faster: %d of %d claims are kept',
             self.order.instance,
@@ -299,10 +284,9 @@ class Attempt:
         return self._claim_offered(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver what is claimed, then release unused claims; return {instance: outcome}.
+        """Deliver what is claimed, as of `scheduled_at` (ISO), then release unused claims; return {instance: outcome}.
 
-        `scheduled_at` is an ISO time. Raises Excluded if group or quota do not admit all any more,
-        _DeliveryRefusedError if the attempt is not ours any more, Conflict (a name), UnknownOutcome.
+        Raises Excluded (group, quota), _DeliveryRefusedError (not our attempt now), Conflict (a name), UnknownOutcome.
         """
         order, placed = self.order, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
@@ -331,18 +315,13 @@ class Attempt:
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
     def undo(self) -> str:
-        """Release the claims and the attempt's key; return UNCHANGED, UNDONE or what is left.
-
-        An error of etcd or placement is not raised: the computes then release the claims.
-        """
+        """Release the claims and the attempt's key; return UNCHANGED, UNDONE or what is left, also after an error."""
         outcome = UNCHANGED
         if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
             outcome = self._release(releasable)
             failpoint('undone')
         try_revoke(self.store, self.lease)
         return outcome
-
-    # Claiming
 
     def _claim_sampled(self, terms: Terms) -> ClaimedSet | None:
         """Claim on a sampled compute; None if all computes have to be considered."""
@@ -353,10 +332,7 @@ class Attempt:
         return ClaimedSet(placed, terms, placer.fitting) if placed else None
 
     def _claim_offered(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> ClaimedSet:
-        """Claim with this offer, on top of `placed`; errors as Placer.place().
-
-        Conflict, instead of NoCapacity, if a newer attempt took over.
-        """
+        """Claim with this offer beside `placed`; as Placer.place(), but Conflict if a newer attempt took over."""
         placer = self.get_placer()
         try:
             placed = placer.place(offer, terms, placed)
@@ -382,10 +358,7 @@ class Attempt:
         return placed
 
     def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
-        """Make the error for {instance: compute} of claims elsewhere, with the remedy.
-
-        It names the first. Reads the computes from etcd.
-        """
+        """Make the error, with its cure, for {instance: compute} of claims elsewhere; reads the computes from etcd."""
         instance, compute = next(iter(claimed_on.items()))
         host = self.get_display_name(compute)
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
@@ -414,8 +387,6 @@ class Attempt:
                 f'{uuid} is not placed: the computes release its claim within minutes. '
                 f'Try: the same command with --uuid {uuid}, which takes the claim over'
             )
-
-    # Data for the steps
 
     @property
     def claimer(self) -> Claimer:

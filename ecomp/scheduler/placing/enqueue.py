@@ -37,11 +37,10 @@ from ecomp.store.sharing import (
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """The state of a queued request; `before` counts the older ones of its flavor.
+    """The state of a queued request; `before` counts the older ones of its flavor, `taker` is the compute taking it.
 
-    `taker` is the uuid of the compute that is taking it. `lacks` is {compute: what it lacks} of those that take from
-    queues, also of one that has room again; `unknown_reason` is why that is not known. Without its flavor
-    (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`, the claim's compute.
+    `lacks` is {compute: what it lacks} of those that take from queues; `unknown_reason` is why that is not known.
+    Without its flavor (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`.
     """
 
     flavor: str
@@ -56,10 +55,7 @@ class QueuePosition:
 def read_queue_position(
     store: Store, placement: Placement, entry: Entry, query: str | None, known_computes: Computes, group: Group | None
 ) -> QueuePosition:
-    """Read a request's position and, from placement, why it still waits.
-
-    Errors of placement, and an unsupported query, become `unknown_reason`; those of etcd are raised.
-    """
+    """Read a request's position and why it waits; placement's errors, or the query's, become `unknown_reason`."""
     flavor = (keys.parse_queue_key(entry.key) or ('', ''))[0]
     entries = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
     before = sum(
@@ -90,8 +86,7 @@ TAKER_SAMPLE_SIZE = 10
 def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple[Flavor, int]:
     """Read a flavor and its revision from etcd, where the computes see it.
 
-    Raises NotFound; UsageError if its name is invalid, it is in schedule.yaml only, or lacks what a guest needs;
-    Unreadable.
+    Raises NotFound, Unreadable, UsageError (invalid name, in schedule.yaml only, or lacks what a guest needs).
     """
     try:
         entry = store.get(keys.flavor(check_flavor_name(name)))
@@ -125,9 +120,8 @@ def enqueue(
 ) -> bool:
     """Put a request into its queue; return False if `resume` and the same was requested before.
 
-    `owner` and `resume`: see create(). Raises Conflict if the uuid or name is used otherwise, the group differs or
-    another process interferes; OverQuota, UsageError (new group without a policy), Unreadable, UnknownOutcome,
-    Unreachable.
+    `owner` and `resume`: see create(). Raises Conflict (uuid, name or group differs, interference), OverQuota,
+    UsageError (new group without a policy), Unreadable, UnknownOutcome, Unreachable.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
@@ -144,10 +138,7 @@ def _enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Queue the request; return False if `resume` and the same request was queued before.
-
-    Raises Conflict if its flavor, name or uuid changed in between. After a lost answer it calls itself with `resume`.
-    """
+    """Queue as enqueue() does; Conflict if flavor, name or uuid changed. With a lost answer it resumes itself."""
     instance = queue_entry.instance
     if not resume:
         _check_allowed(store, queue_entry)  # before anything is written
@@ -177,7 +168,7 @@ def _enqueue(
 
 
 def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
-    """Return whether a commit without an answer queued the request; it cannot land after this.
+    """Return whether a commit without an answer, which cannot land after this, queued the request.
 
     Raises Conflict as check_same(), and UnknownOutcome if etcd gives no answer again.
     """
@@ -193,10 +184,9 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
 def _commit(
     store: Store, queue_entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
 ) -> bool:
-    """Queue the request in one transaction that deletes our attempt; return True if it is done.
+    """Queue the request in one transaction with name, group and quota that deletes our attempt; True if it is done.
 
-    Name, group and quota are a part of it. False if the attempt no longer has `attempt_revision`, the flavor or queue
-    entry has changed, or shared keys keep changing. Raises Conflict (name, group or quota), OverQuota, UnknownOutcome.
+    False if attempt, flavor or entry changed, or shared keys keep changing. Raises Conflict, OverQuota, UnknownOutcome.
     """
     instance = queue_entry.instance
     attempt_key = keys.attempt(instance)
@@ -224,19 +214,13 @@ def _commit(
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:
-    """Raise Conflict (name, group), OverQuota or UsageError if the request must not be queued.
-
-    It reads only. Unreadable if the name, group or quota is malformed.
-    """
+    """Raise Conflict (name, group), OverQuota, UsageError or Unreadable if it must not be queued; reads only."""
     reserve_names(store, {queue_entry.instance: queue_entry.name})
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
 def _is_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
-    """Return True if the same request waits or was taken before; False if the uuid is new.
-
-    Conflict, as check_same(), if the uuid is used otherwise.
-    """
+    """Return True if the same request was queued before, False for a new uuid; otherwise Conflict as check_same()."""
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False
