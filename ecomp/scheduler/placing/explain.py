@@ -1,8 +1,8 @@
 """Explain a refusal: what each compute lacks, and the smallest change that fits.
 
-This takes a few calls to placement in a cluster of any size. One call returns the free amounts of all providers with
-any of a class free. A provider that is entirely full is in no answer: a living compute's hint gives its size, and
-others are read one by one while calls are left. The last calls read the limits of the nearest computes.
+It takes MAX_CALLS to placement in a cluster of any size. One call returns the free amounts of all providers with any of
+a class free. A full provider is in no answer: a living compute's hint gives its size, others are read one by one while
+calls are left. The last calls read the limits of the nearest computes.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ FIRST_CLASSES = ('MEMORY_MB', 'DISK_GB', 'VCPU')
 
 
 class ProviderFacts:
-    """The providers as placement knows them, read with at most `max_calls` calls.
+    """The providers as placement knows them, read with at most `max_calls` calls, the first by the constructor.
 
-    The constructor makes the first call, for `listed`. `constraints` are the query's for one provider; `offered` the
-    providers in placement's recent answer to it. find() adds to `sharing` the providers that share with others.
+    `constraints` are the query's for one provider, `offered` the providers in placement's recent answer to it. `listed`
+    are all; find() adds to `sharing` those that share with others.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class ProviderFacts:
         self._trait_constraints = {
             constraint for constraint in self._other_constraints if constraint.key in ('required', 'root_required')
         }
-        # Calls to read one provider.
         self._calls_per_provider = 3 if self._trait_constraints else 2
 
     def find(
@@ -101,10 +100,10 @@ class ProviderFacts:
         living: Mapping[str, PresenceFacts],
         extra_used: Mapping[str, Sequence[Resources]],
     ) -> dict[str, Provider]:
-        """Read those of these providers that the calls suffice for, more important ones first.
+        """Read those of these providers that the calls suffice for; others, and unlisted ones, are left out.
 
-        Others, and those that placement does not list, are left out. `living` is {compute: presence}; `extra_used` is
-        added to their usage. Raises the errors of placement, and UnsupportedQueryError if too many aggregates matter.
+        `living` is {compute: presence}; `extra_used` is added to their usage. Raises placement's errors, and
+        UnsupportedQueryError if too many aggregates are involved.
         """
         uuids = [uuid for uuid in requested if uuid in self.listed]
         hints = {uuid: presence.room for uuid, presence in living.items()}
@@ -142,10 +141,9 @@ class ProviderFacts:
                 )
 
     def _read_free(self, uuids: Collection[str], hints: Mapping[str, Hint | None]) -> None:
-        """Read the providers with anything free, a class a call, and then those that share.
+        """Read the providers with anything free, a class a call, and then those that share; errors as _spend().
 
-        The class that most unread providers may have free comes first. It stops when the others can be read one by one,
-        or the calls left are reserved. Errors as _spend().
+        The class that most unread ones may have comes first. Stops when the rest can be read singly, or at the reserve.
         """
         classes = list(dict.fromkeys([*FIRST_CLASSES, *(amount.name for amount in self._amounts)]))
         sharing: frozenset[str] | None = None
@@ -177,8 +175,7 @@ class ProviderFacts:
     def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
         """Find the providers that share with others, with one call.
 
-        Empty, without a call, if none is left, or if each listed provider is read or a compute with a hint, which does
-        not share.
+        Empty without a call if none is left, or each listed provider is read or has a hint, and so does not share.
         """
         if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
@@ -186,10 +183,7 @@ class ProviderFacts:
         return find_matching(self._placement, f'required={providers.SHARING_TRAIT}')
 
     def _read_sharing(self, uuids: Iterable[str]) -> None:
-        """Append these providers, with their aggregates, to `sharing`; errors as _spend().
-
-        Those that do not exist any more are left out.
-        """
+        """Append those of these providers that exist, with their aggregates, to `sharing`; errors as _spend()."""
         for uuid in sorted(uuids):
             provider = self._known_providers.get(uuid)
             if provider is None:
@@ -210,10 +204,7 @@ class ProviderFacts:
     def _infer_full(
         self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found_providers: Mapping[str, Provider]
     ) -> dict[str, Provider]:
-        """Infer full providers from their hints: their capacity, all of it used.
-
-        {} if the query names traits, which hints lack. A spare call finds out which are disabled.
-        """
+        """Infer full providers from hints and, by a spare call, which are disabled; {} if other traits matter."""
         if self._trait_constraints - {NOT_DISABLED}:
             return {}  # hints do not contain traits
         full = {
@@ -233,10 +224,7 @@ class ProviderFacts:
         return full
 
     def _is_full(self, hint: Hint) -> bool:
-        """Return True if each requested class in the hint is exactly used up, by hint or placement.
-
-        An overcommitted class has a negative hint: its usage is larger than the hint can say.
-        """
+        """Return True if each requested class in the hint is exactly used up; a negative hint (overcommit) is not."""
         free = [(amount.name, hint[amount.name].free_percent) for amount in self._amounts if amount.name in hint]
         return all(hundredths == 0 or (hundredths > 0 and name in self._exhausted_classes) for name, hundredths in free)
 
@@ -261,10 +249,7 @@ class ProviderFacts:
         return replace(provider, aggregates=aggregates, is_standalone=listings is None or listings.is_alone)
 
     def _count_reserved_calls(self, found_providers: Iterable[Provider]) -> int:
-        """Count the calls kept for is_offered(): ADVICE_CALLS, or 0 if none is needed.
-
-        None is needed if there are providers, and no change of the query alone fits any of them.
-        """
+        """Count the calls kept for is_offered(): ADVICE_CALLS, or 0 if providers are found and no query fits one."""
         has_providers = False
         for provider in found_providers:
             has_providers, cures = True, find_miss(self._constraints, provider).cures
@@ -273,10 +258,9 @@ class ProviderFacts:
         return 0 if has_providers else ADVICE_CALLS
 
     def _check_doubtful(self, found_providers: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
-        """Add the limits, which operators may set, of providers that have room and are not offered.
+        """Read the limits, which operators may set, of providers with room that are not offered; drop the unread ones.
 
-        If there are more of these than calls left, the query is repeated first. Those for which no call is left are
-        dropped. Changes and returns `found_providers`.
+        If calls are too few, the query is repeated first. Changes and returns `found_providers`.
         """
 
         def list_doubtful() -> list[str]:
@@ -353,10 +337,10 @@ def report_reasons(  # noqa: PLR0913
     report: Callable[[str], None],
     max_calls: int = MAX_CALLS,
 ) -> None:
-    """Report the reasons, a line each, or one line if they cannot be found out; see Refusal.
+    """Report the reasons, a line each, or one line if they cannot be found out; raises nothing.
 
-    Waits TIMEOUT_SECONDS at most, and for `backend` too; raises nothing, and Ctrl-C ends it silently. `placed` are the
-    places of others of the set, `compute_argument` is that of --on.
+    Waits TIMEOUT_SECONDS at most, also for `backend`; Ctrl-C ends it silently. `placed` are the places of others of the
+    set, `compute_argument` is that of --on.
     """
     lines: Future[list[str]] = Future()
 
@@ -384,9 +368,9 @@ def report_reasons(  # noqa: PLR0913
 
 @dataclass(frozen=True)
 class Refusal:
-    """The request that found no room, its group, and the places `taken` by others of its set.
+    """The request that found no room, its group, the places `taken` by its set, and the providers offered (`named`).
 
-    `on` is the argument of --on: then only that compute has a line. `named` are the providers that placement offered.
+    `on` is the argument of --on: then only that compute has a line.
     """
 
     query: str
@@ -397,11 +381,10 @@ class Refusal:
 
 
 def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls: int = MAX_CALLS) -> list[str]:
-    """Return a line for each compute, the nearest miss, and the smallest change that fits.
+    """Return a line for each compute, the closest host, and the smallest change that fits.
 
-    Of more than MAX_LISTED_COMPUTES only the nearest have one. If a compute has room again, no change is advised. With
-    `taken` that change is a smaller --count. A query that cannot be explained gives one line. Raises the errors of etcd
-    and placement.
+    Of more than MAX_LISTED_COMPUTES only the nearest have one. No change is advised if a compute has room again; with
+    `taken` it is a smaller --count. An unsupported query gives one line. Raises the errors of etcd and placement.
     """
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
@@ -443,10 +426,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
 
 
 def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
-    """Explain computes with room that placement did not offer because of the query's limit=.
-
-    Returns {compute: text}; {} if placement offered fewer than the limit.
-    """
+    """Explain computes with room that limit= left out: {compute: text}; {} if placement offered fewer than that."""
     limited = read_limit(refusal.query)
     if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
         return {}
@@ -462,10 +442,7 @@ def _format_lines(
     compute_argument: str | None,
     requested: Collection[str],
 ) -> list[str]:
-    """Format a line for each of the `requested` computes or, without any, for all with a text.
-
-    A last line says how many of `compute_count` are not in `texts`.
-    """
+    """Format a line for each of the `requested` computes or else for all with a text, and one for the hidden rest."""
     if requested:
         return [f'{compute_argument}: {text}' for uuid, text in texts.items() if uuid in requested] or [
             f'{compute_argument}: there is no such compute'
@@ -478,10 +455,9 @@ def _format_lines(
 def find_shortfalls(
     placement: Placement, query: str, known_computes: Computes, computes: Sequence[str], group: Group | None = None
 ) -> dict[str, str]:
-    """Return {compute: what it lacks} of the first MAX_LISTED_COMPUTES of `computes`.
+    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES of `computes`.
 
-    A compute with room says so; one of which nothing could be read is left out. Raises the errors of placement, and
-    UnsupportedQueryError.
+    One of which nothing could be read is left out. Raises the errors of placement, and UnsupportedQueryError.
     """
     constraints = _parse_constraints(query)
     texts, _ = _examine(
@@ -495,10 +471,7 @@ def find_shortfalls(
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query, with NOT_DISABLED added; mark its in_tree constraint as that of --on.
-
-    Raises UnsupportedQueryError. Without `compute_argument` nothing is marked.
-    """
+    """Parse a query with NOT_DISABLED added, in_tree marked as --on's (None: not); UnsupportedQueryError."""
     typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
         constraint._replace(argument=typed)
@@ -515,10 +488,7 @@ def _examine(
     known_computes: Computes,
     refusal: Refusal,
 ) -> tuple[dict[str, str], list[Miss]]:
-    """Return {provider: what it lacks ('': not a compute)}, and the misses that we can explain.
-
-    A provider of which nothing could be read is in neither. Raises the errors of ProviderFacts.find().
-    """
+    """Return {provider: what it lacks ('': no compute)} and the misses, of those read; as ProviderFacts.find()."""
     takers = [candidate.compute for candidate in refusal.taken]
     extra_used: dict[str, list[Resources]] = {}
     for candidate in refusal.taken:
@@ -582,10 +552,9 @@ def _make_advice(
     known_computes: Computes,
     requested: Collection[str],
 ) -> list[str]:
-    """Return the nearest miss, and the smallest change that fits, checked with placement.
+    """Return the closest host and the smallest change that fits, if placement confirms it; [] without misses.
 
-    [] without misses; no change if placement does not confirm it. To enable a disabled compute is advised if it was
-    requested, or if no change of the query fits.
+    To enable a disabled compute is advised if it was requested, or if no change of the query fits.
     """
     if not misses:
         return []

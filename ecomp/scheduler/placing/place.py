@@ -1,13 +1,11 @@
 """Claim places for the instances of an order, within its group and its quota; or plan it.
 
-The first places are left to older attempts, which are read before placement is queried: each is counted, or it is
-finished and its places are not offered. One that is counted and still claims before placement answers counts twice, so
-one usable place stays free.
+The first places are left to older attempts, which are read before placement is queried: each is counted, or finished
+and its places not offered. One that claims in between counts twice, so one usable place stays free.
 
-In a large cluster SampledPlacer is tried first for one instance without a group: a query about all computes takes time
-in proportion to their number. It reads the presence of a few computes, from a random uuid on, and queries placement
-about those with the best hints; placement decides who has room. A compute after a large gap between uuids is sampled
-more often, but fills up and then ranks below the others of its sample.
+In a large cluster SampledPlacer tries one instance without a group first: a query about all computes takes time in
+proportion to their number. It reads a few presences from a random uuid on, and queries placement about the best hints;
+placement decides. A compute after a large gap between uuids is sampled more often, but fills up and then ranks low.
 """
 
 from __future__ import annotations
@@ -44,16 +42,12 @@ MAX_PLACES_AHEAD = 300
 
 
 class Contention:
-    """The place of this attempt among those in flight.
-
-    `count_in_flight` returns how many instances older and newer attempts place; `ahead` is the first number, at most
-    MAX_PLACES_AHEAD.
-    """
+    """The place of this attempt: `ahead` is the number of older attempts' instances, at most MAX_PLACES_AHEAD."""
 
     def __init__(
         self, count_in_flight: Callable[[], tuple[int, int]], query_placement: Callable[[], Offer], rng: random.Random
     ) -> None:
-        """Count the attempts in flight; refresh() queries placement."""
+        """Count the instances of older and of newer attempts in flight; refresh() queries placement."""
         self._count_in_flight = count_in_flight
         self._query_placement = query_placement
         self._rng = rng
@@ -76,11 +70,10 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with so many places left behind ours (< 0: too few).
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few).
 
-        Before the first refresh(), True if others are in flight and fewer than MIN_SPARE_PLACES are left. Later, if too
-        few are left and attempts are ahead: then it sleeps up to MAX_PAUSE_SECONDS, and returns False after
-        MAX_REFRESHES in which no attempt ahead has finished.
+        Before the first one, True if others are in flight and fewer than MIN_SPARE_PLACES are left. Later, if too few
+        are left and attempts are ahead, after up to MAX_PAUSE_SECONDS; False after MAX_REFRESHES without progress.
         """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
@@ -107,18 +100,11 @@ MAX_LOGGED_COMPUTES = 20
 class Placer:
     """Claims places for one attempt. A claim in a wrong place stays until it is moved.
 
-    If it were released and claimed again, a late release by another process could meet its generation once more (rule
-    3).
-
-    Attributes:
-        refresh_offer: queries placement again.
-        count_in_flight: see Contention.
-        alive: the living computes.
-        is_ours: true for a provider that is a compute of this cluster, alive or not.
-        attempted: instances that may hold a claim, however the attempt ends.
-        candidate_count: the most computes, in any query, that could have taken an instance; 0 before place(), then
-            at least 1.
-        claimed_elsewhere: {instance: compute} of another attempt's claims; these instances are not placed.
+    If it were released and claimed again, a late release by another process could meet its generation (rule 3).
+    `refresh_offer` queries placement again; `count_in_flight`: see Contention; `is_ours`: a compute of this cluster,
+    alive or not; `attempted` may hold a claim, however the attempt ends. `candidate_count` is the most computes, in any
+    query, that could have taken an instance: 0 before place(), then at least 1. `claimed_elsewhere`, {instance:
+    compute} of another attempt's claims, are not placed.
     """
 
     claimer: Claimer
@@ -135,9 +121,9 @@ class Placer:
     def place(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> dict[str, Candidate]:
         """Claim a candidate for each instance, or for the minimum at least: {instance: candidate}.
 
-        The result contains `placed`, unless a strict affinity group without other members needs another compute. After
-        a lost race placement is queried again. Raises NoCapacity (or TooFew, OverQuota), UsageError if the query lacks
-        what a guest needs, and the errors of Claimer.claim_what_fits(); claims made until then stay.
+        It contains `placed`, unless a strict affinity group without other members needs another compute. After a lost
+        race placement is queried again. Raises NoCapacity (TooFew, OverQuota), UsageError (the query lacks what a guest
+        needs), and as Claimer.claim_what_fits(); claims made until then stay.
         """
         order, held = self.order, dict(placed)
         group, refusals = _add_members(terms.group, held), Counter[tuple[str, ...]]()
@@ -193,10 +179,9 @@ class Placer:
         return {instance: held[instance] for instance in order.instances if instance in held}
 
     def take_over(self, earlier_claims: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Claim where an earlier attempt's claims are; return the candidates that are placed.
+        """Claim where an earlier attempt's claims are; return those placed. Errors as Claimer.claim_what_fits().
 
         These claims are neither moved nor released (rule 13): after a restore of etcd the instances may run there.
-        Without any, nothing is called. Errors as Claimer.claim_what_fits().
         """
         self.attempted += [instance for instance in earlier_claims if instance not in self.attempted]
         self.claimer.foreign.update(earlier_claims.keys() - self.claimer.movable)
@@ -209,9 +194,9 @@ class Placer:
     def _choose_behind(
         self, contention: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
     ) -> list[Candidate] | None:
-        """Choose places that older attempts will hardly take; None if the offer is to be refreshed.
+        """Choose places that older attempts will hardly take; None if the offer is to be refreshed. May sleep.
 
-        With too few places, return a random one for one instance, `batch` for several. May sleep: see should_refresh().
+        With too few places, return a random one for one instance, `batch` for several.
         """
         weigh, lacking = self.order.weigh, len(batch)
         # Not shuffled: every attempt has to simulate the others in the same order.
@@ -246,10 +231,7 @@ class Placer:
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count the instances that the quota allows, at most order.count; all without candidates.
-
-    Raises OverQuota below order.minimum, or UsageError as check_complete().
-    """
+    """Count what the quota allows, at most order.count (all without candidates). OverQuota, or as check_complete()."""
     for candidate in candidates:
         check_complete(candidate.allocations)
     if not candidates:
@@ -303,10 +285,7 @@ def check_complete(allocations: Allocations) -> None:
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute to try; `weight` None: not weighed. `amounts` and `rooms` are by class.
-
-    `amounts` are what one instance takes of it; `instance_count` instances of the order would be placed there.
-    """
+    """A compute to try: `weight` (None: not weighed), one's amounts and the rooms by class, and how many go there."""
 
     compute: str
     hostname: str | None
@@ -367,10 +346,7 @@ HINT_ERROR = 0.02
 
 @dataclass
 class SampledPlacer:
-    """Claims for one instance on a sampled compute.
-
-    `fitting` counts the sampled computes that have room by their hints. For `attempted`: see Placer.
-    """
+    """Claims for one instance on a sampled compute; `fitting` counts those with room by their hints."""
 
     claimer: Claimer
     order: SetOrder
@@ -381,8 +357,8 @@ class SampledPlacer:
     def place(self, store: Store, terms: Terms, min_cluster_size: int) -> dict[str, Candidate]:
         """Claim the instance on a sampled compute; {} if placement has to be queried about all.
 
-        Sampling needs one instance without a group, a query of amounts alone and more than `min_cluster_size` computes.
-        Raises OverQuota, UsageError, and the errors of etcd, placement and the claim.
+        Sampling needs one instance without a group, amounts alone and more than `min_cluster_size` computes. Raises
+        OverQuota, UsageError, and the errors of etcd, placement and the claim.
         """
         amounts = get_sampleable_amounts(self.order.query or '', self.order.count, self.order.weigh)
         if amounts is None or terms.group is not None:
@@ -407,8 +383,7 @@ class SampledPlacer:
     def _claim_best(self, free_shares: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
         """Claim on the best sampled compute; return {instance: candidate}, or {} if on none.
 
-        At most MAX_QUERIES computes are queried. After MAX_STALE_HINTS that were not offered or were taken, no more are
-        queried, and those offered so far are tried.
+        At most MAX_QUERIES are queried; after MAX_STALE_HINTS (not offered, or taken) only those offered so far count.
         """
         weigh = self.order.weigh
         ranked = self.rng.sample(sorted(free_shares), len(free_shares))
@@ -433,10 +408,7 @@ class SampledPlacer:
         return choose(offer, [compute], self.order.weigh, self.rng).candidates
 
     def _claim_candidate(self, candidate: Candidate, terms: Terms) -> dict[str, Candidate]:
-        """Claim the candidate: {instance: candidate}, or {} if it has no room left.
-
-        Raises OverQuota, UsageError as check_complete(), and the errors of Claimer.claim_what_fits().
-        """
+        """Claim it: {instance: candidate}, or {} without room. As count_to_place() and Claimer.claim_what_fits()."""
         count_to_place([candidate], terms, self.order)  # OverQuota, UsageError
         instance = self.order.instance
         self.attempted += [instance] if instance not in self.attempted else []
@@ -444,10 +416,7 @@ class SampledPlacer:
 
 
 def get_sampleable_amounts(query: str, count: int, weigh: str) -> Resources | None:
-    """Return {class: amount} to ask a sampled compute for; None if sampling cannot be used.
-
-    It needs a query of amounts alone, one instance, and another strategy than FIRST.
-    """
+    """Return {class: amount} to ask a sampled compute for; None unless amounts alone, one instance, and not FIRST."""
     return parse_plain_amounts(query) if count == 1 and weigh != FIRST else None
 
 
