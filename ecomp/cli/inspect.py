@@ -78,7 +78,7 @@ def _print_address(ctx: Context) -> int:
         instance = ctx.resolve_instance(word)
     except (NotFound, Unreachable) as error:
         if isinstance(error, NotFound):
-            short = f' (give at least {MIN_PREFIX_DIGITS} digits of a uuid)' if len(word) < MIN_PREFIX_DIGITS else ''
+            short = f' (a uuid needs at least {MIN_PREFIX_DIGITS} digits)' if len(word) < MIN_PREFIX_DIGITS else ''
             problem = f'no instance and no command has this name{short}'
             raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
         suggestion = suggest([word])

@@ -115,7 +115,9 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
         run_in_process(cluster, 'lists'), 4, 'lists: no instance and no command', 'did you mean eschedule list?'
     )
     assert_one_line(
-        run_in_process(cluster, '5ca'), 4, '5ca: no instance and no command has this name (a uuid needs 4 digits)'
+        run_in_process(cluster, '5ca'),
+        4,
+        '5ca: no instance and no command has this name (a uuid needs at least 4 digits)',
     )
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
     assert_one_line(
