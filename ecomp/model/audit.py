@@ -30,17 +30,22 @@ EXIT_FINDINGS = 8
 class Repair(Enum):
     """A repair of `audit --fix`, in words; ecomp.scheduler.operating.audit carries it out."""
 
-    RELEASE = 'releases it'
-    CLAIM = 'claims it again, as it was requested'
-    DELETE = 'deletes it'
+    RELEASE = 'releases the claim'
+    CLAIM = 'repeats the claim of the request'
+    DELETE = 'deletes the key'
     DELETE_REQUEST = 'deletes the request'
-    UNQUEUE = 'takes it out of the queue'
-    PUT_ON_LEASE = 'puts it on a lease'
-    RESTORE_NAME = 'gives it back'
-    JOIN_GROUP = 'puts it in, where it is'
-    LEAVE_GROUP = 'takes it out'
-    RECOUNT = 'counts anew'
-    CLEAR = 'has its compute remove it'
+    UNQUEUE = 'removes it from the queue'
+    PUT_ON_LEASE = 'puts the record on a lease'
+    RESTORE_NAME = 'restores the name'
+    JOIN_GROUP = 'adds it to the group, on its compute'
+    LEAVE_GROUP = 'removes these members'
+    RECOUNT = 'counts the usage again'
+    CLEAR = 'its compute removes it'
+
+    @property
+    def cure(self) -> str:
+        """The command that carries it out, and what that does."""
+        return f'eschedule audit --fix ({self.value})'
 
 
 class Code(NamedTuple):
@@ -53,154 +58,182 @@ class Code(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """The repair of `audit --fix` in words, '' if absent."""
-        return self.repair.value if self.repair else ''
+        """The cure that `audit --fix` carries out, '' if absent."""
+        return self.repair.cure if self.repair else ''
 
 
-REPAIR_WRONG_KEY = 'delete the wrong one: etcdctl del <key>'
-REPAIR_MALFORMED = 'if no newer ecomp wrote it, delete the key: etcdctl del <key>'
-REPAIR_MALFORMED_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del <key>'
+REPAIR_WRONG_KEY = 'delete the wrong key with `etcdctl del`: <key>'
+REPAIR_MALFORMED = 'if no newer ecomp wrote it: `etcdctl del <key>`'
+REPAIR_MALFORMED_REQUEST = '`eschedule destroy <instance>`; if the key does not end in a uuid: `etcdctl del <key>`'
 
 CODES = {
     # placement
     'provider-missing': Code(
-        'a living compute is no provider', manual_repair='its ecompute registers it within a minute, else see its log'
+        'placement has no provider for a living compute',
+        manual_repair='wait a minute until its ecompute registers it; if it does not, check its log',
     ),
     'inventory-missing': Code(
-        'a living compute has no inventory', manual_repair='its ecompute sets it within a minute, else see its log'
+        'placement has no inventory of a living compute',
+        manual_repair='wait a minute until its ecompute sets it; if it does not, check its log',
     ),
     'capacity-exceeded': Code(
-        'more of a class is used than there is',
-        manual_repair='destroy some of its instances, or raise `inventory:` there',
+        'the claims on a compute exceed its capacity',
+        manual_repair='destroy some of its instances, or raise `inventory:` in its compute.yaml',
     ),
-    'allocation-orphaned': Code('an allocation nobody stands behind', Repair.RELEASE),
-    'allocation-missing': Code('an instance lives and holds nothing', Repair.CLAIM),
+    'allocation-orphaned': Code('a claim that no request and no guest needs', Repair.RELEASE),
+    'allocation-missing': Code('a living instance has no claim', Repair.CLAIM),
     'allocation-differs': Code(
-        'an instance holds other than was requested',
-        manual_repair='destroy it, or correct it: PUT /allocations/<instance>',
+        'the claim of an instance differs from its request',
+        manual_repair='destroy the instance, or correct its claim in placement: PUT /allocations/<instance>',
     ),
     'allocation-doubled': Code(
-        'an instance holds on two computes', manual_repair='correct it with its generation: PUT /allocations/<instance>'
+        'an instance has claims on several computes',
+        manual_repair='correct its claim in placement, with its generation: PUT /allocations/<instance>',
     ),
     # etcd
-    'request-doubled': Code('an instance is requested of two computes', manual_repair=REPAIR_WRONG_KEY),
+    'request-doubled': Code('an instance is requested from several computes', manual_repair=REPAIR_WRONG_KEY),
     'request-misplaced': Code(
-        'an instance is requested of one compute and recorded by another', manual_repair=REPAIR_WRONG_KEY
+        'an instance is requested from one compute and recorded by another', manual_repair=REPAIR_WRONG_KEY
     ),
-    'request-missing': Code(
-        'an instance lives without a request', manual_repair='eschedule destroy <instance> removes it whole'
-    ),
-    'request-ended': Code('a request of an instance that has ended', Repair.DELETE_REQUEST),
-    'request-unreadable': Code('a request that cannot be understood', manual_repair=REPAIR_MALFORMED_REQUEST),
-    'queued-unreadable': Code('a waiting request that cannot be understood', manual_repair=REPAIR_MALFORMED_REQUEST),
+    'request-missing': Code('a living instance has no request', manual_repair='eschedule destroy <instance>'),
+    'request-ended': Code('a finished instance has a request', Repair.DELETE_REQUEST),
+    'request-unreadable': Code('a request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
+    'queued-unreadable': Code('a queued request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-flavorless': Code(
-        'a request waits for a flavor that is not there',
-        manual_repair='eschedule flavor set it again, or eschedule destroy <instance>',
+        'the flavor of a queued request does not exist',
+        manual_repair='run `eschedule flavor set` for this flavor, or `eschedule destroy <instance>`',
     ),
-    'queued-doubled': Code('a request waits that was delivered already', Repair.UNQUEUE, REPAIR_WRONG_KEY),
-    'taker-unleased': Code('a compute is taking a request for ever', manual_repair='if it is not: etcdctl del <key>'),
+    'queued-doubled': Code(
+        'a queued request is already delivered, or is in several queues', Repair.UNQUEUE, REPAIR_WRONG_KEY
+    ),
+    'taker-unleased': Code(
+        'a taker key has no lease, so no other compute takes the request',
+        manual_repair='if its compute is not taking the request: `etcdctl del <key>`',
+    ),
     'record-missing': Code(
-        'an instance runs and has no record', manual_repair='restart its ecompute, which writes it again'
+        'a requested instance has a domain and no record',
+        manual_repair='restart its ecompute, which writes the record again',
     ),
-    'record-doubled': Code('another compute has a record of it, too', manual_repair=REPAIR_WRONG_KEY),
+    'record-doubled': Code('several computes have a record of an instance', manual_repair=REPAIR_WRONG_KEY),
     'record-unreadable': Code(
-        'a record that cannot be understood', manual_repair='etcdctl del <key>, and restart its ecompute'
+        'a record is malformed', manual_repair='run `etcdctl del <key>`, and restart the ecompute that wrote it'
     ),
-    'record-unleased': Code('the record of what has ended will stay for ever', Repair.PUT_ON_LEASE),
+    'record-unleased': Code(
+        'the record of a finished instance has no lease, so it is never deleted', Repair.PUT_ON_LEASE
+    ),
     'record-leased': Code(
-        'the record of what lives will vanish',
-        manual_repair='put it again without a lease: etcdctl get --print-value-only <key> | etcdctl put <key>',
+        'the record of a living instance is on a lease, so it will be deleted',
+        manual_repair='write it without a lease: `etcdctl get --print-value-only <key> | etcdctl put <key>`',
     ),
-    'booted-orphaned': Code('an address of no living instance', Repair.DELETE),
+    'booted-orphaned': Code('/booted has an address of an instance that does not live', Repair.DELETE),
     'booted-differs': Code(
-        'an address other than the recorded one', manual_repair='put the right one: etcdctl put <key> ADDRESS'
+        'the address in /booted differs from the record',
+        manual_repair='run `etcdctl put <key> ADDRESS`, with the address in the record',
     ),
-    'name-orphaned': Code('a name of no living instance', Repair.DELETE, manual_repair=REPAIR_MALFORMED),
+    'name-orphaned': Code(
+        'the owner of a name does not live, or has another name', Repair.DELETE, manual_repair=REPAIR_MALFORMED
+    ),
     'name-missing': Code(
-        'a living instance does not have its name',
+        'a living instance does not own its name',
         Repair.RESTORE_NAME,
-        manual_repair='another one has it: destroy one of the two, or let both be and say the uuid of this one',
+        manual_repair='destroy this instance or the one that owns the name, or keep both and use the uuid of this one',
     ),
     'name-reserved': Code(
-        'a living instance has the name of a command', manual_repair='give its uuid in place of its name'
+        'the name of a living instance is reserved for a command', manual_repair='use its uuid instead of its name'
     ),
-    'group-unreadable': Code('a group that cannot be understood', manual_repair=REPAIR_MALFORMED),
-    'group-broken': Code('the rule of a strict group does not hold', manual_repair='destroy what is not to be there'),
-    'group-orphaned': Code('a member of a group that is no living instance', Repair.LEAVE_GROUP),
-    'group-missing': Code('a living instance is not in its group', Repair.JOIN_GROUP),
-    'quota-unreadable': Code('a quota that cannot be understood', manual_repair=REPAIR_MALFORMED),
-    'quota-differs': Code('a quota counts other than is requested', Repair.RECOUNT),
+    'group-unreadable': Code('a group is malformed', manual_repair=REPAIR_MALFORMED),
+    'group-broken': Code(
+        'the members of a strict group violate its policy', manual_repair='destroy the members that violate it'
+    ),
+    'group-orphaned': Code('a group has a member that is neither requested nor living', Repair.LEAVE_GROUP),
+    'group-missing': Code('an instance is not a member of the group in its request', Repair.JOIN_GROUP),
+    'quota-unreadable': Code('a quota is malformed', manual_repair=REPAIR_MALFORMED),
+    'quota-differs': Code('the usage in a quota differs from the requests of its project', Repair.RECOUNT),
     'usage-differs': Code(
-        'a quota counts other than placement does for its project',
-        manual_repair='whose claim it is: openstack allocation show',
+        'the usage in a quota differs from the usage that placement counts',
+        manual_repair='find the claim without a request: `openstack resource provider show --allocations <compute>`',
     ),
-    'attempt-unleased': Code('somebody is at a request for ever', manual_repair='if nobody is: etcdctl del <key>'),
-    'hostname-orphaned': Code('the host name of a compute that is not there', Repair.DELETE),
-    'presence-unleased': Code('a compute says it is alive, and on no lease', manual_repair='etcdctl del <key>'),
+    'attempt-unleased': Code(
+        'an attempt has no lease, so it is never deleted',
+        manual_repair='if no eschedule places the instance: `etcdctl del <key>`',
+    ),
+    'hostname-orphaned': Code('a host name is stored for a compute that does not exist', Repair.DELETE),
+    'presence-unleased': Code('the presence of a compute has no lease', manual_repair='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
-        'a silent compute holds claims, or may run what waits in a queue, and was not compared',
-        manual_repair='bring it back (after a restore of etcd: ecompute --accept-new-etcd there); of a machine that is '
-        'off for good: eschedule host forget <host> --fenced',
+        'a silent compute, which was not compared, holds claims or may run queued requests',
+        manual_repair='start its ecompute (after a restore of etcd: `ecompute --accept-new-etcd`); if the machine is '
+        'off for good: `eschedule host forget <host> --fenced`',
     ),
-    'compute-mute': Code('a living compute gives no digest', manual_repair="see its ecompute's log; restart it"),
-    'domain-missing': Code('an instance lives and has no domain', manual_repair='eschedule destroy <instance>'),
-    'domain-off': Code('an active instance is off', manual_repair="see its ecompute's log: it has not noticed"),
+    'compute-mute': Code(
+        'a living compute returns no digest', manual_repair='check the log of its ecompute, and restart it'
+    ),
+    'domain-missing': Code('a living instance has no domain', manual_repair='eschedule destroy <instance>'),
+    'domain-off': Code(
+        'the domain of an active instance is off',
+        manual_repair='check the log of its ecompute, which has not noticed it',
+    ),
     'domain-running': Code(
-        'an instance runs that is recorded as off or ended',
-        manual_repair="see its ecompute's log; virsh destroy ends it",
+        'the domain of a stopped or finished instance runs',
+        manual_repair='check the log of its ecompute; `virsh destroy <instance>` on its host stops the domain',
     ),
     'domain-differs': Code(
-        'a domain is not as its record and claim say', manual_repair='undo with virsh what its fault says'
+        'a domain differs from its record and claim', manual_repair='undo with virsh the change that its fault names'
     ),
     'domain-undefined': Code(
-        'a running domain that will vanish', manual_repair='virsh dumpxml <instance> into a file, then virsh define it'
+        'a running domain is not defined, so it vanishes when it stops',
+        manual_repair='save `virsh dumpxml <instance>` to a file, and run `virsh define` with it',
     ),
     'domain-orphaned': Code(
-        'a domain nobody asks for',
-        manual_repair='after a restore of etcd: ecompute --accept-new-etcd on its host; else virsh destroy, virsh '
-        'undefine; its disk is then found by the next audit',
+        'a domain that no request and no record needs',
+        manual_repair='after a restore of etcd, `ecompute --accept-new-etcd` on its host; otherwise '
+        '`virsh destroy <instance>; virsh undefine <instance>` there, and the next audit finds its disk',
     ),
     'domain-misplaced': Code(
-        'a domain with the mark of another compute',
-        manual_repair='stop one: virsh destroy, virsh undefine on that host',
+        'a domain has the owner mark of another compute',
+        manual_repair='run `virsh destroy <instance>; virsh undefine <instance>` on the host of the wrong domain',
     ),
     'domain-doubled': Code(
-        'an instance has domains on two computes',
-        manual_repair='end the wrong one: virsh destroy, virsh undefine on its host',
+        'several computes have a domain of an instance',
+        manual_repair='run `virsh destroy <instance>; virsh undefine <instance>` on the host of the wrong domain',
     ),
-    'disk-missing': Code('an instance has no disk', manual_repair='eschedule destroy <instance>'),
+    'disk-missing': Code('a living instance has no disk', manual_repair='eschedule destroy <instance>'),
     'base-missing': Code(
-        'a disk lies on a base volume that is gone',
-        manual_repair='put the same image file back, or eschedule destroy <instance>',
+        'the base volume of a disk does not exist',
+        manual_repair='restore the file from the same image, or `eschedule destroy <instance>`',
     ),
-    'disk-orphaned': Code('a disk nobody asks for', Repair.CLEAR, manual_repair='look, and remove it by hand'),
-    'seed-orphaned': Code('metadata of no instance', Repair.CLEAR),
-    'iso-orphaned': Code('a NoCloud disk of no instance', Repair.CLEAR),
-    'reservation-orphaned': Code('an address reserved for no instance', Repair.CLEAR),
+    'disk-orphaned': Code(
+        'a disk that no request and no record needs',
+        Repair.CLEAR,
+        manual_repair='check that it is not the only disk of the instance, and remove it manually',
+    ),
+    'seed-orphaned': Code('a compute has metadata of an instance that it does not have', Repair.CLEAR),
+    'iso-orphaned': Code('a compute has a NoCloud disk of an instance that it does not have', Repair.CLEAR),
+    'reservation-orphaned': Code('an address is reserved for an instance that its compute does not have', Repair.CLEAR),
     'reservation-missing': Code(
         'the address of a living instance is not reserved',
         manual_repair='restart its ecompute, which reserves it again',
     ),
     'reservation-differs': Code(
-        'another address is reserved for a living instance than its record says',
-        manual_repair='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
+        'the address that is reserved for a living instance differs from its record',
+        manual_repair='delete it with `virsh net-update <network> delete ip-dhcp-host`, and restart its ecompute',
     ),
     'metadata-refused': Code(
-        'a guest gets no metadata', manual_repair='correct what its fault says, and reboot the guest'
+        'a guest gets no metadata', manual_repair='correct the problem that its fault names, and reboot the guest'
     ),
-    'part-orphaned': Code('a file left half written', Repair.CLEAR),
+    'part-orphaned': Code('a partly written file that no process writes', Repair.CLEAR),
     'base-differs': Code(
-        'a base volume is not what was fetched',
-        manual_repair='eschedule destroy the instances on it, which its ecompute named; '
-        'the next of that image fetches it again',
+        'a base volume has changed since it was fetched',
+        manual_repair='destroy the instances on it, which the log of its ecompute names; '
+        'the next instance of that image fetches it again',
     ),
     'dhcp-open': Code(
-        'a guest can take every address of a network',
-        manual_repair="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, "
-        "and before </network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
-        'then virsh net-destroy and net-start it, which cuts its guests off for the second until its ecompute plugs '
-        'them in again',
+        'the DHCP of a network gives addresses to unknown MACs',
+        manual_repair='run `virsh net-edit`; change the first line to '
+        "<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and insert before </network> "
+        "<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
+        'then run `virsh net-destroy` and `virsh net-start`, which disconnect its guests until its ecompute plugs '
+        'them in again, a second later',
     ),
 }
 
@@ -228,8 +261,8 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """The repair in words, '' if absent."""
-        return self.repair.value if self.repair else ''
+        """The cure that `audit --fix` carries out, '' if it leaves the finding alone."""
+        return self.repair.cure if self.repair else ''
 
     @property
     def how(self) -> str:
@@ -289,15 +322,15 @@ def audit(planes: Planes) -> list[Finding]:
             findings += _audit_instance(world, instance)
     for compute, digest in planes.digests.items():
         findings += (
-            Finding('part-orphaned', compute, f'{name} is on compute {compute}, and nobody is writing it', compute,
+            Finding('part-orphaned', compute, f'{name} is on compute {compute}, but no process writes it', compute,
                     Leftover('part', name, mark))
             for name, mark in digest.parts.items()
         )  # fmt: skip
         for name in digest.bad_bases:
-            sentence = f'base volume {name} on compute {compute} is not what it was when it was fetched'
+            sentence = f'base volume {name} on compute {compute} has changed since it was fetched'
             findings.append(Finding('base-differs', compute, sentence))
         for name in digest.open_dhcp:
-            sentence = f'the DHCP of network {name} on compute {compute} gives an address to whatever MAC asks'
+            sentence = f'the DHCP of network {name} on compute {compute} gives addresses to unknown MACs'
             findings.append(Finding('dhcp-open', compute, sentence))
     return findings
 
@@ -312,25 +345,34 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
             compute = keys.get_last_part(key)
-            yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it', keys=(key,))
+            yield Finding(
+                'presence-unleased',
+                compute,
+                f'{key} has no lease, so it does not prove that the compute is alive',
+                keys=(key,),
+            )
         if key.startswith(keys.HOSTNAMES) and keys.get_last_part(key) not in known_computes:
-            detail = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
+            detail = f'{key} names a compute that placement, requests and records of living instances do not have'
             presence = keys.compute(keys.get_last_part(key))
             yield Finding('hostname-orphaned', keys.get_last_part(key), detail, keys=(key, presence))
     for compute in sorted(world.living_computes):
         provider = world.planes.providers.get(compute)
         if provider is None:
-            yield Finding('provider-missing', compute, f'etcd says compute {compute} lives, placement does not know it')
+            yield Finding(
+                'provider-missing', compute, f'compute {compute} is alive, but placement has no provider for it'
+            )
         elif not provider.inventory:
-            yield Finding('inventory-missing', compute, f'compute {compute} lives, placement has no inventory of it')
+            yield Finding(
+                'inventory-missing', compute, f'compute {compute} is alive, but placement has no inventory of it'
+            )
         if compute in world.planes.mute_reasons:
             reason = world.planes.mute_reasons[compute]
-            yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {reason}')
+            yield Finding('compute-mute', compute, f'compute {compute} is alive, but returns no digest: {reason}')
     for compute, state in world.list_absent_computes().items():
         held = world.planes.providers[compute].allocations if compute in world.planes.providers else {}
         if state == SILENT and (held or world.queue_entries):
-            reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'requests wait that it may run'
-            sentence = f'compute {compute} is silent, and {reason}: what it has was not compared'
+            reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'may run queued requests'
+            sentence = f'compute {compute} is silent and {reason}: its guests and disks were not compared'
             yield Finding('compute-silent', compute, sentence, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
@@ -339,14 +381,16 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
             total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
-                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {total}')
+                yield Finding(
+                    'capacity-exceeded', compute, f'its claims use {name}:{amount}, but it has {name}:{total}'
+                )
 
 
 def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
     """Find attempts that are on no lease."""
     for key, entry in world.select_prefix(keys.ATTEMPTS).items():
         if not entry.lease:
-            sentence = f'{key} is on no lease: it will stay for ever'
+            sentence = f'{key} has no lease, so it is never deleted'
             yield Finding('attempt-unleased', keys.get_last_part(key), sentence, keys=(key,))
 
 
@@ -358,27 +402,27 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
     """
     for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
-            sentence = f'{key} is on no lease: nobody else ever takes it'
+            sentence = f'{key} has no lease, so no other compute takes the request'
             yield Finding('taker-unleased', keys.get_queued_instance(key), sentence, keys=(key,))
     for instance, queues in sorted(world.queue_entries.items()):
         wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
-        others = [f'it is requested of compute {", ".join(wishes)}'] if wishes else []
-        others += [f'its record says {record.state}'] if record else []
+        others = [f'it is requested from compute {", ".join(wishes)}'] if wishes else []
+        others += [f'its record has state {record.state}'] if record else []
         for flavor, waiting in sorted(queues.items()):
             key = keys.queue(flavor, instance)
             if isinstance(waiting, InvalidRequest):
-                sentence = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
+                sentence = f'{key} is malformed, so no compute takes it: {waiting.reason}'
                 yield Finding('queued-unreadable', instance, sentence, keys=(key,))
             elif others or len(queues) > 1:
-                other_queues = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
-                sentence = f'{key} says that it waits, and {"; ".join([*others, *other_queues])}'
+                other_queues = [f'it is in the queues {", ".join(sorted(queues))}'] if len(queues) > 1 else []
+                sentence = f'{key} is a queued request, but {"; ".join([*others, *other_queues])}'
                 is_repairable = bool(others) and len(queues) == 1
                 related_keys = world.list_instance_keys(instance) if is_repairable else ()
                 yield Finding(
                     'queued-doubled', instance, sentence, is_repairable=is_repairable, keys=(key, *related_keys)
                 )
             elif world.get_value(keys.flavor(flavor)) is None:
-                sentence = f'it waits for flavor {flavor}, which is not there: nobody takes it'
+                sentence = f'it is queued for flavor {flavor}, which does not exist, so no compute takes it'
                 yield Finding('queued-flavorless', instance, sentence)
 
 
@@ -390,7 +434,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
     for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
-            yield Finding('name-orphaned', name, f'{key} cannot be understood', is_repairable=False, keys=(key,))
+            yield Finding('name-orphaned', name, f'{key} is malformed', is_repairable=False, keys=(key,))
             continue
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
         waiting = world.queue_entries.get(instance, {}).values()
@@ -401,12 +445,12 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
             # A failed instance keeps its name, on a lease, for as long as its record.
             if record.state == ERROR and entry is not None and entry.lease:
                 continue
-            detail = f'its record says {record.state}'
+            detail = f'whose record has state {record.state}'
         elif name not in world.list_names(instance) and not world.is_in_work(instance):
-            detail = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
+            detail = 'which has another name' if record or wishes else 'which has no request and no record'
         else:
             continue
-        sentence = f'{key} is of instance {instance}: {detail}'
+        sentence = f'{key} belongs to instance {instance}, {detail}'
         yield Finding('name-orphaned', name, sentence, keys=(key, *world.list_instance_keys(instance)))
 
 
@@ -417,18 +461,18 @@ def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
     """
     for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
-            yield Finding('name-reserved', record.instance, f'it is called {name}, which is reserved for a command')
+            yield Finding('name-reserved', record.instance, f'its name is {name}, which is reserved for a command')
         entry, owner = world.get_value(keys.name(name)), world.name_owners.get(name)
         is_own = owner == record.instance
         if entry is None:
-            detail = 'is not there'
+            detail = 'does not exist'
         elif not is_own:
-            detail = f'is of instance {owner}'
+            detail = f'belongs to instance {owner}'
         elif entry.lease:
-            detail = 'is on a lease: it will vanish'
+            detail = 'is on a lease, so it will be deleted'
         else:
             continue
-        sentence = f'it is called {name}, and {keys.name(name)} {detail}'
+        sentence = f'its name is {name}, but {keys.name(name)} {detail}'
         related_keys = world.list_instance_keys(record.instance)
         yield Finding(
             'name-missing', record.instance, sentence, is_repairable=entry is None or is_own, keys=related_keys
@@ -439,26 +483,26 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Audit an instance; if its record or a request is malformed, that is the only finding."""
     if instance in world.malformed_records:
         key = world.get_record_key(instance)
-        sentence = f'{key} cannot be understood: {world.malformed_records[instance]}'
+        sentence = f'{key} is malformed: {world.malformed_records[instance]}'
         yield Finding('record-unreadable', instance, sentence, keys=(key,))
         return
     for compute, wish in world.wishes.get(instance, {}).items():
         if isinstance(wish, InvalidRequest):
             key = keys.request(compute, instance)
             key = key if world.get_value(key) else keys.HOSTS + compute  # a key without an instance part
-            sentence = f'{key} cannot be understood: {wish.reason}'
+            sentence = f'{key} is malformed: {wish.reason}'
             yield Finding('request-unreadable', instance, sentence, compute, keys=(key,))
             return
     record = world.records.get(instance)
     for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
-        conflict = f'compute {compute} has a record that says {state}'
+        conflict = f'compute {compute} has a record with state {state}'
         current_key = keys.record(compute, instance)
         other_key = current_key if world.get_value(current_key) else keys.old_record(instance)
         if record is not None:
-            text = f'its record says {record.state} on compute {record.compute}, and {conflict}'
+            text = f'its record has state {record.state} on compute {record.compute}, but {conflict}'
             yield Finding('record-doubled', instance, text, compute, keys=(world.get_record_key(instance), other_key))
         else:
-            text = f'{conflict}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
+            text = f'{conflict}, but it is requested from compute {", ".join(sorted(world.wishes.get(instance, {})))}'
             yield Finding(
                 'request-misplaced', instance, text, compute, keys=(*world.list_request_keys(instance), other_key)
             )
@@ -475,36 +519,36 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
-    sentence = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
+    sentence = f'it is requested from computes {", ".join(sorted(world.wishes[instance]))}'
     return Finding('request-doubled', instance, sentence, keys=world.list_request_keys(instance))
 
 
 def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     """Audit a living instance; in work, only the lease of its record, and its requests."""
     instance, compute = record.instance, record.compute
-    summary = f'its record says {record.state} on compute {compute}'
+    summary = f'its record has state {record.state} on compute {compute}'
     entry = world.get_value(world.get_record_key(instance))
     if entry is not None and entry.lease:
-        sentence = f'{summary}, and is on a lease: it will vanish'
+        sentence = f'{summary} and is on a lease, so it will be deleted'
         yield Finding('record-leased', instance, sentence, keys=(world.get_record_key(instance),))
     wishes = world.wishes.get(instance, {})
     if not wishes:
-        yield Finding('request-missing', instance, f'{summary}, and no compute is asked for it', compute)
+        yield Finding('request-missing', instance, f'{summary}, but it has no request', compute)
     elif len(wishes) > 1:
         yield _make_doubled_request(world, instance)
     if world.is_in_work(instance):
         return
     yield from _audit_claim(world, record, summary)
     booted = world.get_value(keys.address(instance))
-    booted_address = booted.value.decode(errors='replace') if booted else 'nothing'
-    if booted_address != (record.address or 'nothing'):
-        sentence = f'/booted says {booted_address}, its record {record.address or "nothing"}'
+    booted_address = booted.value.decode(errors='replace') if booted else 'no address'
+    if booted_address != (record.address or 'no address'):
+        sentence = f'/booted has {booted_address}, but its record has {record.address or "no address"}'
         yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
     yield from _audit_own_names(world, record)
     yield from audit_membership(world, instance)
     yield from _audit_guest(world, record, summary)
     for code in dict.fromkeys(code for trouble, code in CODES_BY_TROUBLE.items() if trouble in (record.fault or '')):
-        yield Finding(code, instance, f'{summary}, and {record.fault}', compute)
+        yield Finding(code, instance, f'{summary}; fault: {record.fault}', compute)
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
@@ -514,10 +558,10 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
     held_on = sorted(world.computes & held.keys())
     wish = world.wishes.get(instance, {}).get(record.compute)
     if not held:
-        yield Finding('allocation-missing', instance, f'{summary}, placement holds nothing for it', record.compute)
+        yield Finding('allocation-missing', instance, f'{summary}, but placement has no claim for it', record.compute)
     elif len(held_on) > 1:
         yield Finding(
-            'allocation-doubled', instance, f'{summary}, placement holds for it on {" and on ".join(held_on)}'
+            'allocation-doubled', instance, f'{summary}, but placement has claims for it on {" and on ".join(held_on)}'
         )
     elif isinstance(wish, Request) and (sentence := describe_difference(wish.allocations, held)):
         yield Finding('allocation-differs', instance, sentence, record.compute)
@@ -535,23 +579,25 @@ def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
         return
     guest = digest.guests.get(instance)
     if guest is None or not (guest.defined or guest.running):
-        detail = 'neither its domain nor its disk is there' if guest is None else 'its domain is not there'
-        yield Finding('domain-missing', instance, f'{summary}, and {detail}', compute)
+        detail = 'its domain and its disk do not exist' if guest is None else 'its domain does not exist'
+        yield Finding('domain-missing', instance, f'{summary}, but {detail}', compute)
         return
     if guest.compute != compute:
         return  # _audit_elsewhere() reports it
     if not guest.disk:
-        yield Finding('disk-missing', instance, f'{summary}, and its domain is there without its disk', compute)
+        yield Finding('disk-missing', instance, f'{summary}, but its domain has no disk', compute)
     elif instance in digest.without_base:
         path = digest.without_base[instance]
-        yield Finding('base-missing', instance, f'{summary}, and its disk lies on {path}, which is not there', compute)
+        yield Finding(
+            'base-missing', instance, f'{summary}, but the base volume {path} of its disk does not exist', compute
+        )
     switching = world.is_switching(instance)
     if not guest.defined:
-        yield Finding('domain-undefined', instance, f'{summary}, and its domain runs and is not defined', compute)
+        yield Finding('domain-undefined', instance, f'{summary}, but its running domain is not defined', compute)
     elif record.state == ACTIVE and not guest.running and not switching:
-        yield Finding('domain-off', instance, f'{summary}, and its domain is off', compute)
+        yield Finding('domain-off', instance, f'{summary}, but its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
-        yield Finding('domain-running', instance, f'{summary}, and its domain runs', compute)
+        yield Finding('domain-running', instance, f'{summary}, but its domain runs', compute)
     yield from _audit_reservations(world, record)
 
 
@@ -564,9 +610,10 @@ def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
         if interface.expected is None or address == interface.expected:
             continue
         code = 'reservation-missing' if address is None else 'reservation-differs'
-        held = 'nothing reserved' if address is None else f'{address} reserved'
+        reserved_address = 'no address' if address is None else address
         sentence = (
-            f'its record says that {interface.network} keeps {interface.expected} for it, compute {compute} has {held}'
+            f'its record has {interface.expected} reserved on network {interface.network}, '
+            f'but compute {compute} reserves {reserved_address} for it'
         )
         yield Finding(code, instance, sentence, compute)
 
@@ -574,14 +621,14 @@ def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
 def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
     """Find what remains of an ended instance: requests, an unleased record, address and claim."""
     instance = record.instance
-    summary = f'its record says {record.state}'
+    summary = f'its record has state {record.state}'
     for compute in world.wishes.get(instance, {}):
-        sentence = f'{summary}, and it is requested of compute {compute}'
+        sentence = f'{summary}, but it is requested from compute {compute}'
         related_keys = (keys.request(compute, instance), *world.list_instance_keys(instance))
         yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
     entry = world.get_value(world.get_record_key(instance))
     if entry is not None and not entry.lease:
-        sentence = f'{summary}, and is on no lease: it will stay for ever'
+        sentence = f'{summary} and no lease, so it is never deleted'
         yield Finding('record-unleased', instance, sentence, keys=world.list_instance_keys(instance))
     yield from _audit_traces(world, instance, summary)
 
@@ -592,12 +639,14 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
     if len(wishes) > 1:
         yield _make_doubled_request(world, instance)
     if not wishes:
-        yield from _audit_traces(world, instance, 'no request and no record speaks of it')
+        yield from _audit_traces(world, instance, 'it has no request and no record')
     elif not world.is_in_work(instance):
         for compute, guest in _find_domains(world, instance).items():
             if compute in wishes:
                 condition = 'runs' if guest else 'is defined'
-                sentence = f'it is requested of compute {compute}, its domain {condition} there, and it has no record'
+                sentence = (
+                    f'it is requested from compute {compute} and its domain {condition} there, but it has no record'
+                )
                 yield Finding('record-missing', instance, sentence, compute)
 
 
@@ -609,7 +658,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     booted = world.get_value(keys.address(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
-        sentence = f'{summary}, and /booted has the address {address}'
+        sentence = f'{summary}, but /booted has the address {address}'
         yield Finding(
             'booted-orphaned', instance, sentence, keys=(keys.address(instance), *world.list_instance_keys(instance))
         )
@@ -619,7 +668,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     # A guest needs its claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
-        yield Finding('allocation-orphaned', instance, f'placement holds {_format_held(held)}; {summary}')
+        yield Finding('allocation-orphaned', instance, f'placement has a claim of {_format_held(held)}; {summary}')
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
@@ -627,10 +676,12 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
     record = world.records.get(instance)
     if record is None:
         summary = (
-            f'it is requested of compute {", ".join(sorted(home_computes))}' if home_computes else 'nothing asks for it'
+            f'it is requested from compute {", ".join(sorted(home_computes))}'
+            if home_computes
+            else 'it has no request and no record'
         )
     else:
-        summary = f'its record says {record.state}' + (f' on compute {record.compute}' if home_computes else '')
+        summary = f'its record has state {record.state}' + (f' on compute {record.compute}' if home_computes else '')
     domains = _find_domains(world, instance)
     if len(domains) > 1:
         yield Finding(
@@ -640,7 +691,7 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
         if guest.compute not in (None, compute):
             # Computes that share a libvirt see each other's domains, so the owner that the mark names may have it.
             if guest.compute not in world.guests[instance]:
-                mark = f'its domain is on compute {compute} and has the mark of compute {guest.compute}'
+                mark = f'its domain is on compute {compute}, but has the owner mark of compute {guest.compute}'
                 yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
         elif compute in home_computes:
             continue
@@ -666,12 +717,12 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
             yield Finding('iso-orphaned', instance, iso_sentence, compute, Leftover('iso', instance))
     for compute, reserved in sorted(world.reservations.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
-            leftover = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {summary}'
+            leftover = f'compute {compute} reserves {", ".join(sorted(reserved.values()))} for it; {summary}'
             yield Finding('reservation-orphaned', instance, leftover, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.metadata.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
             for mac in sorted(macs):
-                leftover = f'compute {compute} has metadata of {mac} for it; {summary}'
+                leftover = f'compute {compute} has metadata for its MAC {mac}; {summary}'
                 yield Finding('seed-orphaned', instance, leftover, compute, Leftover('seed', mac, instance))
 
 
@@ -693,13 +744,13 @@ def audit_groups(world: AuditIndex) -> Iterator[Finding]:
     for name, group in world.groups.items():
         if not isinstance(group, Group):
             key = keys.group(name)
-            yield Finding('group-unreadable', name, f'{key} cannot be understood: {group}', keys=(key,))
+            yield Finding('group-unreadable', name, f'{key} is malformed: {group}', keys=(key,))
             continue
         for line in group.list_breaches():
-            yield Finding('group-broken', name, f'it is {group.rule}, and {line}')
+            yield Finding('group-broken', name, f'its policy is {group.rule}, but {line}')
         orphans = [instance for instance in sorted(group.members) if not _is_requested_or_living(world, instance)]
         if orphans:
-            sentence = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
+            sentence = f'{keys.group(name)} has members that are neither requested nor living'
             yield Finding(
                 'group-orphaned',
                 name,
@@ -726,14 +777,14 @@ def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
             continue
         group = world.groups.get(wish.group.name)
         if group is None:
-            detail = 'is not there'
+            detail = 'does not exist'
         elif not isinstance(group, Group) or group.members.get(instance) == compute:
             continue
         else:
             group_compute = group.members.get(instance)
             detail = f'has it on compute {group_compute}' if group_compute else 'does not have it'
         name = wish.group.name
-        sentence = f'it is in group {name} on compute {compute}, and {keys.group(name)} {detail}'
+        sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
         yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
 
@@ -745,12 +796,12 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             key = keys.quota(project)
-            yield Finding('quota-unreadable', project, f'{key} cannot be understood: {quota}', keys=(key,))
+            yield Finding('quota-unreadable', project, f'{key} is malformed: {quota}', keys=(key,))
             continue
         requested = _count_requested(world, project)
         difference_words = _describe_difference(quota.used, requested)
         if difference_words:
-            sentence = f'{keys.quota(project)} counts {difference_words[0]}, its requests {difference_words[1]}'
+            sentence = f'{keys.quota(project)} counts {difference_words[0]}, but its requests use {difference_words[1]}'
             yield Finding('quota-differs', project, sentence)
             continue
         claimed = world.planes.usages.get(project)
@@ -758,7 +809,7 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
         in_work = world.in_flight or any(map(world.is_in_work, world.wishes))
         difference_words = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
         if difference_words:
-            sentence = f'{keys.quota(project)} counts {difference_words[0]}, placement {difference_words[1]}'
+            sentence = f'{keys.quota(project)} counts {difference_words[0]}, but placement counts {difference_words[1]}'
             yield Finding('usage-differs', project, sentence)
 
 

@@ -231,19 +231,21 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
 
     world.put_request(TWO, ACTIVE)
     candidates = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
-    assert list_fixes(ACTIVE) == [f'delete the wrong one: etcdctl del {candidates}']
+    assert list_fixes(ACTIVE) == [f'delete the wrong key with `etcdctl del`: {candidates}']
     world.put_record(OFF, record.ACTIVE, TWO)
-    assert list_fixes(OFF) == [f'delete the wrong one: etcdctl del {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}']
+    assert list_fixes(OFF) == [
+        f'delete the wrong key with `etcdctl del`: {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}'
+    ]
     world.put_request(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
-    assert list_fixes(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
+    assert list_fixes(GONE) == [f'delete the wrong key with `etcdctl del`: {wrong}']
     # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
     world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
     assert list_fixes(GONE) == [
-        f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
+        f'delete the wrong key with `etcdctl del`: {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
     ]
     world.put(keys.quota('a b'), '{}')
-    assert list_fixes('a b') == ["if no newer ecomp wrote it, delete the key: etcdctl del '/quotas/a b'"]
+    assert list_fixes('a b') == ["if no newer ecomp wrote it: `etcdctl del '/quotas/a b'`"]
 
 
 def test_defects_cover_exactly_all_codes() -> None:
@@ -254,7 +256,7 @@ def test_name_of_another_instance_is_not_fixed_automatically(world: WorldBuilder
     add_namesake(world)
     (finding,) = audit(world.build_planes())
     assert (finding.fix, bool(finding.how)) == ('', True)
-    assert f'/names/web1 is of instance {UNKNOWN}' in finding.sentence
+    assert f'/names/web1 belongs to instance {UNKNOWN}' in finding.sentence
 
 
 # A finding must be seen by two consecutive checks
