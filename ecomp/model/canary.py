@@ -18,15 +18,15 @@ BOOTED = 'addressed'
 READY = STAGES[-1]
 ENTERED = 'entered'  # logged in to: the result after the last stage
 
-DEFAULT_CURE = 'ecompute --check, there, and the log of its ecompute say more'
+DEFAULT_CURE = 'check the output of `ecompute --check` there, and the log of its ecompute'
 # The cure by the stage in which a canary failed; for other stages it is DEFAULT_CURE.
 CURES: Mapping[str, str] = {
-    STAGES[0]: 'the same command again; what is wrong with etcd and placement eschedule doctor alone says, too',
-    SCHEDULED: 'systemctl restart ecompute, there; its log says why it took nothing',
-    'image': 'name an IMAGE_URL that this host can fetch, or have it reach that one: curl -I IMAGE_URL, there',
-    BOOTED: 'virsh net-list --all, there: its network has to be active; an image that asks no DHCP: --for started',
-    READY: 'take an image with a cloud-init that calls back, as those for clouds have; else: --for addressed',
-    ENTERED: 'name the private key with -i, and the user in ssh_user of schedule.yaml; its `reach` has to lead there',
+    STAGES[0]: 'repeat the command; `eschedule doctor` alone also checks etcd and placement',
+    SCHEDULED: 'run `systemctl restart ecompute` there; its log shows why it accepted no request',
+    'image': 'give an IMAGE_URL that this host can fetch, or make this one reachable (`curl -I IMAGE_URL` there)',
+    BOOTED: 'start its network if `virsh net-list --all` shows it inactive; for an image without DHCP: --for started',
+    READY: 'use a cloud image, whose cloud-init reports that it is ready; for another image: --for addressed',
+    ENTERED: 'give the private key with -i, and set ssh_user and `reach` in schedule.yaml so that ssh gets there',
 }
 
 
@@ -60,22 +60,22 @@ class Canary(NamedTuple):
 def check_names_no_host(query: str) -> None:
     """Raise ValueError if a query names a host (in_tree=): each host gets its own canary."""
     if any(key.startswith('in_tree') for key, _ in parse_qsl(query, keep_blank_values=True)):
-        raise ValueError('a canary is placed on every host: say --on HOST, for one alone, in place of in_tree=')
+        raise ValueError(
+            'in_tree= is not accepted: each host gets a canary of its own. Fix: give --on HOST for a single host'
+        )
 
 
 def format_line(canary: Canary) -> str:
     """Return the result as one line, which begins with the compute's uuid."""
     if canary.name is None:
         return f'{canary.compute}: no canary: {canary.reason}'
-    end = f'it may be left: {canary.leftover_reason}' if canary.leftover_reason else 'gone'
+    end = f'it may still exist: {canary.leftover_reason}' if canary.leftover_reason else 'gone'
     if canary.reached == ENTERED:
-        return f'{canary.compute}: {canary.name} was entered after {canary.seconds:.1f} s; {end}'
+        return f'{canary.compute}: {canary.name} accepted a login after {canary.seconds:.1f} s; {end}'
     if canary.seconds is None:
         return f'{canary.compute}: {canary.name}: {canary.reason}; {end}'
     how_far = 'booted' if canary.reached in (BOOTED, READY) else f'reached {canary.reached}'
-    return (
-        f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, not entered: {canary.reason}; {end}'
-    )
+    return f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, no login: {canary.reason}; {end}'
 
 
 def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:
@@ -87,15 +87,13 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
         was_tried = was_tried or canary.name is not None
         if canary.failed_stage:
             cure = CURES.get(canary.failed_stage, DEFAULT_CURE)
-            ailments.append(
-                Ailment(CHECK, f'on {canary.display_name} a canary did not come through: {canary.reason}', cure)
-            )
+            ailments.append(Ailment(CHECK, f'the canary on {canary.display_name} failed: {canary.reason}', cure))
         if canary.leftover_reason:
-            problem = f'{canary.name} on {canary.display_name} may be left: {canary.leftover_reason}'
+            problem = f'{canary.name} on {canary.display_name} may still exist: {canary.leftover_reason}'
             ailments.append(Ailment(CHECK, problem, f'eschedule destroy --wait {canary.instance}'))
     if not was_tried:
-        problem = 'no canary was placed: there is no compute that is up and has room for one'
-        ailments.append(Ailment(CHECK, problem, 'eschedule hosts shows all, and how much each has'))
+        problem = 'no canary was placed: no host is up and has room for one'
+        ailments.append(Ailment(CHECK, problem, 'start a host or free room on one; `eschedule hosts` shows them'))
     return ailments
 
 

@@ -34,7 +34,7 @@ def read_certificate_end(content: bytes) -> datetime:
     """
     match = _PEM.search(content)
     if match is None:
-        raise ValueError('there is no certificate in it')
+        raise ValueError('it contains no certificate')
     try:
         _, certificate, _ = _read_element(base64.b64decode(match[1]))
         _, rest, _ = _read_element(certificate)
@@ -48,7 +48,7 @@ def read_certificate_end(content: bytes) -> datetime:
         date_format = {UTC_TIME_TAG: '%y%m%d%H%M%SZ', GENERALIZED_TIME_TAG: '%Y%m%d%H%M%SZ'}[tag]
         return datetime.strptime(time.decode('ascii'), date_format).replace(tzinfo=UTC)
     except (IndexError, KeyError, ValueError) as error:
-        raise ValueError('what is in it is no certificate') from error
+        raise ValueError('its certificate is malformed') from error
 
 
 def _read_element(der: bytes) -> tuple[int, bytes, bytes]:
@@ -148,7 +148,7 @@ def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
     if state.owner_uid not in (None, state.caller_uid):
         text = (
             f'state directory {state.path} belongs to user {state.owner_uid}, '
-            f'and ecompute runs as user {state.caller_uid}'
+            f'but ecompute runs as user {state.caller_uid}'
         )
         yield text, f'chown {state.caller_uid} {shlex.quote(state.path)}'
 
@@ -157,50 +157,59 @@ def _check_disk(facts: MachineFacts) -> Iterator[Problem]:
     """Report less than MIN_FREE_BYTES for the state directory."""
     if facts.state.free_bytes < MIN_FREE_BYTES:
         free = f'{facts.state.free_bytes // 1024**2} MiB free'
-        yield f'the disk of {facts.state.path} is full ({free})', 'make room there, or set another `state:`'
+        yield f'the disk of {facts.state.path} is full ({free})', 'free space there, or set another `state:`'
 
 
 def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
     """Report a malformed stored uuid, unless one is configured; else guests of other computes."""
     state = facts.state
     if state.uuid and not state.has_valid_uuid and facts.configured_uuid is None:
-        yield f'{state.path}/uuid holds no uuid', f'put the right one there, or rm {shlex.quote(state.path)}/uuid'
+        yield f'{state.path}/uuid contains no uuid', f'write the right one there, or rm {shlex.quote(state.path)}/uuid'
         return
     ours = facts.configured_uuid or state.uuid
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
-        problem = f'guests of compute {other} are on this host, and this is compute {ours or "of no uuid yet"}'
-        yield problem, f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
+        own_uuid = f'this is compute {ours}' if ours else 'this compute has no uuid yet'
+        problem = f'guests of compute {other} are on this host, but {own_uuid}'
+        yield problem, f'set `uuid: {other}` in compute.yaml to continue as that compute, or remove its domains'
 
 
 def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
     """Report proxy variables in the environment, unless compute.yaml sets a proxy."""
     if facts.proxy_variables and not facts.has_image_proxy:
         names = ', '.join(facts.proxy_variables)
-        problem = f'{names} is in the environment, and ecompute asks nobody by it, not even for images'
-        yield problem, f'`image_proxy: http://…` in compute.yaml has images fetched by it; else: unset {names}'
+        problem = f'ecompute does not use the proxy in the environment ({names}), not even for images'
+        unset = f'`unset {" ".join(facts.proxy_variables)}`'
+        yield problem, f'set `image_proxy: http://…` in compute.yaml to fetch images through it; otherwise: {unset}'
 
 
 def _check_settings(facts: MachineFacts) -> Iterator[Problem]:
     """Yield a problem for each setting of compute.yaml that ecompute refuses."""
     for error in facts.refused_settings:
-        yield f'ecompute would not start: {error}', 'correct it in compute.yaml'
+        problem, _, cure = error.partition('. Fix: ')
+        yield f'ecompute cannot start: {problem}', cure or 'correct the setting in compute.yaml'
 
 
 def _check_images(facts: MachineFacts) -> Iterator[Problem]:
     """Yield a problem if the directory for file:// images is missing."""
     if facts.missing_image_directory:
-        problem = f'`images:` {facts.missing_image_directory} is no directory: whatever is asked for by file:// fails'
-        yield problem, f'mkdir -p {shlex.quote(facts.missing_image_directory)}, or correct it in compute.yaml'
+        problem = f'`images:` {facts.missing_image_directory} is not a directory: each file:// image fails'
+        mkdir = f'`mkdir -p {shlex.quote(facts.missing_image_directory)}`'
+        yield problem, f'run {mkdir}, or correct `images:` in compute.yaml'
+
+
+def _split_cure(text: str) -> Problem:
+    """Split `problem. Fix: cure` or `problem: cure`."""
+    problem, separator, cure = text.partition('. Fix: ')
+    return (problem, cure) if separator else (text.partition(': ')[0], text.partition(': ')[2])
 
 
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
     """Report that libvirt-python is missing, or else that libvirt gives no facts."""
     if facts.no_library_reason:
-        problem, _, cure = facts.no_library_reason.partition('. Fix: ')
-        yield problem, cure
+        yield _split_cure(facts.no_library_reason)
     elif facts.no_libvirt_reason:
         cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'
-        yield facts.no_libvirt_reason, cure
+        yield facts.no_libvirt_reason.partition('. Fix: ')[0], cure
 
 
 MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
@@ -218,12 +227,12 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
 def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     """Report a daemon older than MIN_LIBVIRT_VERSION, or else than our library."""
     if libvirt.version < MIN_LIBVIRT_VERSION:
-        problem = f'libvirt {_format_version(libvirt.version)} is older than any that ecomp was tried with'
-        yield problem, f'install {_format_version(MIN_LIBVIRT_VERSION)} or a newer one'
+        problem = f'libvirt {_format_version(libvirt.version)} is older than the versions that ecomp was tested with'
+        yield problem, f'install libvirt {_format_version(MIN_LIBVIRT_VERSION)} or newer'
     elif libvirt.version < libvirt.library_version:
         problem = (
-            f'libvirtd is {_format_version(libvirt.version)} still, '
-            f'and {_format_version(libvirt.library_version)} is installed'
+            f'libvirtd still runs version {_format_version(libvirt.version)}, '
+            f'but {_format_version(libvirt.library_version)} is installed'
         )
         yield problem, 'systemctl restart libvirtd'
 
@@ -235,34 +244,32 @@ def _format_version(version: int) -> str:
 
 def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if not libvirt.has_qemu:
-        yield 'libvirt knows no QEMU for x86_64 guests', 'apt install qemu-system-x86; systemctl restart libvirtd'
+        yield 'libvirt has no QEMU for x86_64 guests', 'apt install qemu-system-x86; systemctl restart libvirtd'
 
 
 def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
     """Report /dev/kvm that QEMU cannot open, or else that the configured `kvm` is impossible."""
     if libvirt.has_kvm_device and libvirt.is_kvm_closed:
         problem = (
-            f'/dev/kvm cannot be opened by {libvirt.qemu_user}: guests are emulated, and every start of one, and of '
-            'ecompute, takes up to a minute longer'
+            f'{libvirt.qemu_user} cannot open /dev/kvm: guests are emulated, and each start of a guest or of ecompute '
+            'takes up to a minute longer'
         )
         yield problem, 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
     elif libvirt.no_kvm_reason and facts.virt_type == 'kvm':
-        yield f'virt_type kvm cannot be had: {libvirt.no_kvm_reason}', 'say `virt_type: auto` in compute.yaml'
+        yield f'virt_type kvm is not possible: {libvirt.no_kvm_reason}', 'set `virt_type: auto` in compute.yaml'
 
 
 def _check_path_to_disks(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if libvirt.blocked_directory:
-        problem = (
-            f'QEMU runs as {libvirt.qemu_user}, who cannot enter {libvirt.blocked_directory}, on the way to the disks'
-        )
+        problem = f'QEMU runs as {libvirt.qemu_user}, which cannot enter {libvirt.blocked_directory} above the disks'
         yield problem, f'chmod o+x {shlex.quote(libvirt.blocked_directory)}'
 
 
 def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if libvirt.foreign_pool_directory:
         problem = (
-            f'the storage pool ecompute is over {libvirt.foreign_pool_directory}: '
-            "another ecompute's, or `state:` was changed"
+            f'the storage pool ecompute is in {libvirt.foreign_pool_directory}: '
+            'it belongs to another ecompute, or `state:` was changed'
         )
         yield problem, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
 
@@ -276,29 +283,29 @@ def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Pro
             commands = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
             yield 'libvirt has no network default', f'{commands}; virsh net-start default'
         elif state == MISSING:
-            yield f'libvirt has no network {name}', 'virsh net-list --all has those there are: correct `networks:`'
+            yield f'libvirt has no network {name}', 'correct `networks:`; `virsh net-list --all` shows the networks'
         elif state == OFF:
-            yield f'the network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
+            yield f'network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
     for reason in libvirt.network_problems:
-        problem, _, cure = reason.partition('. Fix: ')
-        yield problem, cure
+        yield _split_cure(reason)
 
 
 def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
     """Report, for metadata mode `network`, a taken port, or no network with libvirt's bridge."""
     if facts.metadata_mode == 'network' and facts.is_metadata_port_taken and libvirt.has_bridge:
-        problem = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
-        yield problem, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
+        problem = 'the server on port 80 is not a metadata server, and takes 169.254.169.254, too'
+        cure = "bind it to another address (`ss -ltnp 'sport = :80'` shows its name), or set `metadata: iso`"
+        yield problem, f'{cure} in compute.yaml'
     if facts.metadata_mode == 'network' and not libvirt.has_bridge:
-        problem = 'none of `networks:` is one whose bridge libvirt made: no metadata can be served at 169.254.169.254'
-        yield problem, 'say `metadata: iso` in compute.yaml'
+        problem = 'no network in `networks:` has a bridge of libvirt, so no metadata can be served at 169.254.169.254'
+        yield problem, 'set `metadata: iso` in compute.yaml'
 
 
 def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if libvirt.no_filters_reason:
         text = (
             f'libvirt cannot filter what guests send ({libvirt.no_filters_reason}): '
-            'each can take the address of another one'
+            'a guest can take the address of another guest'
         )
         yield text, 'apt install iptables libvirt-daemon-system; systemctl restart libvirtd'
 
@@ -389,7 +396,7 @@ class Backends:
 class ComputeFacts:
     """The computes, and the version of ecomp that each living one runs.
 
-    `unserved_reason` says that requests wait in a queue from which no compute takes: the problem, a colon, the cure.
+    `unserved_reason` says that requests wait in a queue from which no compute takes, with the fix after `. Fix: `.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -400,7 +407,7 @@ class ComputeFacts:
 
 def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Problem]:
     if reason:
-        yield reason, _find_cure(section, reason, facts)
+        yield reason.partition('. Fix: ')[0], _find_cure(section, reason, facts)
 
 
 def _find_cure(section: str, reason: str, facts: Backends) -> str:
@@ -410,26 +417,26 @@ def _find_cure(section: str, reason: str, facts: Backends) -> str:
     """
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
     if 'is the clock right?' in reason:
-        return 'timedatectl set-ntp true, here and on the control host'
+        return 'run `timedatectl set-ntp true` here and on the control host'
     if 'its certificate has expired' in reason:
-        return 'elab certs DIR, on the control host; and see that this clock is right'
+        return 'run `elab certs DIR` on the control host, and check that the clock of this machine is right'
     # A text that only asks whether our certificate is accepted does not match: the server may just be shutting down.
     if any(text in reason for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
-        return f'elab certs DIR, on the control host; copy what it makes here, and name it in `{section}:`'
+        return f'run `elab certs DIR` on the control host, copy the new files here, and name them in `{section}:`'
     if facts.config_path is None:
         return (
-            f'no {facts.default_config_name} was found, so localhost was guessed: '
-            'name one with --config or in ECOMP_CONFIG'
+            f'name a file with --config or in ECOMP_CONFIG: no {facts.default_config_name} was found, so localhost '
+            'is the default'
         )
-    return f'{facts.config_path} told where it is: start it there, or correct `{section}:`'
+    return f'start it there, or correct `{section}:` in {facts.config_path}'
 
 
 def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
     """Report an etcd that is end-of-life or vulnerable; an unknown version is neither."""
     warning = describe_vulnerabilities(facts.etcd_version)
     if warning is not None:
-        problem, _, cure = warning.partition(': ')
-        yield problem, f'install one that is mended: {cure}'
+        problem, cure = _split_cure(warning)
+        yield problem, f'install a fixed version: {cure}'
 
 
 def _check_placement_version(facts: Backends) -> Iterator[Problem]:
@@ -442,8 +449,8 @@ def _check_placement_version(facts: Backends) -> Iterator[Problem]:
         major, minor = 0, 0
     if (major, minor) < MICROVERSION:
         needed = '.'.join(map(str, MICROVERSION))
-        problem = f'{facts.placement} has microversion {facts.placement_version}, and {needed} is asked for'
-        yield problem, "pip install 'openstack-placement>=7.0.0' where it runs, and restart it"
+        problem = f'{facts.placement} has microversion {facts.placement_version}, but ecomp needs {needed}'
+        yield problem, "run `pip install 'openstack-placement>=7.0.0'` on its host, and restart it"
 
 
 def _check_clock(facts: Backends) -> Iterator[Problem]:
@@ -451,41 +458,41 @@ def _check_clock(facts: Backends) -> Iterator[Problem]:
     if facts.ahead_seconds is not None and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS:
         direction = 'ahead of' if facts.ahead_seconds > 0 else 'behind'
         problem = f"this machine's clock is {abs(facts.ahead_seconds):.0f} s {direction} that of {facts.placement}"
-        yield problem, 'timedatectl set-ntp true, on the one that is wrong'
+        yield problem, 'run `timedatectl set-ntp true` on the machine whose clock is wrong'
 
 
 def _check_certificates(facts: Backends) -> Iterator[Problem]:
     """Report certificates that are unreadable, expired, or expire soon."""
     for certificate in facts.certificates:
-        cure = 'have it made anew: elab certs DIR, on the control host, and copy it here'
+        cure = 'run `elab certs DIR` on the control host, and copy the new certificate to this machine'
         if certificate.expires_at is None:
-            yield f'{certificate.path} cannot be read as a certificate', cure
+            yield f'{certificate.path} is not a readable certificate', cure
         elif certificate.expires_at <= facts.now:
-            yield f'{certificate.path} has expired, {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
+            yield f'{certificate.path} expired at {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
         elif certificate.expires_at <= facts.now + CERTIFICATE_WARNING_TIME:
-            yield f'{certificate.path} expires soon, {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
+            yield f'{certificate.path} expires soon, at {certificate.expires_at:%Y-%m-%d %H:%M} UTC', cure
 
 
 def _check_secrets(facts: Backends) -> Iterator[Problem]:
     for path in facts.open_secrets:
-        yield f'{path} can be read or changed by every user of this machine', f'chmod o= {path}'
+        yield f'{path} is readable or writable by every user of this machine', f'chmod o= {path}'
 
 
 def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:
     """Report silent, closed and orphaned computes."""
     for host in facts.hosts:
         name = host.hostname or host.compute
+        forget = f'if the machine is off for good: `eschedule host forget {host.compute}`'
         if host.state == SILENT:
-            cure = f'systemctl restart ecompute on its host; gone for good: eschedule host forget {host.compute}'
-            yield f'compute {name} is silent: nothing says that its ecompute lives', cure
+            cure = f'run `systemctl restart ecompute` on its host; {forget}'
+            yield f'compute {name} is silent: its ecompute does not report', cure
         elif host.state == CLOSED:
-            reason = 'its ecompute was stopped, or it only watches, for etcd is not the one that it knew'
-            cure = 'systemctl start ecompute on its host; where that runs, journalctl -u ecompute says why'
+            reason = 'its ecompute was stopped, or changes nothing because etcd is not the one that it knows'
+            cure = 'run `systemctl start ecompute` on its host; if it runs, `journalctl -u ecompute` shows the reason'
             yield f'compute {name} is closed: {reason}', cure
         elif host.state == ORPHANED:
-            forget = f'gone for good: eschedule host forget {host.compute}'
-            cure = f'start its ecompute (after a restore of etcd: ecompute --accept-new-etcd); {forget}'
-            yield f'compute {name} is orphaned: placement knows it alone', cure
+            cure = f'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`); {forget}'
+            yield f'compute {name} is orphaned: only placement knows it', cure
 
 
 def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
@@ -493,7 +500,7 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
     for host in facts.hosts:
         version = facts.versions.get(host.compute, facts.own_version)
         if not _are_same_version(version, facts.own_version):
-            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.own_version}'
+            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, but this is {facts.own_version}'
             # Installed from a clone: the package that pip finds under the name ecomp is another one.
             if _parse_version(version) == _parse_version(facts.own_version):  # two commits of a release
                 yield problem, 'install the same commit on its host and here (docs/howto/upgrade.md)'
@@ -501,16 +508,15 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
                 place = f'on its host, in a clone of ecomp {facts.own_version}'
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
                 steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
-                yield problem, f'{place}: {steps} (docs/howto/upgrade.md)'
+                yield problem, f'{place}: `{steps}` (docs/howto/upgrade.md)'
             else:
                 place = f'here, in a clone of ecomp {version}'
-                yield problem, f'{place}: pipx install --force ., or pip install . in its virtual environment'
+                yield problem, f'{place}: `pipx install --force .`, or `pip install .` in its virtual environment'
 
 
 def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
     if facts.unserved_reason is not None:
-        problem, _, cure = facts.unserved_reason.partition(': ')
-        yield problem, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
+        yield _split_cure(facts.unserved_reason)
 
 
 def _are_same_version(one: str, other: str) -> bool:
@@ -553,16 +559,16 @@ def check_computes(facts: ComputeFacts) -> list[Ailment]:
 
 def format_lines(ailments: Sequence[Ailment]) -> list[str]:
     """Format each problem as one line: the check, the problem, and the cure."""
-    return [f'{ailment.check}: {ailment.what}. Mend it: {ailment.cure}' for ailment in ailments]
+    return [f'{ailment.check}: {ailment.what}. Fix: {ailment.cure}' for ailment in ailments]
 
 
 def summarize(facts: Backends, ailments: Sequence[Ailment]) -> str:
     """Return one line with the number of problems, and etcd's and placement's versions."""
     etcd = 'no answer' if facts.etcd_failure else facts.etcd_version
     placement = 'no answer' if facts.placement_failure else f'microversion {facts.placement_version}'
-    count = f'{len(ailments)} finding{"" if len(ailments) == 1 else "s"}' if ailments else 'nothing is wrong'
+    count = f'{len(ailments) or "no"} finding{"" if len(ailments) == 1 else "s"}'
     configuration = facts.config_path or f'no {facts.default_config_name}'
-    return f'{count}; {facts.etcd} ({etcd}), {facts.placement} ({placement}), by {configuration}'
+    return f'{count}; {facts.etcd} ({etcd}), {facts.placement} ({placement}); configuration: {configuration}'
 
 
 def get_exit_code(facts: Backends, ailments: Sequence[Ailment]) -> int:

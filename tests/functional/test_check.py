@@ -25,7 +25,7 @@ from tests.kit.certificates import Authority
 from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import Etcd, PlacementServer, free_port, make_environment, wait_until
 
-FINDING_PATTERN = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
+FINDING_PATTERN = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Fix: (?P<cure>.+)')
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +62,7 @@ class Checker:
             assert match is not None, line
             findings[match['check']] = (match['what'], match['cure'])
         for backend in ('etcd', 'placement'):
-            assert f'{config} told where it is' in findings.pop(backend)[1]
+            assert findings.pop(backend)[1] == f'start it there, or correct `{backend}:` in {config}'
         return findings
 
     def get_fix(self, check: str, *texts: str) -> str:
@@ -110,12 +110,12 @@ def test_inaccessible_kvm_is_fixed(check: Checker, host: LibvirtHost) -> None:
     if not Path('/dev/kvm').exists():
         pytest.skip('this machine has no /dev/kvm whose rights could be wrong')
     host.run_inside(['sh', '-c', 'chgrp root /dev/kvm; chmod 600 /dev/kvm'])
-    check.apply_fix(check.get_fix('kvm', 'cannot be opened by libvirt-qemu', 'up to a minute'))
+    check.apply_fix(check.get_fix('kvm', 'libvirt-qemu cannot open /dev/kvm', 'up to a minute'))
 
 
 def test_state_directory_that_qemu_cannot_enter_is_fixed(check: Checker) -> None:
     check.state.chmod(0o700)
-    check.apply_fix(check.get_fix('way', 'libvirt-qemu, who cannot enter', str(check.state)))
+    check.apply_fix(check.get_fix('way', 'libvirt-qemu, which cannot enter', str(check.state)))
 
 
 def test_missing_bridge_is_fixed(check: Checker, host: LibvirtHost) -> None:
@@ -139,7 +139,7 @@ def test_state_directory_of_another_user_is_fixed(check: Checker) -> None:
 def test_pool_over_another_directory_is_fixed(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
     host.run_inside(['virsh', '-q', 'pool-define-as', 'ecompute', 'dir', '--target', str(tmp_path)])
     host.run_inside(['virsh', '-q', 'pool-start', 'ecompute'])
-    check.apply_fix(check.get_fix('pool', f'over {tmp_path}'))
+    check.apply_fix(check.get_fix('pool', f'ecompute is in {tmp_path}'))
 
 
 def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: Li
                     host.run_inside(bind)
                 try:
                     if is_found:
-                        assert 'ss -ltnp' in check.get_fix('metadata', 'port 80 is no metadata server')
+                        assert 'ss -ltnp' in check.get_fix('metadata', 'port 80 is not a metadata server')
                         check.settings['metadata'] = 'iso'
                     assert check() == {}
                 finally:
@@ -178,8 +178,8 @@ def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: Li
 
 def test_proxy_in_environment_is_found(check: Checker) -> None:
     check.environ['http_proxy'] = 'http://127.0.0.1:3128'
-    cure = check.get_fix('proxy', 'http_proxy is in the environment')
-    name = cure.rpartition('unset ')[2]
+    cure = check.get_fix('proxy', 'the proxy in the environment (http_proxy)')
+    name = cure.rpartition('`unset ')[2].removesuffix('`')
     del check.environ[name]
     assert check() == {}
 
@@ -242,7 +242,7 @@ def test_missing_libvirt_python_is_fixed_by_installing_it(tmp_path: Path) -> Non
     result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=120)
     (line,) = [printed for printed in result.stdout.splitlines() if printed.startswith('libvirt')]
     fix = f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' (it needs "
-    assert line.startswith(f'libvirt: libvirt-python is missing. Mend it: {fix}'), result
+    assert line.startswith(f'libvirt: libvirt-python is missing. Fix: {fix}'), result
 
 
 def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
@@ -318,4 +318,4 @@ def test_unreachable_etcd_is_found(placement: PlacementServer) -> None:
         backends.probe_backends(config, PlacementConfig(placement.url), config_path, 'schedule.yaml')
     )
     assert (finding.check, 'cannot be reached' in finding.what) == ('etcd', True)
-    assert finding.cure.startswith('/x/schedule.yaml told where it is')
+    assert finding.cure == 'start it there, or correct `etcd:` in /x/schedule.yaml'

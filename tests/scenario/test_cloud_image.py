@@ -333,7 +333,7 @@ def test_canaries_are_entered_on_every_host_and_destroyed(
     report = json.loads(refused.stdout)
     [login_failure] = [finding for finding in report['findings'] if finding['check'] == 'canary']
     assert (refused.code, 'Permission denied' in login_failure['what']) == (8, True)
-    assert login_failure['cure'].startswith('name the private key with -i')
+    assert login_failure['cure'].startswith('give the private key with -i')
     [canary] = report['canaries']
     assert (canary['reached'], canary['gone']) == ('ready', True)
     lab.check()

@@ -68,8 +68,8 @@ def test_healthy_machine_and_cluster_have_no_finding() -> None:
     assert health.check_computes(Facts((up,), {A: '1.1.0+g01234567'}, '1.1.0')) == []
     assert health.get_exit_code(HEALTHY, []) == 0
     assert health.summarize(HEALTHY, []) == (
-        'nothing is wrong; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39), '
-        'by /etc/ecomp/schedule.yaml'
+        'no findings; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39); '
+        'configuration: /etc/ecomp/schedule.yaml'
     )
 
 
@@ -86,47 +86,72 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
 @pytest.mark.parametrize(
     ('facts', 'check', 'message', 'cure'),
     [
-        (replace(HEALTHY, etcd_failure='etcd … cannot be reached'), 'etcd', 'cannot be reached', 'schedule.yaml told'),
+        (
+            replace(HEALTHY, etcd_failure='etcd … cannot be reached'),
+            'etcd',
+            'cannot be reached',
+            'in /etc/ecomp/schedule.yaml',
+        ),
         (
             replace(HEALTHY, etcd_failure='away', config_path=None),
             'etcd',
             'away',
-            'no schedule.yaml was found, so localhost was',
+            'no schedule.yaml was found, so localhost is',
         ),
         (replace(HEALTHY, placement_failure='it is too old'), 'placement', 'too old', 'correct `placement:`'),
-        (replace(HEALTHY, etcd_failure=NOT_YET_VALID), 'etcd', 'not valid yet', 'set-ntp true, here and on the'),
-        (replace(HEALTHY, etcd_failure=EXPIRED), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
+        (replace(HEALTHY, etcd_failure=NOT_YET_VALID), 'etcd', 'not valid yet', 'set-ntp true` here and on the'),
+        (
+            replace(HEALTHY, etcd_failure=EXPIRED),
+            'etcd',
+            'has expired',
+            'elab certs DIR` on the control host, and check',
+        ),
         (replace(HEALTHY, placement_failure=NOT_YET_VALID), 'placement', 'not valid yet', 'set-ntp true'),
-        (replace(HEALTHY, placement_failure=EXPIRED), 'placement', 'has expired', 'elab certs DIR, on the'),
+        (replace(HEALTHY, placement_failure=EXPIRED), 'placement', 'has expired', 'elab certs DIR` on the'),
         (
             replace(HEALTHY, etcd_failure=CERT_ERRORS[0]),
             'etcd',
             'refuses our',
-            'copy what it makes here, and name it in `etcd:`',
+            'copy the new files here, and name them in `etcd:`',
         ),
-        (replace(HEALTHY, placement_failure=CERT_ERRORS[1]), 'placement', 'refuses our', 'and name it in `placement:`'),
+        (replace(HEALTHY, placement_failure=CERT_ERRORS[1]), 'placement', 'refuses our', 'name them in `placement:`'),
         (
             replace(HEALTHY, placement_failure=CERT_ERRORS[2]),
             'placement',
             'wants a certificate of',
-            'name it in `placement:`',
+            'name them in `placement:`',
         ),
         (
             replace(HEALTHY, placement_failure=CERT_ERRORS[3]),
             'placement',
             'that our certificate',
-            'name it in `placement:',
+            'name them in `placement:',
         ),
         (replace(HEALTHY, placement_failure=HUNG_UP), 'placement', 'does it take our', 'start it there, or correct'),
         (replace(HEALTHY, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
-        (replace(HEALTHY, placement_version='1.30'), 'placement-version', '1.30, and 1.39 is', 'openstack-placement>='),
-        (replace(HEALTHY, placement_version='new'), 'placement-version', 'new, and 1.39 is', 'openstack-placement>='),
+        (
+            replace(HEALTHY, placement_version='1.30'),
+            'placement-version',
+            '1.30, but ecomp needs 1.39',
+            'openstack-placement>=',
+        ),
+        (
+            replace(HEALTHY, placement_version='new'),
+            'placement-version',
+            'new, but ecomp needs 1.39',
+            'openstack-placement>=',
+        ),
         (replace(HEALTHY, ahead_seconds=3600.2), 'clock', '3600 s ahead of', 'timedatectl set-ntp true'),
         (replace(HEALTHY, ahead_seconds=-3600.2), 'clock', '3600 s behind', 'timedatectl set-ntp true'),
-        (replace(HEALTHY, certificates=(Certificate('/c', NOW),)), 'certificate', '/c has expired', 'elab certs'),
+        (replace(HEALTHY, certificates=(Certificate('/c', NOW),)), 'certificate', '/c expired at', 'elab certs'),
         (replace(HEALTHY, certificates=(Certificate('/c', NOW + timedelta(1)),)), 'certificate', 'soon', 'elab certs'),
-        (replace(HEALTHY, certificates=(Certificate('/c', None),)), 'certificate', 'cannot be read', 'elab certs'),
-        (replace(HEALTHY, open_secrets=('/c',)), 'secret', '/c can be read or changed by every user', 'chmod o= /c'),
+        (
+            replace(HEALTHY, certificates=(Certificate('/c', None),)),
+            'certificate',
+            '/c is not a readable certificate',
+            'elab certs',
+        ),
+        (replace(HEALTHY, open_secrets=('/c',)), 'secret', '/c is readable or writable by every user', 'chmod o= /c'),
     ],
 )
 def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, message: str, cure: str) -> None:
@@ -134,7 +159,7 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
     assert (finding.check, message in finding.what, cure in finding.cure) == (check, True, True), finding
     assert health.get_exit_code(facts, [finding]) == (7 if facts.etcd_failure or facts.placement_failure else 8)
     (line,) = health.format_lines([finding])
-    assert line == f'{check}: {finding.what}. Mend it: {finding.cure}'
+    assert line == f'{check}: {finding.what}. Fix: {finding.cure}'
     assert health.summarize(facts, [finding]).startswith('1 finding; ')
 
 
@@ -143,7 +168,7 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
     [
         (Facts((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
         (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
-        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or it only watches', 'journalctl -u ecompute')),
+        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or changes nothing because', 'journalctl -u ecompute')),
         (Facts((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
@@ -151,19 +176,19 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
-            ('version', 'runs ecomp 1.9.0', 'on its host, in a clone of ecomp 1.10.0: systemctl stop'),
+            ('version', 'runs ecomp 1.9.0', 'on its host, in a clone of ecomp 1.10.0: `systemctl stop'),
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
-            ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pipx install --force .'),
+            ('version', 'but this is 1.9.0', 'here, in a clone of ecomp 1.10.0: `pipx install --force .`'),
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0+g01234567'}, '1.9.0+g89abcdef'),
-            ('version', 'and this is 1.9.0+g89abcdef', 'install the same commit on its host and here'),
+            ('version', 'but this is 1.9.0+g89abcdef', 'install the same commit on its host and here'),
         ),
         (
-            Facts(unserved_reason='web1 waits: `queues: True` does it'),
-            ('queue', 'web1 waits', '`queues: True` does it'),
+            Facts(unserved_reason='web1 waits. Fix: set `queues: True`'),
+            ('queue', 'web1 waits', 'set `queues: True`'),
         ),
     ],
 )
@@ -193,21 +218,21 @@ OTHER = Attachment('network', 'web')
             'sudo ecompute',
         ),
         (replace(MACHINE, state=STATE._replace(owner_uid=1000)), 'state', 'to user 1000', 'chown 0 /var/lib/ecompute'),
-        (replace(MACHINE, state=STATE._replace(free_bytes=7 * 1024**2)), 'disk', '7 MiB free', 'make room'),
+        (replace(MACHINE, state=STATE._replace(free_bytes=7 * 1024**2)), 'disk', '7 MiB free', 'free space'),
         (replace(MACHINE, state=STATE._replace(uuid='x', has_valid_uuid=False)), 'uuid', 'no uuid', 'ecompute/uuid'),
-        (make_machine(computes=frozenset({A, B})), 'uuid', f'guests of compute {B}', f'put `uuid: {B}` into'),
+        (make_machine(computes=frozenset({A, B})), 'uuid', f'guests of compute {B}', f'set `uuid: {B}` in'),
         (
             replace(make_machine(computes=frozenset({A})), configured_uuid=B),
             'uuid',
             f'this is compute {B}',
             f'`uuid: {A}`',
         ),
-        (replace(MACHINE, proxy_variables=('http_proxy',)), 'proxy', 'http_proxy is in the', 'unset http_proxy'),
+        (replace(MACHINE, proxy_variables=('http_proxy',)), 'proxy', '(http_proxy)', '`unset http_proxy`'),
         (replace(MACHINE, refused_settings=('traits: CUSTOM',)), 'configuration', 'traits: CUSTOM', 'in compute.yaml'),
         (
             replace(MACHINE, missing_image_directory='/no such'),
             'images',
-            '/no such is no directory',
+            '/no such is not a directory',
             "mkdir -p '/no such'",
         ),
         (WITHOUT_LIBVIRT, 'libvirt', 'no socket', 'systemctl start libvirtd'),
@@ -222,7 +247,7 @@ OTHER = Attachment('network', 'web')
         (
             make_machine(version=11_002_001),
             'libvirt-version',
-            'is 11.2.1 still, and 11.3.0',
+            'still runs version 11.2.1, but 11.3.0',
             'systemctl restart libvirtd',
         ),
         (make_machine(has_qemu=False), 'qemu', 'no QEMU', 'apt install qemu-system-x86'),
@@ -235,11 +260,11 @@ OTHER = Attachment('network', 'web')
         (
             replace(make_machine(no_kvm_reason='no flag'), virt_type='kvm'),
             'kvm',
-            'cannot be had: no flag',
+            'is not possible: no flag',
             'virt_type: auto',
         ),
-        (make_machine(blocked_directory='/a b'), 'way', 'libvirt-qemu, who cannot enter /a b', "chmod o+x '/a b'"),
-        (make_machine(foreign_pool_directory='/other'), 'pool', 'is over /other', 'virsh pool-undefine ecompute'),
+        (make_machine(blocked_directory='/a b'), 'way', 'libvirt-qemu, which cannot enter /a b', "chmod o+x '/a b'"),
+        (make_machine(foreign_pool_directory='/other'), 'pool', 'is in /other', 'virsh pool-undefine ecompute'),
         (make_machine(networks={BRIDGE: MISSING}), 'network', 'no bridge br0', 'ip link add br0 type bridge'),
         (make_machine(networks={NETWORK: MISSING}), 'network', 'no network default', 'virsh net-define'),
         (make_machine(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
@@ -254,8 +279,8 @@ OTHER = Attachment('network', 'web')
         (
             replace(MACHINE, is_metadata_port_taken=True),
             'metadata',
-            'port 80 is no metadata server',
-            'an address of its own',
+            'port 80 is not a metadata server',
+            'bind it to another address',
         ),
         (make_machine(no_filters_reason='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),
     ],
@@ -342,11 +367,11 @@ LEFT_CANARY = ENTERED_CANARY._replace(leftover_reason='etcd is away')
     ('canary', 'text'),
     [
         (NO_CANARY, 'no canary: it is disabled'),
-        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, not entered: no ssh key; gone'),
-        (CANARY._replace(reached='disk'), 'canary-1a5c0de0 reached disk after 4.2 s, not entered: no ssh key; gone'),
-        (ENTERED_CANARY, 'canary-1a5c0de0 was entered after 4.2 s; gone'),
+        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, no login: no ssh key; gone'),
+        (CANARY._replace(reached='disk'), 'canary-1a5c0de0 reached disk after 4.2 s, no login: no ssh key; gone'),
+        (ENTERED_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; gone'),
         (BROKEN_CANARY, 'canary-1a5c0de0: no such image; gone'),
-        (LEFT_CANARY, 'canary-1a5c0de0 was entered after 4.2 s; it may be left: etcd is away'),
+        (LEFT_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; it may still exist: etcd is away'),
     ],
 )
 def test_canary_is_reported_in_one_line(canary: Canary, text: str) -> None:
@@ -356,8 +381,10 @@ def test_canary_is_reported_in_one_line(canary: Canary, text: str) -> None:
 def test_broken_and_leftover_canaries_are_findings() -> None:
     assert diagnose_canaries([NO_CANARY, CANARY, ENTERED_CANARY], False) == []
     assert diagnose_canaries([BROKEN_CANARY, LEFT_CANARY], False) == [
-        Ailment('canary', 'on hv1 a canary did not come through: no such image', CURES['image']),
-        Ailment('canary', 'canary-1a5c0de0 on hv1 may be left: etcd is away', f'eschedule destroy --wait {INSTANCE}'),
+        Ailment('canary', 'the canary on hv1 failed: no such image', CURES['image']),
+        Ailment(
+            'canary', 'canary-1a5c0de0 on hv1 may still exist: etcd is away', f'eschedule destroy --wait {INSTANCE}'
+        ),
     ]
     assert diagnose_canaries([BROKEN_CANARY._replace(failed_stage='disk')], False)[0].cure == DEFAULT_CURE
 
