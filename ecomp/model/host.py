@@ -302,9 +302,12 @@ class Computes:
             self.format_name(compute) for compute, presence in self.living.items() if presence.queues is None
         )
         if unknown:
-            uncertainty = f'of {join_some(unknown, 1)}, of an older version, it is not known'
-            return f'no compute says that it takes from queues; {uncertainty}'
-        return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
+            older = f'older versions do not report it ({join_some(unknown, 1)})'
+            return f'no compute reports that it takes from queues; {older}'
+        return (
+            'no compute takes from queues. Fix: set `queues: True` in the compute.yaml of a host, '
+            'and restart its ecompute'
+        )
 
     def describe_unserved(self, names: Sequence[str]) -> str | None:
         """Return one line that no compute takes these waiting requests; None if one may.
@@ -318,7 +321,7 @@ class Computes:
         ):
             return None
         return make_printable(
-            f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue, and {self.no_taker_reason}'
+            f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue, but {self.no_taker_reason}'
         )
 
     def replace_uuids(self, text: str) -> str:
@@ -404,8 +407,8 @@ def describe_silent_fix(host: str) -> str:
     """
     argument = host.rpartition('(')[2].rstrip(')')
     return (
-        f'wait; or bring {host} back (after a restore of etcd: `ecompute --accept-new-etcd` there); or use another '
-        f'uuid; or, if the machine is off for good, `eschedule host forget {argument} --fenced`'
+        f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`), or use another '
+        f'uuid; if the machine is off for good: `eschedule host forget {argument} --fenced`'
     )
 
 
@@ -586,25 +589,23 @@ def find_forget_obstacle(
     """
     if compute in etcd.living_computes:
         host = etcd.computes.find_hostname(compute)
-        return f'it is alive{f" on {host}" if host else ""}: stop its ecompute first'
+        return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
     live_instances = sorted(list_living(compute, etcd))
     if live_instances:
-        return (
-            f'{_format_instances(live_instances, etcd)} still there: '
-            'destroy what is not wanted any more, then forget the host'
-        )
+        return f'it still has {_format_instances(live_instances, etcd)}. Fix: destroy all instances there, and repeat'
     attempted = sorted(set(consumers) & set(in_flight))
     if attempted:
-        retry = f'try again when it has ended (a dead one: in {keys.ATTEMPT_SECONDS} s)'
-        return f'an eschedule is at work on {_format_instances(attempted, etcd)} there: {retry}'
+        retry = f'repeat the command when it has finished (if it died: after {keys.ATTEMPT_SECONDS} s)'
+        return f'an attempt is in flight for {_format_instances(attempted, etcd)} there. Fix: {retry}'
     unreadable = sorted({*etcd.requests.get(compute, {}), *consumers} & set(etcd.malformed_records))
     if unreadable:
-        return f'what is recorded of {_format_instances(unreadable, etcd)} there cannot be read: see eschedule list'
+        have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
+        return f'{_format_instances(unreadable, etcd)} {have}. Try: eschedule list'
     for consumer in sorted(consumers):
         others = [other for other in _list_homes(consumer, etcd) if other != compute]
         if others:
             where = f'{etcd.format_instance(consumer)} of compute {etcd.computes.format_name(others[0])}'
-            return f'instance {where} holds a part of it: destroy it first'
+            return f'instance {where} has a claim on it. Fix: destroy that instance'
     return None
 
 

@@ -113,14 +113,14 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
     data = load_object(value)
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'version {version!r} of a waiting request is not known here: {VERSION} is')
+        raise ValueError(f'version {version!r} of a queued request is not supported: this ecomp reads up to {VERSION}')
     named_place = data.get('flavor'), data.get('instance')
     if named_place != place:
-        raise ValueError(f'its key says {"/".join(place)}, and it says {named_place[0]!r} and {named_place[1]!r}')
+        raise ValueError(f'its key has {"/".join(place)}, but its value has {named_place[0]!r} and {named_place[1]!r}')
     flavor = parse_flavor(place[0], _read_required_text(data, 'query'))
     lacking = list_missing_classes(flavor.resources)
     if lacking:
-        raise ValueError(f'its flavor has no {", ".join(lacking)}: a guest needs all of them')
+        raise ValueError(f'its flavor lacks {", ".join(lacking)}, which every guest needs')
     check_image(_read_required_text(data, 'image'))
     for name in ('user_id', 'project_id'):
         _read_required_text(data, name)
@@ -133,7 +133,7 @@ def _read_required_text(data: Mapping[str, Any], name: str) -> str:
     if not text:
         raise ValueError(f'the request lacks {name}')
     if not is_utf8_text(text):  # placement would fail on it each time, and delay the other requests
-        raise ValueError(f'{name}: {text[:40]!r} is no text')
+        raise ValueError(f'{name}: {text[:40]!r} is not valid UTF-8')
     return text
 
 
@@ -145,7 +145,7 @@ def make_queued_record(key: str, value: bytes) -> Record:
     entry = parse_queue_entry(key, value)
     if isinstance(entry, InvalidRequest):
         refused = make_refused_record('', entry, '')
-        return replace(refused, state=QUEUED, stages={}, fault=f'nobody takes it: {entry.reason}')
+        return replace(refused, state=QUEUED, stages={}, fault=f'no compute takes it: {entry.reason}')
     return Record(compute='', state=QUEUED, resources=entry.resources, **extract_recorded_fields(entry))
 
 

@@ -245,7 +245,7 @@ def test_watched_list_is_cut_to_the_terminal_height(guests: Control) -> None:
 
 def test_watched_list_shows_warnings_below_the_table(guests: Control) -> None:
     """It is shown even if the table does not fit."""
-    no_taker = 'waits in a queue, and no compute takes'
+    no_taker = 'waits in a queue, but no compute takes'
     assert run_in_process(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
     key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
     guests.etcd.put(key, '{')

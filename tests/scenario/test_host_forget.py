@@ -65,12 +65,12 @@ def test_forget_refuses_living_used_and_foreign_providers(cluster: Control, comp
         assert (set(read_lasting_keys(cluster)) - {f'/computes/{compute.uuid}'}, read_allocations(cluster)) == expected
 
     expected = before[0] - {f'/computes/{compute.uuid}'}, before[1]
-    expect_refusal(5, 'is alive', socket.gethostname(), 'stop its ecompute first')
+    expect_refusal(5, 'is alive', socket.gethostname(), 'Fix: stop its ecompute')
     compute.stop()
-    expect_refusal(5, f'instance {instance}', 'still there', 'destroy')
+    expect_refusal(5, f'it still has instance {instance}', 'Fix: destroy')
     compute.start()
     kill_and_lapse(cluster, compute)
-    expect_refusal(5, f'instance {instance}', 'still there', 'destroy')
+    expect_refusal(5, f'it still has instance {instance}', 'Fix: destroy')
     expect_refusal(4, 'no such compute', of=UNKNOWN_UUID)
     # Providers of other services are not computes of ecomp, empty or not.
     other = str(uuid.uuid4())
@@ -86,11 +86,11 @@ def test_forget_is_refused_while_a_claim_is_in_flight(cluster: Control, compute:
     with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, failpoint='claimed:stop') as create:
         create.wait_frozen_at('claimed')
         kill_and_lapse(cluster, compute)
-        assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'an eschedule is at work', instance)
+        assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'an attempt is in flight', instance)
         create.resume()
         assert create.wait().code == 0
     # The request was delivered and nothing is lost: the compute may come back.
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, f'instance {instance} still there')
+    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, f'it still has instance {instance}')
     compute.start()
     wait_address(cluster, instance)
 
@@ -137,7 +137,7 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     put_claim(cluster, orphan, compute.uuid, amounts={'VCPU': 1})
     cluster.etcd.put(f'/hosts/{compute.uuid}/by-hand', '')
     for instance in (seen_instance, unseen_instance):
-        assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'still there')
+        assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'it still has instance')
         assert_one_line(cluster.eschedule('destroy', instance), 0, 'once it is back')
     shown = list_hosts(cluster)[compute.uuid]
     assert (shown['state'], shown['instances'], shown['resources']['VCPU']['used']) == ('silent', 0, 3)

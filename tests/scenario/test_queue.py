@@ -66,7 +66,7 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
             read_lasting_keys(small_cluster)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
     assert ' queued ' in small_cluster.eschedule('timeline', 'web1').stdout
     # The last line of each; each also reports that no compute takes from queues.
-    unserved = 'eschedule: web1 waits in a queue, and no compute takes from queues: `queues: True` in the compute.yaml'
+    unserved = 'eschedule: web1 waits in a queue, but no compute takes from queues. Fix: set `queues: True` in the'
     query_result = small_cluster.eschedule('web1')
     assert (query_result.code, query_result.stdout) == (6, '')
     assert 'no address yet: queued, waiting for a compute to take it' in query_result.stderr
@@ -77,10 +77,10 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
     )
     for result in (query_result, wait_result, small_cluster.eschedule('list'), small_cluster.eschedule('audit')):
         assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
-    assert 'waits      it waits in a queue, and no compute takes' in small_cluster.eschedule('show', 'web1').stdout
+    assert 'waits      it waits in a queue, but no compute takes' in small_cluster.eschedule('show', 'web1').stdout
     doctor = small_cluster.eschedule('doctor', '-f', 'json')
     assert [finding['cure'] for finding in json.loads(doctor.stdout)['findings'] if finding['check'] == 'queue'] == [
-        '`queues: True` in the compute.yaml of one has it do so'
+        'set `queues: True` in the compute.yaml of a host, and restart its ecompute'
     ]
     assert small_cluster.eschedule('list', '--state', 'active').stderr == ''
     assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'is queued: no compute has taken it yet')
@@ -98,8 +98,8 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
-        'eschedule: web1 waits in the queue: '
-        'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
+        'eschedule: web1 waits in the queue: no compute takes from queues. Fix: set `queues: True` in the compute.yaml of a host, '
+        'and restart its ecompute\n'
     )
     first, no_taker, query = (
         'web1 has waited in the queue of flavor small since 2',
@@ -170,8 +170,8 @@ def test_repeated_queued_request_changes_nothing(small_cluster: Control) -> None
     assert small_cluster.etcd.get(f'/queues/small/{instance}') == before
     assert small_cluster.etcd.list_keys('/requests/') == []
     other = '--queue', '--flavor', 'small', '--uuid', instance
-    assert_one_line(small_cluster.eschedule(*other, '--name', 'web2'), 5, 'exists, by the name web1')
-    assert_one_line(small_cluster.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
+    assert_one_line(small_cluster.eschedule(*other, '--name', 'web2'), 5, 'exists, with the name web1')
+    assert_one_line(small_cluster.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, requested with')
     compute = small_cluster.ecompute(queues=True)
     wait_state(small_cluster, instance, 'active')
     repeated = small_cluster.eschedule(*words)
@@ -418,7 +418,7 @@ def test_malformed_queued_requests_block_no_other(small_cluster: Control) -> Non
     listed = small_cluster.eschedule('list')
     assert listed.code == 0
     assert sum(' queued ' in line for line in listed.stdout.splitlines()) == 3
-    assert 'nobody takes it: not JSON' in small_cluster.eschedule('show', names[0]).stdout
+    assert 'no compute takes it: not JSON' in small_cluster.eschedule('show', names[0]).stdout
     for name in names:
         assert small_cluster.eschedule('destroy', name).code == 0
     small_cluster.etcd.delete('/queues/small/not-a-uuid')

@@ -223,26 +223,41 @@ def test_request_of_finished_or_moved_instance_is_stray(instance_record: Record)
 @pytest.mark.parametrize(
     ('etcd', 'held', 'attempted', 'message'),
     [
-        (EtcdState(make_computes({HOST: 'hv1'})), (), (), 'it is alive on hv1: stop'),
-        (EtcdState(make_computes({HOST: None})), (), (), 'it is alive: '),
-        (EtcdState(requests={HOST: {A: make_request(A)}}), (A,), (), f'instance {A} still there'),
-        (EtcdState(records={A: make_record(A, 'active')}), (), (), f'instance {A} still there'),
-        (EtcdState(records={A: replace(make_record(A, 'active'), name='web1')}), (), (), 'instance web1 still there'),
-        (EtcdState(requests={HOST: {A: InvalidRequest(A, 'not JSON')}}), (), (), f'instance {A} still there'),
+        (EtcdState(make_computes({HOST: 'hv1'})), (), (), 'it is alive on hv1. Fix: stop'),
+        (EtcdState(make_computes({HOST: None})), (), (), 'it is alive. Fix: stop'),
+        (EtcdState(requests={HOST: {A: make_request(A)}}), (A,), (), f'it still has instance {A}. Fix: destroy'),
+        (EtcdState(records={A: make_record(A, 'active')}), (), (), f'it still has instance {A}. Fix: destroy'),
+        (
+            EtcdState(records={A: replace(make_record(A, 'active'), name='web1')}),
+            (),
+            (),
+            'it still has instance web1. Fix: destroy',
+        ),
+        (
+            EtcdState(requests={HOST: {A: InvalidRequest(A, 'not JSON')}}),
+            (),
+            (),
+            f'it still has instance {A}. Fix: destroy',
+        ),
         (
             EtcdState(requests={HOST: {each: make_request(each) for each in (A, B, C, D, E)}}),
-            *((), (), f'instances {A}, {B}, {C} and 2 more still there'),
+            *((), (), f'it still has instances {A}, {B}, {C} and 2 more. Fix: destroy'),
         ),
-        (EtcdState(), (A,), (A, B), f'an eschedule is at work on instance {A}'),
-        (EtcdState(malformed_records={A}), (A,), (), f'recorded of instance {A} there cannot be read'),
-        (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), (), 'cannot be read'),
-        (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
-        (EtcdState(records={A: make_record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+        (EtcdState(), (A,), (A, B), f'an attempt is in flight for instance {A}'),
+        (EtcdState(malformed_records={A}), (A,), (), f'instance {A} has a malformed record'),
+        (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), (), 'has a malformed record'),
+        (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), (), f'instance {A} of compute {OTHER} has a claim'),
+        (
+            EtcdState(records={A: make_record(A, 'active', OTHER)}),
+            (A,),
+            (),
+            f'instance {A} of compute {OTHER} has a claim',
+        ),
         (
             EtcdState(make_computes({OTHER: 'hv2'}), {OTHER: {A: make_request(A)}}),
             (A,),
             (),
-            f'instance {A} of compute hv2 holds',
+            f'instance {A} of compute hv2 has a claim',
         ),
     ],
 )
@@ -430,23 +445,23 @@ def test_malformed_parts_of_a_presence_are_ignored() -> None:
 
 
 def test_missing_taker_is_reported_if_known() -> None:
-    assert 'no compute takes from queues: `queues: True`' in str(NO_COMPUTES.no_taker_reason)
+    assert 'no compute takes from queues. Fix: set `queues: True`' in str(NO_COMPUTES.no_taker_reason)
     assert 'no compute takes' in str(Computes({HV1: PresenceFacts('hv1', queues=False)}).no_taker_reason)
     message = str(
         Computes(
             {HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2'), HV3: PresenceFacts('hv3')}
         ).no_taker_reason
     )
-    assert 'of hv2 and 1 more, of an older version, it is not known' in message
+    assert 'older versions do not report it (hv2 and 1 more)' in message
     assert (
         Computes({HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2')}).describe_unserved(['web1'])
         is None
     )
     no_takers = Computes({HV1: PresenceFacts('hv1', queues=False)})
     assert str(no_takers.describe_unserved(['web1'])).startswith(
-        'web1 waits in a queue, and no compute takes from queues: '
+        'web1 waits in a queue, but no compute takes from queues. Fix: '
     )
-    assert str(no_takers.describe_unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
+    assert str(no_takers.describe_unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, but no compute')
     assert no_takers.describe_unserved([]) is None
     with_takers = Computes(
         {HV2: PresenceFacts('hv2', queues=True), HV1: PresenceFacts('hv1', queues=True), HV3: PresenceFacts('hv3')}
