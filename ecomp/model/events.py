@@ -133,11 +133,11 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
     if change.after is None and compute is None:
         return  # a record of ecomp 1.0 that moved below its compute
     if change.after is None:
-        yield Event(change.revision, 'instance', 'its record is gone', instance, compute=compute or ''), ()
+        yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute or ''), ()
         return
     before, after = (_parse_record(value, instance, compute) for value in (change.before, change.after))
     if after is None:
-        yield Event(change.revision, 'instance', 'its record cannot be read', instance, compute=compute or ''), ()
+        yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute or ''), ()
         return
     times = [time for name, time in after.stages.items() if before is None or before.stages.get(name) != time]
     times += [
@@ -185,10 +185,10 @@ def _describe_record_changes(
     if after.attempts > old.attempts:
         yield f'attempt {after.attempts} failed'
     if after.fault != old.fault:
-        yield f'fault: {after.fault}' if after.fault else f'is over: {old.fault}'
+        yield f'fault: {after.fault}' if after.fault else f'fault cleared: {old.fault}'
 
 
-_POWER_PHASES = {SHUTDOWN_ASKED: 'its guest was asked to turn itself off', SHUT_OFF: 'is off, and about to be started'}
+_POWER_PHASES = {SHUTDOWN_ASKED: 'guest shutdown requested', SHUT_OFF: 'guest is off, and will be started'}
 
 
 def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _describe_request(change: Change, name_compute: NameCompute, _takers: Mappin
     before = parse_request(compute, change.key, change.before) if change.before is not None else None
     after = parse_request(compute, change.key, change.after)
     if isinstance(after, InvalidRequest):
-        text = f'its request to {name_compute(compute)} cannot be understood: {after.reason}'
+        text = f'request to {name_compute(compute)} is malformed: {after.reason}'
         yield Event(change.revision, 'request', text, instance, after.holdings.name or '', compute), ()
         return
     old = before if isinstance(before, Request) else None
@@ -249,13 +249,9 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
     compute = takers.get(instance, '')
     times: Iterable[str] = ()
     if change.after is None:
-        text = (
-            f'queue {flavor}: taken by {name_compute(compute)}'
-            if compute
-            else f'queue {flavor}: left, and nobody has it'
-        )
+        text = f'queue {flavor}: taken by {name_compute(compute)}' if compute else f'queue {flavor}: removed, not taken'
     elif isinstance(waiting, InvalidRequest):
-        text = f'queue {flavor}: waits, and nobody takes it: {waiting.reason}'
+        text = f'queue {flavor}: waits, but no compute takes it: {waiting.reason}'
     else:
         text, times = f'queue {flavor}: waits', waiting.stages.values()
     if change.is_known or change.after is None:
@@ -272,7 +268,7 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
             holders.append('?')
     before, after = holders
     if change.is_known and before != after:
-        text = 'is called so now' if after else 'gave its name back'
+        text = 'name taken' if after else 'name released'
         yield Event(change.revision, 'name', text, after or before, name), ()
 
 
@@ -314,7 +310,7 @@ def _describe_value(describe: Callable[[str, bytes], str], name: str, value: byt
     try:
         return describe(name, value)
     except ValueError as error:
-        return f'cannot be understood: {error}'
+        return f'malformed: {error}'
 
 
 def _describe_limits(project: str, value: bytes) -> str:

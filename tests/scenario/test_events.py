@@ -43,9 +43,9 @@ def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) 
     of_web1 = [line.removeprefix('web1: ') for line in words if line.startswith('web1: ')]
     address = placed.stdout.splitlines()[-1]
     assert is_subsequence(
-        of_web1, 'is called so now', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
+        of_web1, 'name taken', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
         'boot 2: reboot', f'has its address {address} again', 'destroy accepted', 'destroying', 'gone',
-        'gave its name back',
+        'name released',
     ), of_web1  # fmt: skip
     assert any(line.startswith('compute ') and ' came up, ecomp ' in line for line in words)
 

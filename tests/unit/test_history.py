@@ -115,20 +115,20 @@ RECORD_CASES: list[tuple[Record | None, Record | None, list[str], str]] = [
     (BUILT, RUNNING, ['active'], time_at(2)),
     (RUNNING, ADDRESSED, ['address 10.0.0.1 on default'], time_at(3)),
     (ADDRESSED, READY, ['ready'], time_at(4)),
-    (READY, replace(READY, power=POWER.format_phase('asked')), ['its guest was asked to turn itself off'], ''),
+    (READY, replace(READY, power=POWER.format_phase('asked')), ['guest shutdown requested'], ''),
     (ADDRESSED, replace(ADDRESSED, cloud_init=GuestFailure('init', 'no')), ['cloud-init failed at stage init: no'], ''),
     (READY, STOPPED, ['stopped'], time_at(5)),
-    (STOPPED, replace(STOPPED, power=POWER.format_phase('off')), ['is off, and about to be started'], ''),
+    (STOPPED, replace(STOPPED, power=POWER.format_phase('off')), ['guest is off, and will be started'], ''),
     (STOPPED, RESTARTED, ['active', 'boot 2: reboot'], time_at(6)),
     (RESTARTED, RESTARTED.mark_stage('addressed', time_at(7)), ['has its address 10.0.0.1 again'], time_at(7)),
     (RESTARTED, RESTARTED.mark_stage('ready', time_at(8)), ['ready'], time_at(8)),
     (READY, replace(READY, fault='its disk is gone'), ['fault: its disk is gone'], ''),
-    (replace(READY, fault='its disk is gone'), READY, ['is over: its disk is gone'], ''),
+    (replace(READY, fault='its disk is gone'), READY, ['fault cleared: its disk is gone'], ''),
     (BUILT, replace(BUILT, attempts=1), ['attempt 1 failed'], ''),
     (NEW, replace(FAILED, error=Failure('image', 'HTTP 404', 'x')), ['error: at stage image: HTTP 404'], time_at(1)),
     (READY, READY.enter_state('destroying', time_at(9)), ['destroying'], ''),
     (READY, READY.enter_state(GONE, time_at(9), 'gone'), ['gone'], time_at(9)),
-    (READY, None, ['its record is gone'], ''),
+    (READY, None, ['record deleted'], ''),
     (READY, READY, [], ''),
 ]
 
@@ -153,7 +153,7 @@ def test_compacted_change_yields_the_present_state() -> None:
 
 def test_record_at_the_wrong_key_is_malformed() -> None:
     for key in (keys.record(COMPUTE, OTHER), keys.record(OTHER, INSTANCE)):
-        assert describe(Change(key, None, to_json(READY).encode(), 7)) == ['its record cannot be read']
+        assert describe(Change(key, None, to_json(READY).encode(), 7)) == ['record is malformed']
 
 
 def test_migration_of_an_old_record_yields_no_event() -> None:
@@ -169,9 +169,7 @@ def test_changed_request_yields_its_events() -> None:
     assert describe(change_request(tombstone, replace(tombstone, former_resources={'VCPU': 1}))) == []
     assert describe(change_request(REQUEST, None)) == []
     wrong = Change(keys.request(COMPUTE, INSTANCE), None, b'{}', 7)
-    assert describe(wrong) == [
-        'its request to hv1 cannot be understood: the request lacks allocations, instance, image'
-    ]
+    assert describe(wrong) == ['request to hv1 is malformed: the request lacks allocations, instance, image']
 
 
 def test_queued_request_yields_events_until_taken() -> None:
@@ -183,9 +181,9 @@ def test_queued_request_yields_events_until_taken() -> None:
         Change(keys.taker(place), mark, None, 7), Change(place, value, None, 7), change_request(None, REQUEST)
     )
     assert moved == ['queue small: taken by hv1', 'request accepted, for hv1']
-    assert describe(Change(place, value, None, 7)) == ['queue small: left, and nobody has it']
+    assert describe(Change(place, value, None, 7)) == ['queue small: removed, not taken']
     (bad,) = describe(Change(place, None, b'{}', 7))
-    assert bad.startswith('queue small: waits, and nobody takes it: version None')
+    assert bad.startswith('queue small: waits, but no compute takes it: version None')
 
 
 def make_presence(**fields: Any) -> bytes:
@@ -207,8 +205,8 @@ def test_presence_yields_events_of_a_compute() -> None:
 
 def test_names_groups_quotas_and_flavors_yield_events() -> None:
     name, other = (name_to_json(instance).encode() for instance in (INSTANCE, OTHER))
-    assert describe(Change(keys.name('web1'), None, name, 7)) == ['is called so now']
-    assert describe(Change(keys.name('web1'), name, None, 7)) == ['gave its name back']
+    assert describe(Change(keys.name('web1'), None, name, 7)) == ['name taken']
+    assert describe(Change(keys.name('web1'), name, None, 7)) == ['name released']
     (moved,) = make_events([Change(keys.name('web1'), name, other, 7)], name_host)
     assert (moved.instance, moved.name) == (OTHER, 'web1')
     web = group.Group('web', 'affinity', True, {INSTANCE: COMPUTE})
