@@ -15,8 +15,6 @@ from ecomp.model.group import Group
 from ecomp.model.query import Amount, Constraint, Exclusion, Requirement
 from ecomp.model.status import DISABLED
 
-ORDINALS = ('first', 'second', 'third')
-
 
 @dataclass(frozen=True)
 class Provider:
@@ -122,10 +120,10 @@ def explain_uncovered(
     classes = {constraint.name for constraint in query if isinstance(constraint, Amount)}
     for other in sharing_providers:
         if other.uuid == provider.uuid:
-            return 'it shares with others'
+            return 'it shares resources with other providers'
         common_aggregates = set(other.aggregates) & set(provider.aggregates)
         if common_aggregates and classes & other.inventories.keys():
-            return f'provider {other.uuid} shares with it'
+            return f'provider {other.uuid} shares resources with it'
     return None
 
 
@@ -155,10 +153,8 @@ def add_group_failure(
         others = group.with_members({str(number): compute for number, compute in enumerate(taken_computes)})
         if others.explain_exclusion(original.provider) is not None:
             index = taken_computes.index(original.provider) if original.provider in taken_computes else 0
-            ordinal = ORDINALS[index] if index < len(ORDINALS) else f'no. {index + 1}'
-            reason = (
-                f"the set's {ordinal} takes {name_compute(taken_computes[index])} (group {group.name}, {group.rule})"
-            )
+            host = name_compute(taken_computes[index])
+            reason = f'instance {index + 1} of the set takes {host} (group {group.name}, {group.rule})'
     if reason is None:
         return original
     constraint = GroupConstraint(group.name)
@@ -195,7 +191,7 @@ def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Con
 
 
 def format_cures(cures: Sequence[Cure], host: str) -> str:
-    """Format the cures: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
+    """Format the cures: free 1 VCPU on hv2, request DISK_GB:10, remove required=CUSTOM_FAST."""
     amounts_to_free = [
         f'{cure.amount_to_free} {_format_constraint(cure.constraint)}' for cure in cures if cure.amount_to_free
     ]
@@ -205,9 +201,9 @@ def format_cures(cures: Sequence[Cure], host: str) -> str:
     if amounts_to_free:
         parts.append(f'free {" and ".join(amounts_to_free)} on {host}')
     if replacements:
-        parts.append(f'ask for {" and ".join(replacements)}')
+        parts.append(f'request {" and ".join(replacements)}')
     if dropped:
-        parts.append(f'{"" if replacements else "ask "}without {" and ".join(dropped)}')
+        parts.append(f'remove {" and ".join(dropped)}')
     return ', '.join(parts)
 
 
@@ -254,7 +250,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
         return f'is not provider {names}'
     if constraint.key == 'member_of':
         return f'is in none of the aggregates {names}' if has_several else f'is not in aggregate {names}'
-    return f'lacks each of {names}' if has_several else f'lacks {names}'
+    return f'has none of {names}' if has_several else f'lacks {names}'
 
 
 def _check_amount(
@@ -277,11 +273,11 @@ def _check_amount(
         lacking = f'short by {inventory.used + amount - inventory.capacity}'
         reasons.append(f'{name} is {lacking}' if taken_count else f'{name} {lacking} ({usage})')
     if amount > inventory.max_unit:
-        reasons.append(f'{name}:{amount} is more than one may have (max_unit {inventory.max_unit})')
+        reasons.append(f'{name}:{amount} is above max_unit {inventory.max_unit}')
     if amount < inventory.min_unit:
-        reasons.append(f'{name}:{amount} is less than one has to have (min_unit {inventory.min_unit})')
+        reasons.append(f'{name}:{amount} is below min_unit {inventory.min_unit}')
     if amount % inventory.step_size:
-        reasons.append(f'{name}:{amount} is not a multiple of {inventory.step_size} (step_size)')
+        reasons.append(f'{name}:{amount} is not a multiple of step_size {inventory.step_size}')
     if not reasons:
         return None
     possible = inventory.find_nearest_amount(amount, inventory.free)

@@ -137,7 +137,7 @@ def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
     """
     label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
-        raise ValueError(f'{name}: {label[:80]!r} is no host name')
+        raise ValueError(f'{name}: {label[:80]!r} is not a valid host name')
     return label
 
 
@@ -145,7 +145,7 @@ def _read_count(data: Mapping[str, Any], name: str) -> int:
     """Return a number of instances, 1 if absent; ValueError unless from 1 to MAX_AMOUNT."""
     count = data.get(name, 1)
     if not is_amount(count, MAX_AMOUNT) or not count:
-        raise ValueError(f'{name}: {str(count)[:40]!r} is no number of instances')
+        raise ValueError(f'{name}: {str(count)[:40]!r} is not a valid number of instances')
     return int(count)
 
 
@@ -163,7 +163,7 @@ def _read_ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None
     if lines is None:
         return None
     if not isinstance(lines, list) or not all(isinstance(line, str) and line and line.isprintable() for line in lines):
-        raise ValueError(f'{name}: expected a list of public keys, a line each')
+        raise ValueError(f'{name}: expected a list of public keys, one line each')
     return tuple(lines)
 
 
@@ -196,20 +196,20 @@ def _describe_project(existing: Order) -> str:
 
 
 def _describe_query(existing: Order) -> str:
-    return f'asked for by {existing.query!r} with image {existing.image}'
+    return f'requested with {existing.query!r} and image {existing.image}'
 
 
 def _describe_name(existing: Order) -> str:
-    return f'by the name {existing.name}' if existing.name else 'without a name'
+    return f'with the name {existing.name}' if existing.name else 'without a name'
 
 
 def _describe_group(existing: Order) -> str:
-    return f'in group {existing.group_name}' if existing.group else 'in no group'
+    return f'in group {existing.group_name}' if existing.group else 'without a group'
 
 
 def _describe_count(existing: Order) -> str:
     """Describe whether it was ordered in a set, and of how many."""
-    return f'one of {existing.count} that were asked for at once' if existing.count > 1 else 'asked for by itself'
+    return f'in a set of {existing.count}' if existing.count > 1 else 'as a single instance'
 
 
 def _declare_field(
@@ -432,7 +432,7 @@ def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
     if size > MAX_REQUEST_BYTES:
         raise ValueError(f'the request has {size} bytes; the limit is {MAX_REQUEST_BYTES}')
     if dropped_bytes:
-        raise ValueError(f'the request has {size} bytes, and with what else is asked of this compute that is too much')
+        raise ValueError(f'the request has {size} bytes, too many together with the other requests to this compute')
 
 
 def _read_or_none(read: Callable[[], Found]) -> Found | None:
@@ -451,12 +451,12 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'version {version!r} of the request is not known here: this ecompute takes {VERSION}')
+        raise ValueError(f'version {version!r} of the request is not supported: this ecomp reads up to {VERSION}')
     absent_fields = [field_name for field_name in ('allocations', 'instance', 'image') if field_name not in data]
     if absent_fields:
         raise ValueError(f'the request lacks {", ".join(absent_fields)}')
     if data['instance'] != name:
-        raise ValueError(f'the request is for instance {data["instance"]!r} but its key says {name}')
+        raise ValueError(f'the request is for instance {data["instance"]!r} but its key has {name}')
     allocations = parse_allocations(data['allocations'])
     image = data['image']
     if allocations:
@@ -468,10 +468,10 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
         check_image(image)
         lacking = list_missing_classes(sum_allocations(allocations))
         if lacking:
-            raise ValueError(f'the allocations have no {", ".join(lacking)}: a guest needs all of them')
+            raise ValueError(f'the allocations lack {", ".join(lacking)}, which every guest needs')
     elif image is not None:
         # Neither a request nor a tombstone; nothing but a valid tombstone may destroy an instance.
-        raise ValueError('allocations {} with an image: to destroy, the image has to be null')
+        raise ValueError('allocations are {} but image is not null: a request to destroy has image null')
     return Request(
         name,
         allocations,
@@ -519,7 +519,7 @@ def parse_name_owner(value: bytes) -> str:
     """Parse the owner of a name from the value of its key; ValueError if malformed."""
     instance = load_object(value).get('instance')
     if not isinstance(instance, str) or not keys.is_uuid(instance):
-        raise ValueError('it names no instance')
+        raise ValueError('it contains no uuid of an instance')
     return instance
 
 
@@ -594,4 +594,6 @@ def check_order_size(order: SetOrder) -> None:
     if order.count > 1 and size + user_data_bytes > MAX_SET_BYTES:
         text = f'{order.count} instances with {key_bytes} bytes of ssh keys each'
         more = f' and {user_data_bytes} bytes of user-data' if user_data_bytes else ''
-        raise UsageError(f'{text}{more} are more than etcd takes at once: name fewer keys, or ask for fewer instances')
+        raise UsageError(
+            f'{text}{more} exceed the limit of a transaction in etcd. Fix: give fewer keys, or request fewer instances'
+        )

@@ -64,7 +64,7 @@ def test_newer_request_is_refused(cluster: Control, compute: Ecompute, instance:
     body = {**make_2019_request(compute.uuid, instance), 'version': 2, 'volumes': [{'size': 1}]}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(body))
     error = wait_state(cluster, instance, 'error')['error']
-    assert 'version 2 of the request is not known here: this ecompute takes 1' in error['reason']
+    assert 'version 2 of the request is not supported: this ecomp reads up to 1' in error['reason']
     assert find_log_lines(compute, 'INSTANTIATE', instance) == []
 
 

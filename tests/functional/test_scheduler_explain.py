@@ -103,7 +103,7 @@ def test_every_failing_constraint_of_every_compute_is_listed(world: ExplainedClu
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
         'hv3: DISK_GB short by 1 (free 0 of 25)',
         'the closest host is hv3',
-        f'the smallest change that fits: ask for MEMORY_MB:512, without required={AVX2} (on hv2)',
+        f'the smallest change that fits: request MEMORY_MB:512, remove required={AVX2} (on hv2)',
     ]
 
 
@@ -134,7 +134,7 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
     assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
     assert lines[5:] == [
         f'the closest host is {nameless}',
-        f'the smallest change that fits: ask without required={SHARING_TRAIT} (on {nameless})',
+        f'the smallest change that fits: remove required={SHARING_TRAIT} (on {nameless})',
     ]
 
 
@@ -183,11 +183,11 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
     assert lines[:3] == [
         f'hv1: lacks {AVX2}',
         'hv2: not explained: its resource providers are nested',
-        f'hv3: not explained: provider {shares} shares with it',
+        f'hv3: not explained: provider {shares} shares resources with it',
     ]
     assert lines[-2:] == [
         'the closest host is hv1',
-        f'the smallest change that fits: ask without required={AVX2} (on hv1)',
+        f'the smallest change that fits: remove required={AVX2} (on hv1)',
     ]
 
 
@@ -200,8 +200,8 @@ def test_sharing_provider_is_not_explained(world: ExplainedCluster) -> None:
     query = f'{GUEST_QUERY.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
     assert [shares] in [list(provider) for provider in read_candidates(world.placement, query).candidates]
     assert world.explain(query) == [
-        f'hv1: not explained: provider {shares} shares with it',
-        'hv2: not explained: it shares with others',
+        f'hv1: not explained: provider {shares} shares resources with it',
+        'hv2: not explained: it shares resources with other providers',
     ]
 
 
@@ -219,7 +219,7 @@ def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
         '5 more not shown: not closer, or not alive',
         'the closest host is hv5',
-        f'the smallest change that fits: ask for MEMORY_MB:228, without in_tree={dead} (on hv5)',
+        f'the smallest change that fits: request MEMORY_MB:228, remove in_tree={dead} (on hv5)',
     ]
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
     assert len(world.explain(query)) == 9
@@ -232,14 +232,12 @@ def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCl
     query = f'{GUEST_QUERY}&in_tree={first}'
     assert world.explain(query, on='hv1') == [
         'hv1: VCPU short by 1 (free 0 of 4)',
-        'the smallest change that fits: ask without --on hv1 (on hv2)',
+        'the smallest change that fits: remove --on hv1 (on hv2)',
     ]
-    assert world.explain(query, on=first[:8])[1].startswith(
-        f'the smallest change that fits: ask without --on {first[:8]} '
-    )
+    assert world.explain(query, on=first[:8])[1].startswith(f'the smallest change that fits: remove --on {first[:8]} ')
     unknown = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&in_tree={unknown}', on=unknown) == [
-        f'{unknown}: there is no such compute', f'the smallest change that fits: ask without --on {unknown} (on hv2)'
+        f'{unknown}: there is no such compute', f'the smallest change that fits: remove --on {unknown} (on hv2)'
     ]  # fmt: skip
 
 
@@ -249,7 +247,7 @@ def test_disabled_compute_requested_with_on_suggests_enabling_it(world: Explaine
     world.set_traits(first, 'COMPUTE_STATUS_DISABLED')
     assert world.explain(f'{GUEST_QUERY}&in_tree={first}', on='hv1') == [
         'hv1: is disabled (eschedule host enable hv1)',
-        'the smallest change that fits: eschedule host enable hv1, or ask without --on hv1 (on hv2)',
+        'the smallest change that fits: eschedule host enable hv1, or remove --on hv1 (on hv2)',
     ]
 
 
@@ -262,8 +260,8 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
         group = Group('web', policy, True, members)
         return [line for line in world.explain(GUEST_QUERY, group=group, taken=placed) if line.startswith('hv')]
 
-    assert explain_hosts(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
-    assert explain_hosts(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
+    assert explain_hosts(ANTI_AFFINITY)[0] == 'hv1: instance 1 of the set takes hv1 (group web, strict anti-affinity)'
+    assert explain_hosts(AFFINITY)[1] == 'hv2: instance 1 of the set takes hv1 (group web, strict affinity)'
     assert explain_hosts(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
     assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'
 
@@ -314,7 +312,7 @@ def test_fitting_change_is_verified_on_one_compute(world: ExplainedCluster) -> N
     world.placement.calls.clear()
     assert (
         world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))[-1]
-        == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
+        == 'the smallest change that fits: request VCPU:2 (on hv00)'
     )
     assert [call.rpartition('/')[2].partition('?')[0] for call in world.placement.calls] == [
         'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
@@ -330,8 +328,8 @@ def test_max_unit_set_outside_ecomp_is_explained(world: ExplainedCluster) -> Non
         put_with_generation(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
     world.placement.calls.clear()
     lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
-    assert lines[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
-    assert lines[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv1)'
+    assert lines[:2] == [f'hv{number}: VCPU:3 is above max_unit 2' for number in (1, 2)]
+    assert lines[-1] == 'the smallest change that fits: request VCPU:2 (on hv1)'
     assert len(world.placement.calls) == 5
 
 

@@ -157,8 +157,8 @@ def test_repeated_order_succeeds_and_a_different_one_is_a_conflict(cloud: Cloud,
     before = cloud.etcd.get(keys.request(compute, order.instance))
     assert cloud.create(order, resume=True) == DeliveryOutcome(compute, is_repeated=True)
     differences: list[tuple[dict[str, object], str]] = [
-        ({'name': None}, f'exists, by the name {name}'),
-        ({'name': 'another'}, f'exists, by the name {name}'),
+        ({'name': None}, f'exists, with the name {name}'),
+        ({'name': 'another'}, f'exists, with the name {name}'),
         ({'ssh_keys': None}, 'exists, with other ssh keys'),
         ({'ssh_keys': ()}, 'exists, with other ssh keys'),
         ({'user_data': None}, 'exists, with other user-data'),

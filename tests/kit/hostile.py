@@ -67,12 +67,12 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (make_request(power={'action': ['stop'], 'id': OTHER_UUID}), 'power: expected'),
     (make_request(power={'action': 'stop', 'id': 'now'}), "'now'"),
     (make_request(power={'action': 'stop', 'id': 7}), 'power: expected'),
-    (make_request(version=2), 'version 2 of the request is not known here'),
+    (make_request(version=2), 'version 2 of the request is not supported'),
     *((make_request(version=wrong), f'version {wrong!r}') for wrong in (0, -1, '1', True, 1.0, None)),
-    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r} but its key says {INSTANCE}'),
-    (make_request(instance=INSTANCE.upper()), 'but its key says'),
+    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r} but its key has {INSTANCE}'),
+    (make_request(instance=INSTANCE.upper()), 'but its key has'),
     (make_request(instance=None), 'for instance None'),
-    (make_request(instance=['x']), 'but its key says'),
+    (make_request(instance=['x']), 'but its key has'),
     (make_request(allocations=None), 'expected an object, not NoneType'),
     (make_request(allocations=[]), 'expected an object, not list'),
     *(
@@ -90,7 +90,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
         make_request(allocations={OTHER_UUID: {'resources': RESOURCES}}),
         f'are for {OTHER_UUID}, not for this compute {COMPUTE}',
     ),
-    (make_request(allocations={COMPUTE: {'resources': {'VCPU': 1}}}), 'have no MEMORY_MB, DISK_GB'),
+    (make_request(allocations={COMPUTE: {'resources': {'VCPU': 1}}}), 'lack MEMORY_MB, DISK_GB'),
     (make_request(image=None), 'image: expected a URL, not None'),
     (make_request(image=7), 'image: expected a URL, not 7'),
     *((make_request(image=wrong), 'must be a URL') for wrong in ('', '/etc/shadow', 'ftp://host/x', '--os-variant=x')),
@@ -98,13 +98,13 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     *((make_request(image=f'http://host/{wrong}'), 'a space or a control character') for wrong in ('a b', '\x00')),
     (make_request(image='http://host/\ud800'), 'not a URL'),
     (make_request(image='http://host/' + 'x' * 2048), 'more than 2048'),
-    (make_request(allocations={}, image=IMAGE), 'allocations {} with an image'),
+    (make_request(allocations={}, image=IMAGE), 'allocations are {} but image is not null'),
     (make_request(user_id=7), 'user_id: expected text, not int'),
     (make_request(project_id=['x']), 'project_id: expected text, not list'),
     (make_request(query={'a': 1}), 'query: expected text, not dict'),
     *((make_request(stages=wrong), 'stages: expected an object') for wrong in ([], {'requested': 7}, None)),
     (make_request(name=7), 'name: expected text, not int'),
-    *((make_request(name=wrong), 'is no host name') for wrong in ('Web 1', '../../x', 'x' * 64)),
+    *((make_request(name=wrong), 'is not a valid host name') for wrong in ('Web 1', '../../x', 'x' * 64)),
     *(
         (make_request(ssh_keys=wrong), 'ssh_keys: expected a list of public keys')
         for wrong in ('ssh-ed25519 canary', ['ssh-ed25519 a\ncanary'], [''], [7])
@@ -121,7 +121,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
         (make_request(user_data_sha256=junk), 'user_data_sha256: expected 64 hexadecimal digits')
         for junk in ('', 'canary', 7, ['canary'], 'f' * 63, 'F' * 64, '../' + 'f' * 61, 'f' * 64 + '\n')
     ),
-    *((make_request(count=junk), 'is no number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
+    *((make_request(count=junk), 'is not a valid number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
     *((make_request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
     (make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
     (make_request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),

@@ -114,7 +114,7 @@ def test_refusal_names_the_missing_trait(cluster: Control) -> None:
         'eschedule: no provider has the requested amounts free and all that is required',
         f'eschedule: {host}: lacks MISC_SHARES_VIA_AGGREGATE',
         f'eschedule: the closest host is {host}',
-        f'eschedule: the smallest change that fits: ask without required=MISC_SHARES_VIA_AGGREGATE (on {host})',
+        f'eschedule: the smallest change that fits: remove required=MISC_SHARES_VIA_AGGREGATE (on {host})',
     ]
 
 
@@ -139,7 +139,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
     assert reasons[2:] == [
         f'{host} ({dead.uuid}): is closed: its ecompute was stopped',
         f'the closest host is {host} ({small.uuid})',
-        f'the smallest change that fits: ask for MEMORY_MB:512 (on {host} ({small.uuid}))',
+        f'the smallest change that fits: request MEMORY_MB:512 (on {host} ({small.uuid}))',
     ]
     # The suggested change does fit.
     assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid

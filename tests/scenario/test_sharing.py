@@ -91,13 +91,13 @@ def test_set_is_placed_whole_or_with_at_least_min(cluster: Control) -> None:
     blob = base64.b64encode(b'\0\0\0\x0bssh-ed25519\0\0\x02\0' + bytes(512)).decode()
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(40)))
     done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '100', '--ssh-key', str(many))
-    assert_one_line(done, 2, 'bytes of ssh keys each', 'more than etcd takes at once')
+    assert_one_line(done, 2, 'bytes of ssh keys each', 'exceed the limit of a transaction in etcd')
     # The keys are delivered in one transaction with the user-data.
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(17)))
     data = cluster.directory / 'user-data'
     data.write_text('#!/bin/sh\n' + '#' * 200_000)
     done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '100', '--ssh-key', str(many), '--user-data', str(data))
-    assert_one_line(done, 2, 'bytes of user-data', 'more than etcd takes at once')
+    assert_one_line(done, 2, 'bytes of user-data', 'exceed the limit of a transaction in etcd')
     assert cluster.placement.database.read_allocations().keys() == {row['instance'] for row in placed}
 
 
@@ -146,7 +146,7 @@ def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_pat
         cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '2', '--uuid', instances[0]), 5, 'is the uuid of an instance'
     )
     fewer = tuple('2' if word == '3' else word for word in words)
-    assert_one_line(cluster.eschedule(*fewer), 5, 'one of 3 that were asked for at once')
+    assert_one_line(cluster.eschedule(*fewer), 5, 'exists, in a set of 3')
     script.write_text(SCRIPT + 'echo more\n')
     assert_one_line(cluster.eschedule(*words), 5, 'with other user-data')
     assert {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/')} == before
@@ -202,7 +202,7 @@ def test_anti_affinity_uses_each_compute_once(cluster: Control) -> None:
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'there is room, but not where group web allows it (strict anti-affinity)' in refused.stderr
     assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 2
-    assert 'the smallest change that fits: ask without --group web' in refused.stderr
+    assert 'the smallest change that fits: remove --group web' in refused.stderr
     # The suggested change does fit.
     other = place(cluster, SMALL_QUERY)
     listed = run_in_process(cluster, 'group', 'list').stdout

@@ -261,7 +261,7 @@ def test_dropped_request_reports_the_reason() -> None:
     assert parsed.reason == f'the request has {MAX_REQUEST_BYTES + 7} bytes; the limit is {MAX_REQUEST_BYTES}'
     parsed = parse_request(COMPUTE, key, b'', 1000)
     assert isinstance(parsed, InvalidRequest)
-    assert 'with what else is asked of this compute that is too much' in parsed.reason
+    assert 'too many together with the other requests to this compute' in parsed.reason
     parsed = parse_request(COMPUTE, keys.request(COMPUTE, 'x'), b'', 10**6)
     assert isinstance(parsed, InvalidRequest)
     assert 'is not a uuid' in parsed.reason

@@ -300,7 +300,7 @@ def test_count_out_of_bounds_is_invalid() -> None:
     for count in (MAX_AMOUNT + 1, 10**400):
         parsed = parse_request(COMPUTE, KEY, json.dumps(make_request(count=count)).encode())
         assert isinstance(parsed, InvalidRequest)
-        assert 'is no number of instances' in parsed.reason
+        assert 'is not a valid number of instances' in parsed.reason
 
 
 @pytest.mark.fast

@@ -56,13 +56,13 @@ def suggest_change(query: str, *providers: Provider) -> str | None:
         (Inventory(100, allocation_ratio=1.5), 'MEMORY_MB short by 106 (free 150 of 150)'),
         (Inventory(3, allocation_ratio=0.5), 'MEMORY_MB short by 255 (free 1 of 1)'),
         (Inventory(100, used=200), 'MEMORY_MB short by 356 (used 200 of 100)'),
-        (Inventory(7800, max_unit=128), 'MEMORY_MB:256 is more than one may have (max_unit 128)'),
-        (Inventory(7800, min_unit=512), 'MEMORY_MB:256 is less than one has to have (min_unit 512)'),
-        (Inventory(7800, step_size=100), 'MEMORY_MB:256 is not a multiple of 100 (step_size)'),
+        (Inventory(7800, max_unit=128), 'MEMORY_MB:256 is above max_unit 128'),
+        (Inventory(7800, min_unit=512), 'MEMORY_MB:256 is below min_unit 512'),
+        (Inventory(7800, step_size=100), 'MEMORY_MB:256 is not a multiple of step_size 100'),
         (
             Inventory(200, max_unit=128, step_size=100),
-            'MEMORY_MB short by 56 (free 200 of 200); MEMORY_MB:256 is more than one may have (max_unit 128); '
-            'MEMORY_MB:256 is not a multiple of 100 (step_size)',
+            'MEMORY_MB short by 56 (free 200 of 200); MEMORY_MB:256 is above max_unit 128; '
+            'MEMORY_MB:256 is not a multiple of step_size 100',
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_amount_outside_the_inventory_is_a_failure(have: Inventory, why: str | N
     [
         ('required=A', None),
         ('required=A,C', 'lacks C'),
-        ('required=in:C,D', 'lacks each of C, D'),
+        ('required=in:C,D', 'has none of C, D'),
         ('required=in:A,C', None),
         ('required=!A', 'has A'),
         ('required=!C', None),
@@ -133,23 +133,23 @@ def test_nearest_has_the_fewest_then_the_smallest_failures() -> None:
 def test_change_needs_as_few_cures_as_possible() -> None:
     small = make_provider('small', MEMORY_MB=Inventory(7800, used=7288))
     query = GUEST.replace('256', '1741')
-    assert suggest_change(query, small) == 'ask for MEMORY_MB:512'
-    assert suggest_change(f'{query}&required=A', small) == 'ask for MEMORY_MB:512, without required=A'
+    assert suggest_change(query, small) == 'request MEMORY_MB:512'
+    assert suggest_change(f'{query}&required=A', small) == 'request MEMORY_MB:512, remove required=A'
     # A provider that needs one change is preferred to one that needs two.
-    assert suggest_change(f'{query}&required=A', small, make_provider('other')) == 'ask without required=A'
+    assert suggest_change(f'{query}&required=A', small, make_provider('other')) == 'remove required=A'
 
 
 @pytest.mark.parametrize(
     ('have', 'change'),
     [
-        (Inventory(1000, step_size=100), 'ask for MEMORY_MB:300'),
-        (Inventory(299, step_size=100), 'ask for MEMORY_MB:200'),
-        (Inventory(1000, min_unit=512), 'ask for MEMORY_MB:512'),
-        (Inventory(1000, min_unit=512, step_size=500), 'ask for MEMORY_MB:1000'),
-        (Inventory(1000, max_unit=100, step_size=64), 'ask for MEMORY_MB:64'),
-        (Inventory(1000, min_unit=512, used=600), 'free 112 MEMORY_MB on p, ask for MEMORY_MB:512'),
+        (Inventory(1000, step_size=100), 'request MEMORY_MB:300'),
+        (Inventory(299, step_size=100), 'request MEMORY_MB:200'),
+        (Inventory(1000, min_unit=512), 'request MEMORY_MB:512'),
+        (Inventory(1000, min_unit=512, step_size=500), 'request MEMORY_MB:1000'),
+        (Inventory(1000, max_unit=100, step_size=64), 'request MEMORY_MB:64'),
+        (Inventory(1000, min_unit=512, used=600), 'free 112 MEMORY_MB on p, request MEMORY_MB:512'),
         (Inventory(1000, used=1000), 'free 256 MEMORY_MB on p'),
-        (Inventory(100, used=150), 'free 150 MEMORY_MB on p, ask for MEMORY_MB:100'),
+        (Inventory(100, used=150), 'free 150 MEMORY_MB on p, request MEMORY_MB:100'),
         (Inventory(1000, reserved=1000), None),
         (Inventory(1000, min_unit=1001), None),
         (None, None),
@@ -163,8 +163,8 @@ def test_smallest_change_of_an_amount(have: Inventory | None, change: str | None
 
 def test_optional_resource_may_be_dropped() -> None:
     query = GUEST + ',VGPU:1'
-    assert suggest_change(query, make_provider()) == 'ask without VGPU'
-    assert suggest_change(query, make_provider(VGPU=Inventory(1, used=1))) == 'ask without VGPU'
+    assert suggest_change(query, make_provider()) == 'remove VGPU'
+    assert suggest_change(query, make_provider(VGPU=Inventory(1, used=1))) == 'remove VGPU'
     # A query must keep at least one resource.
     assert suggest_change('resources=VGPU:1', make_provider()) is None
 
@@ -172,8 +172,8 @@ def test_optional_resource_may_be_dropped() -> None:
 def test_changing_the_query_is_preferred_to_freeing_resources() -> None:
     full, far = make_provider('full', VCPU=Inventory(4, used=4)), make_provider('far', VCPU=Inventory(4, used=3))
     query = GUEST.replace('VCPU:1', 'VCPU:2') + '&required=A,B'
-    assert suggest_change(query, full) == 'free 2 VCPU on full, ask without required=A and required=B'
-    assert suggest_change(query, full, far) == 'ask for VCPU:1, without required=A and required=B'
+    assert suggest_change(query, full) == 'free 2 VCPU on full, remove required=A and required=B'
+    assert suggest_change(query, full, far) == 'request VCPU:1, remove required=A and required=B'
 
 
 def test_no_change_without_any_inventory() -> None:
@@ -223,10 +223,10 @@ def test_nested_and_sharing_providers_are_unexplained() -> None:
     near = Provider('p', ROOMY, (), {AGGREGATE})
     shares = Provider('s', {'DISK_GB': Inventory(1)}, (), {AGGREGATE, OTHER})
     assert explain_uncovered(query, near, []) is None
-    assert explain_uncovered(query, near, [shares]) == 'provider s shares with it'
+    assert explain_uncovered(query, near, [shares]) == 'provider s shares resources with it'
     assert explain_uncovered(query, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
     assert explain_uncovered(query, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
-    assert explain_uncovered(query, shares, [shares]) == 'it shares with others'
+    assert explain_uncovered(query, shares, [shares]) == 'it shares resources with other providers'
     assert (
         explain_uncovered(query, Provider('p', ROOMY, is_standalone=False), []) == 'its resource providers are nested'
     )
@@ -249,4 +249,4 @@ def test_no_change_is_suggested_for_a_disabled_provider(query: str) -> None:
     assert suggest_change(query, Provider('d', ROOMY, {DISABLED}), full) == 'free 1 VCPU and 1 DISK_GB on p'
     # A query may require the trait of disabled providers.
     assert list_failures(exclude_disabled(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
-    assert suggest_change(f'{GUEST}&required={DISABLED}', make_provider()) == f'ask without required={DISABLED}'
+    assert suggest_change(f'{GUEST}&required={DISABLED}', make_provider()) == f'remove required={DISABLED}'
