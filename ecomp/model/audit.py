@@ -65,30 +65,27 @@ class Code(NamedTuple):
 REPAIR_WRONG_KEY = 'delete the wrong key with `etcdctl del`: <key>'
 REPAIR_MALFORMED = 'if no newer ecomp wrote it: `etcdctl del <key>`'
 REPAIR_MALFORMED_REQUEST = '`eschedule destroy <instance>`; if the key does not end in a uuid: `etcdctl del <key>`'
+REPAIR_WRONG_DOMAIN = 'on the host of the wrong domain: `virsh destroy <instance>; virsh undefine <instance>`'
 
 CODES = {
     # placement
     'provider-missing': Code(
-        'placement has no provider for a living compute',
-        manual_repair='wait a minute until its ecompute registers it; if it does not, check its log',
+        'a living compute has no provider', manual_repair='wait a minute, then check the log of its ecompute'
     ),
     'inventory-missing': Code(
-        'placement has no inventory of a living compute',
-        manual_repair='wait a minute until its ecompute sets it; if it does not, check its log',
+        'a living compute has no inventory', manual_repair='wait a minute, then check the log of its ecompute'
     ),
     'capacity-exceeded': Code(
-        'the claims on a compute exceed its capacity',
-        manual_repair='destroy some of its instances, or raise `inventory:` in its compute.yaml',
+        'more is claimed than a compute has', manual_repair='destroy some of its instances, or raise its `inventory:`'
     ),
     'allocation-orphaned': Code('a claim that no request and no guest needs', Repair.RELEASE),
     'allocation-missing': Code('a living instance has no claim', Repair.CLAIM),
     'allocation-differs': Code(
-        'the claim of an instance differs from its request',
-        manual_repair='destroy the instance, or correct its claim in placement: PUT /allocations/<instance>',
+        'a claim differs from its request',
+        manual_repair='destroy the instance, or correct its claim: PUT /allocations/<instance>',
     ),
     'allocation-doubled': Code(
-        'an instance has claims on several computes',
-        manual_repair='correct its claim in placement, with its generation: PUT /allocations/<instance>',
+        'a claim is on several computes', manual_repair='correct it with its generation: PUT /allocations/<instance>'
     ),
     # etcd
     'request-doubled': Code('an instance is requested from several computes', manual_repair=REPAIR_WRONG_KEY),
@@ -100,64 +97,49 @@ CODES = {
     'request-unreadable': Code('a request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-unreadable': Code('a queued request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-flavorless': Code(
-        'the flavor of a queued request does not exist',
-        manual_repair='run `eschedule flavor set` for this flavor, or `eschedule destroy <instance>`',
+        'a queued request has no flavor', manual_repair='run `eschedule flavor set`, or `eschedule destroy <instance>`'
     ),
-    'queued-doubled': Code(
-        'a queued request is already delivered, or is in several queues', Repair.UNQUEUE, REPAIR_WRONG_KEY
-    ),
+    'queued-doubled': Code('a queued request is delivered, or in several queues', Repair.UNQUEUE, REPAIR_WRONG_KEY),
     'taker-unleased': Code(
-        'a taker key has no lease, so no other compute takes the request',
-        manual_repair='if its compute is not taking the request: `etcdctl del <key>`',
+        'a taker key has no lease', manual_repair='if its compute does not take the request: `etcdctl del <key>`'
     ),
     'record-missing': Code(
-        'a requested instance has a domain and no record',
-        manual_repair='restart its ecompute, which writes the record again',
+        'a requested instance has a domain and no record', manual_repair='restart its ecompute, which writes it again'
     ),
     'record-doubled': Code('several computes have a record of an instance', manual_repair=REPAIR_WRONG_KEY),
-    'record-unreadable': Code(
-        'a record is malformed', manual_repair='run `etcdctl del <key>`, and restart the ecompute that wrote it'
-    ),
-    'record-unleased': Code(
-        'the record of a finished instance has no lease, so it is never deleted', Repair.PUT_ON_LEASE
-    ),
+    'record-unreadable': Code('a record is malformed', manual_repair='`etcdctl del <key>`, then restart its ecompute'),
+    'record-unleased': Code('the record of a finished instance has no lease', Repair.PUT_ON_LEASE),
     'record-leased': Code(
-        'the record of a living instance is on a lease, so it will be deleted',
+        'the record of a living instance is on a lease',
         manual_repair='write it without a lease: `etcdctl get --print-value-only <key> | etcdctl put <key>`',
     ),
     'booted-orphaned': Code('/booted has an address of an instance that does not live', Repair.DELETE),
     'booted-differs': Code(
-        'the address in /booted differs from the record',
-        manual_repair='run `etcdctl put <key> ADDRESS`, with the address in the record',
+        '/booted differs from the record', manual_repair='`etcdctl put <key> ADDRESS`, with the address in the record'
     ),
-    'name-orphaned': Code(
-        'the owner of a name does not live, or has another name', Repair.DELETE, manual_repair=REPAIR_MALFORMED
-    ),
+    'name-orphaned': Code('no living instance has this name', Repair.DELETE, manual_repair=REPAIR_MALFORMED),
     'name-missing': Code(
         'a living instance does not own its name',
         Repair.RESTORE_NAME,
-        manual_repair='destroy this instance or the one that owns the name, or keep both and use the uuid of this one',
+        manual_repair='destroy this instance or the owner of the name, or keep both and use the uuid of this one',
     ),
     'name-reserved': Code(
         'the name of a living instance is reserved for a command', manual_repair='use its uuid instead of its name'
     ),
     'group-unreadable': Code('a group is malformed', manual_repair=REPAIR_MALFORMED),
-    'group-broken': Code(
-        'the members of a strict group violate its policy', manual_repair='destroy the members that violate it'
-    ),
+    'group-broken': Code('a strict group violates its policy', manual_repair='destroy the members that violate it'),
     'group-orphaned': Code('a group has a member that is neither requested nor living', Repair.LEAVE_GROUP),
     'group-missing': Code('an instance is not a member of the group in its request', Repair.JOIN_GROUP),
     'quota-unreadable': Code('a quota is malformed', manual_repair=REPAIR_MALFORMED),
     'quota-differs': Code('the usage in a quota differs from the requests of its project', Repair.RECOUNT),
     'usage-differs': Code(
-        'the usage in a quota differs from the usage that placement counts',
+        'the usage in a quota differs from the usage in placement',
         manual_repair='find the claim without a request: `openstack resource provider show --allocations <compute>`',
     ),
     'attempt-unleased': Code(
-        'an attempt has no lease, so it is never deleted',
-        manual_repair='if no eschedule places the instance: `etcdctl del <key>`',
+        'an attempt has no lease', manual_repair='if no eschedule places the instance: `etcdctl del <key>`'
     ),
-    'hostname-orphaned': Code('a host name is stored for a compute that does not exist', Repair.DELETE),
+    'hostname-orphaned': Code('the host name of a compute that does not exist', Repair.DELETE),
     'presence-unleased': Code('the presence of a compute has no lease', manual_repair='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
@@ -165,14 +147,9 @@ CODES = {
         manual_repair='start its ecompute (after a restore of etcd: `ecompute --accept-new-etcd`); if the machine is '
         'off for good: `eschedule host forget <host> --fenced`',
     ),
-    'compute-mute': Code(
-        'a living compute returns no digest', manual_repair='check the log of its ecompute, and restart it'
-    ),
+    'compute-mute': Code('a living compute returns no digest', manual_repair='check its log, restart its ecompute'),
     'domain-missing': Code('a living instance has no domain', manual_repair='eschedule destroy <instance>'),
-    'domain-off': Code(
-        'the domain of an active instance is off',
-        manual_repair='check the log of its ecompute, which has not noticed it',
-    ),
+    'domain-off': Code('an active instance is off', manual_repair='check the log of its ecompute, which missed it'),
     'domain-running': Code(
         'the domain of a stopped or finished instance runs',
         manual_repair='check the log of its ecompute; `virsh destroy <instance>` on its host stops the domain',
@@ -181,42 +158,31 @@ CODES = {
         'a domain differs from its record and claim', manual_repair='undo with virsh the change that its fault names'
     ),
     'domain-undefined': Code(
-        'a running domain is not defined, so it vanishes when it stops',
-        manual_repair='save `virsh dumpxml <instance>` to a file, and run `virsh define` with it',
+        'a running domain is not defined', manual_repair='save `virsh dumpxml <instance>` in a file; `virsh define` it'
     ),
     'domain-orphaned': Code(
         'a domain that no request and no record needs',
         manual_repair='after a restore of etcd, `ecompute --accept-new-etcd` on its host; otherwise '
         '`virsh destroy <instance>; virsh undefine <instance>` there, and the next audit finds its disk',
     ),
-    'domain-misplaced': Code(
-        'a domain has the owner mark of another compute',
-        manual_repair='run `virsh destroy <instance>; virsh undefine <instance>` on the host of the wrong domain',
-    ),
-    'domain-doubled': Code(
-        'several computes have a domain of an instance',
-        manual_repair='run `virsh destroy <instance>; virsh undefine <instance>` on the host of the wrong domain',
-    ),
+    'domain-misplaced': Code('a domain has the owner mark of another compute', manual_repair=REPAIR_WRONG_DOMAIN),
+    'domain-doubled': Code('several computes have a domain of an instance', manual_repair=REPAIR_WRONG_DOMAIN),
     'disk-missing': Code('a living instance has no disk', manual_repair='eschedule destroy <instance>'),
     'base-missing': Code(
-        'the base volume of a disk does not exist',
-        manual_repair='restore the file from the same image, or `eschedule destroy <instance>`',
+        'a disk has no base volume', manual_repair='restore the same image file, or `eschedule destroy <instance>`'
     ),
     'disk-orphaned': Code(
-        'a disk that no request and no record needs',
-        Repair.CLEAR,
-        manual_repair='check that it is not the only disk of the instance, and remove it manually',
+        'a disk without an instance', Repair.CLEAR, manual_repair='unless it is the only copy, remove it manually'
     ),
-    'seed-orphaned': Code('a compute has metadata of an instance that it does not have', Repair.CLEAR),
-    'iso-orphaned': Code('a compute has a NoCloud disk of an instance that it does not have', Repair.CLEAR),
-    'reservation-orphaned': Code('an address is reserved for an instance that its compute does not have', Repair.CLEAR),
+    'seed-orphaned': Code('metadata without an instance on its compute', Repair.CLEAR),
+    'iso-orphaned': Code('a NoCloud disk without an instance on its compute', Repair.CLEAR),
+    'reservation-orphaned': Code('a reserved address without an instance on its compute', Repair.CLEAR),
     'reservation-missing': Code(
-        'the address of a living instance is not reserved',
-        manual_repair='restart its ecompute, which reserves it again',
+        'the address of a living instance is not reserved', manual_repair='restart its ecompute, which reserves it'
     ),
     'reservation-differs': Code(
         'the address that is reserved for a living instance differs from its record',
-        manual_repair='delete it with `virsh net-update <network> delete ip-dhcp-host`, and restart its ecompute',
+        manual_repair='delete it with `virsh net-update <network> delete ip-dhcp-host`, then restart its ecompute',
     ),
     'metadata-refused': Code(
         'a guest gets no metadata', manual_repair='correct the problem that its fault names, and reboot the guest'
@@ -224,16 +190,14 @@ CODES = {
     'part-orphaned': Code('a partly written file that no process writes', Repair.CLEAR),
     'base-differs': Code(
         'a base volume has changed since it was fetched',
-        manual_repair='destroy the instances on it, which the log of its ecompute names; '
-        'the next instance of that image fetches it again',
+        manual_repair='destroy its instances, which the log of its ecompute names; the next one fetches it again',
     ),
     'dhcp-open': Code(
         'the DHCP of a network gives addresses to unknown MACs',
-        manual_repair='run `virsh net-edit`; change the first line to '
-        "<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and insert before </network> "
-        "<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
-        'then run `virsh net-destroy` and `virsh net-start`, which disconnect its guests until its ecompute plugs '
-        'them in again, a second later',
+        manual_repair="`virsh net-edit` it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, "
+        "and before </network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
+        'then `virsh net-destroy` and `virsh net-start` it, which disconnects its guests for a second, until its '
+        'ecompute plugs them in again',
     ),
 }
 
@@ -345,12 +309,7 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
             compute = keys.get_last_part(key)
-            yield Finding(
-                'presence-unleased',
-                compute,
-                f'{key} has no lease, so it does not prove that the compute is alive',
-                keys=(key,),
-            )
+            yield Finding('presence-unleased', compute, f'{key} has no lease: its compute may be dead', keys=(key,))
         if key.startswith(keys.HOSTNAMES) and keys.get_last_part(key) not in known_computes:
             detail = f'{key} names a compute that placement, requests and records of living instances do not have'
             presence = keys.compute(keys.get_last_part(key))
@@ -358,13 +317,9 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
     for compute in sorted(world.living_computes):
         provider = world.planes.providers.get(compute)
         if provider is None:
-            yield Finding(
-                'provider-missing', compute, f'compute {compute} is alive, but placement has no provider for it'
-            )
+            yield Finding('provider-missing', compute, f'compute {compute} is alive, but has no provider')
         elif not provider.inventory:
-            yield Finding(
-                'inventory-missing', compute, f'compute {compute} is alive, but placement has no inventory of it'
-            )
+            yield Finding('inventory-missing', compute, f'compute {compute} is alive, but has no inventory')
         if compute in world.planes.mute_reasons:
             reason = world.planes.mute_reasons[compute]
             yield Finding('compute-mute', compute, f'compute {compute} is alive, but returns no digest: {reason}')
@@ -381,9 +336,7 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
             total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
-                yield Finding(
-                    'capacity-exceeded', compute, f'its claims use {name}:{amount}, but it has {name}:{total}'
-                )
+                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is claimed, but it has {total}')
 
 
 def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
@@ -588,9 +541,7 @@ def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
         yield Finding('disk-missing', instance, f'{summary}, but its domain has no disk', compute)
     elif instance in digest.without_base:
         path = digest.without_base[instance]
-        yield Finding(
-            'base-missing', instance, f'{summary}, but the base volume {path} of its disk does not exist', compute
-        )
+        yield Finding('base-missing', instance, f'{summary}, but its base volume {path} is missing', compute)
     switching = world.is_switching(instance)
     if not guest.defined:
         yield Finding('domain-undefined', instance, f'{summary}, but its running domain is not defined', compute)
@@ -610,11 +561,8 @@ def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
         if interface.expected is None or address == interface.expected:
             continue
         code = 'reservation-missing' if address is None else 'reservation-differs'
-        reserved_address = 'no address' if address is None else address
-        sentence = (
-            f'its record has {interface.expected} reserved on network {interface.network}, '
-            f'but compute {compute} reserves {reserved_address} for it'
-        )
+        held = f'reserves {address or "no address"} for it'
+        sentence = f'its record has {interface.expected} on {interface.network}, but compute {compute} {held}'
         yield Finding(code, instance, sentence, compute)
 
 
@@ -644,9 +592,7 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
         for compute, guest in _find_domains(world, instance).items():
             if compute in wishes:
                 condition = 'runs' if guest else 'is defined'
-                sentence = (
-                    f'it is requested from compute {compute} and its domain {condition} there, but it has no record'
-                )
+                sentence = f'it is requested from compute {compute}, its domain {condition}, but it has no record'
                 yield Finding('record-missing', instance, sentence, compute)
 
 
@@ -676,9 +622,7 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
     record = world.records.get(instance)
     if record is None:
         summary = (
-            f'it is requested from compute {", ".join(sorted(home_computes))}'
-            if home_computes
-            else 'it has no request and no record'
+            f'it is requested from compute {", ".join(sorted(home_computes))}' if home_computes else 'it has no request'
         )
     else:
         summary = f'its record has state {record.state}' + (f' on compute {record.compute}' if home_computes else '')

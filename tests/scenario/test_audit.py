@@ -121,7 +121,7 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     messages = table.stderr.splitlines()
     assert all(line.startswith('eschedule: ') for line in messages), table
     assert 'eschedule: allocation-orphaned: Fix: eschedule audit --fix (releases the claim)' in messages
-    assert any(line.startswith('eschedule: booted-differs: Fix: run `etcdctl put ') for line in messages)
+    assert any(line.startswith('eschedule: booted-differs: Fix: `etcdctl put ') for line in messages)
     assert messages[-1].endswith(': 2 findings')
     findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}
     assert set(findings_by_code) == {'allocation-orphaned', 'booted-differs'}
