@@ -205,9 +205,8 @@ CODES = {
 class Finding(NamedTuple):
     """One disagreement about `subject`: an instance, compute, name, group or project.
 
-    `sentence` says what each plane has. `compute` is where it is, '' if nowhere. --fix has that compute remove
-    `leftover`, unless None. With `is_repairable` False --fix leaves the finding alone, although its code has a repair.
-    `keys` are the keys in etcd to choose from; --fix changes the first one, if all are still as they were found.
+    `compute` is where it is, '' if nowhere; --fix has it remove `leftover`, unless None. If not `is_repairable`, --fix
+    leaves the finding alone, although its code has a repair. Of `keys` --fix changes the first, if all are unchanged.
     """
 
     code: str
@@ -246,10 +245,9 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings that both checks have, and about whose subject no key changed.
+    """Return the findings of both checks about whose subject no key differs in `revisions`, read during the checks.
 
-    A key changed if the `revisions`, read during and after the checks, differ; a subject without keys is unchanged.
-    Work on an instance changes keys, so planes that were read at different moments need not disagree about it.
+    Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     """
     second_findings = set(second)
     return [
@@ -268,9 +266,9 @@ CODES_BY_TROUBLE = {
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Return every disagreement between the planes, starting with those about computes.
+    """Return every disagreement between the planes; an instance with an attempt in flight is left out.
 
-    An instance with an attempt in flight is not audited; the keys of queues, names, groups and quotas are.
+    The keys of queues, names, groups and quotas are audited in any case.
     """
     world = AuditIndex(planes)
     findings = [
@@ -300,11 +298,7 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
-    """Find unleased presences, orphaned host names, and computes that differ from placement.
-
-    A living compute lacks provider, inventory or digest; a silent one holds claims, or may run what waits; any has
-    more allocated than its capacity, in which reserved amounts count as usable.
-    """
+    """Find unleased presences, orphaned host names, and computes whose state and provider disagree."""
     known_computes = {*world.living_computes, *world.planes.providers, *world.list_absent_computes()}
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
@@ -348,10 +342,9 @@ def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
-    """Find unleased takers, and queued requests that are malformed, doubled or flavorless.
+    """Find unleased takers and queued requests that are malformed, doubled or flavorless: one finding each.
 
-    Each request gives at most one finding. One that is also delivered or recorded is repairable, unless it waits in
-    several queues.
+    A doubled one is repairable if it is delivered or recorded, and in one queue only.
     """
     for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
@@ -380,10 +373,7 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_names(world: AuditIndex) -> Iterator[Finding]:
-    """Find names that are malformed, or whose owner has ended, is unknown, or has another name.
-
-    A failed instance keeps its name while that is on a lease. A malformed record or request may have the name.
-    """
+    """Find names that are malformed, or whose owner has ended, is unknown, or has another name."""
     for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
@@ -392,7 +382,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
         waiting = world.queue_entries.get(instance, {}).values()
         if instance in world.malformed_records or any(isinstance(wish, InvalidRequest) for wish in (*wishes, *waiting)):
-            continue  # its name is unknown
+            continue  # a malformed record or request may have the name
         entry = world.get_value(key)
         if record is not None and not world.is_living(instance):
             # A failed instance keeps its name, on a lease, for as long as its record.
@@ -408,10 +398,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
-    """Find the instance's names that are reserved for commands, absent, another's or leased.
-
-    The last three are one finding, name-missing, which is not repairable if another instance has the name.
-    """
+    """Find the instance's names that are reserved for commands, absent, another's (not repairable) or leased."""
     for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'its name is {name}, which is reserved for a command')
@@ -521,11 +508,7 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Compare a living instance's record with its compute's digest, if there is one.
-
-    If the domain is absent, or has another compute's mark, nothing else is compared. Whether it runs is not compared
-    while a stop, start or reboot is carried out.
-    """
+    """Compare a living instance's record with its compute's digest, if any; not if it runs while that changes."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
@@ -597,10 +580,7 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Finding]:
-    """Find the address and claim that remain of an instance that is finished or unknown.
-
-    A claim is found only without guest and request, and if all computes that it is on gave a digest.
-    """
+    """Find the address and claim that remain of an instance that is finished or unknown."""
     booted = world.get_value(keys.address(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
@@ -611,7 +591,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     held = {
         name: resources for name, resources in world.allocations.get(instance, {}).items() if name in world.computes
     }
-    # A guest needs its claim, and a compute without a digest may have the guest.
+    # A guest or a request needs the claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
         yield Finding('allocation-orphaned', instance, f'placement has a claim of {_format_held(held)}; {summary}')
@@ -712,10 +692,7 @@ def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
 
 
 def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
-    """Find requests whose group is absent or does not have the instance on the same compute.
-
-    Tombstones and malformed groups are skipped.
-    """
+    """Find requests, but no tombstones, whose group is absent or lacks the instance on their compute."""
     for compute, wish in world.wishes.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
@@ -733,27 +710,24 @@ def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
-    """Find malformed quotas, and quotas that differ from the requests or placement's usage.
-
-    Each gives at most one finding; placement's usage is compared only while no instance is in work.
-    """
+    """Find quotas that are malformed, or differ from the requests or placement's usage: one finding each."""
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             key = keys.quota(project)
             yield Finding('quota-unreadable', project, f'{key} is malformed: {quota}', keys=(key,))
             continue
         requested = _count_requested(world, project)
-        difference_words = _describe_difference(quota.used, requested)
-        if difference_words:
-            sentence = f'{keys.quota(project)} counts {difference_words[0]}, but its requests use {difference_words[1]}'
+        difference = _describe_difference(quota.used, requested)
+        if difference:
+            sentence = f'{keys.quota(project)} counts {difference[0]}, but its requests use {difference[1]}'
             yield Finding('quota-differs', project, sentence)
             continue
         claimed = world.planes.usages.get(project)
         # Not compared while work is in progress: an attempt claims before it delivers, a destroy releases the claim.
         in_work = world.in_flight or any(map(world.is_in_work, world.wishes))
-        difference_words = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
-        if difference_words:
-            sentence = f'{keys.quota(project)} counts {difference_words[0]}, but placement counts {difference_words[1]}'
+        difference = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
+        if difference:
+            sentence = f'{keys.quota(project)} counts {difference[0]}, but placement counts {difference[1]}'
             yield Finding('usage-differs', project, sentence)
 
 
@@ -765,10 +739,7 @@ def _count_requested(world: AuditIndex, project: str) -> dict[str, int]:
 
 
 def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the differing amounts as text, of the first and the second; None if all are equal.
-
-    A name that one lacks counts as 0.
-    """
+    """Return the differing amounts of both as text, 0 for a name that one lacks; None if all are equal."""
     names = sorted(name for name in {*first, *second} if first.get(name, 0) != second.get(name, 0))
     if not names:
         return None

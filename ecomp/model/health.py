@@ -1,7 +1,6 @@
 """The checks of `eschedule doctor` and `ecompute --check`: problems and their cures. Pure.
 
-A check is a row of a table: its name, and a function that yields (problem, cure), two texts, for each fact that is
-wrong, or nothing.
+A check is a row of a table: its name, and a function that yields (problem, cure), two texts, for each wrong fact.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def read_certificate_end(content: bytes) -> datetime:
 
 
 def _read_element(der: bytes) -> tuple[int, bytes, bytes]:
-    """Return the tag and content of the first DER element, and the bytes after it.
-
-    Raises IndexError without tag and length; content that is cut off is returned as it is.
-    """
+    """Return tag and content, maybe cut off, of the first DER element, and the rest; IndexError without a length."""
     tag, length, start = der[0], der[1], 2
     if length > 0x7F:
         start = 2 + (length & 0x7F)
@@ -73,11 +69,10 @@ MISSING = 'missing'
 class LibvirtFacts:
     """Facts about libvirt on this host; a reason or directory is '' if there is no problem.
 
-    `version` is the daemon's, `library_version` ours, both as libvirt counts. `qemu_user` is the user that runs QEMU.
-    `blocked_directory` is on the path to the disks, and QEMU cannot enter it. `foreign_pool_directory` is that of a
-    pool with our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; with `has_bridge` libvirt
-    made the bridge of one. `network_problems` say, with the fix after `. Fix: `, why guests cannot be made or addressed
-    on a network. `is_kvm_closed`: QEMU cannot open /dev/kvm. `computes` are the owners of guests on this host.
+    `version` is the daemon's, `library_version` ours, both as libvirt counts. QEMU, run by `qemu_user`, cannot enter
+    `blocked_directory` above the disks, or open /dev/kvm if `is_kvm_closed`. `foreign_pool_directory` is of a pool with
+    our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; with `has_bridge` libvirt made the
+    bridge of one. `network_problems` of guests end in `. Fix: …`. `computes` are the owners of guests on this host.
     """
 
     version: int
@@ -97,10 +92,7 @@ class LibvirtFacts:
 
 
 class StateDirectory(NamedTuple):
-    """The state directory; `owner_uid` None: not accessible, `uuid` '': none is stored.
-
-    The stored text is a uuid only if `has_valid_uuid`. `caller_uid` is our own user.
-    """
+    """The state directory; `owner_uid` None: not accessible, `uuid`: the stored text or '', `caller_uid`: ours."""
 
     path: str
     caller_uid: int
@@ -114,11 +106,10 @@ class StateDirectory(NamedTuple):
 class MachineFacts:
     """Facts about this machine; a reason or directory is '' if there is no problem.
 
-    `no_library_reason` says that libvirt-python is missing, then `. Fix: ` and the cure. `has_libvirtd`: its program is
-    installed. `configured_uuid`, `virt_type` and `metadata_mode` are `uuid:`, `virt_type:` and `metadata:` in
-    compute.yaml. `proxy_variables` are names of environment variables; `has_image_proxy`: compute.yaml sets one.
-    `is_metadata_port_taken`: another kind of server listens there. `refused_settings` are the errors in compute.yaml
-    that would stop a start, a sentence each. `missing_image_directory` is that of `images:`.
+    `no_library_reason` says that libvirt-python is missing, and the cure (see _split_cure()). `has_libvirtd`: its
+    program is installed. `configured_uuid`, `virt_type`, `metadata_mode`, `has_image_proxy` and
+    `missing_image_directory` are about settings in compute.yaml; `refused_settings` are the errors in it that prevent a
+    start, a sentence each. `is_metadata_port_taken`: another kind of server listens there.
     """
 
     state: StateDirectory
@@ -367,10 +358,9 @@ class Certificate:
 class Backends:
     """Facts about etcd and placement, as this machine reaches them.
 
-    `etcd` and `placement` are their names with address. `config_path` is the file that configures them, None if there
-    is none. `etcd_failure` and `placement_failure` say why one does not answer properly, '' if it does; a version is ''
-    if unknown. `ahead_seconds` is our clock minus placement's, None if placement sends no time. `now` has a time zone.
-    `open_secrets` are the paths of secrets that every user can read or change.
+    `etcd` and `placement` are their names with address, `config_path` is the file with them or None. A failure says why
+    one does not answer properly; it is '' if it does, a version is '' if unknown. `ahead_seconds` is our clock minus
+    placement's, None if it sends no time. `now` has a time zone. `open_secrets` are files that are open to every user.
     """
 
     etcd: str
@@ -394,10 +384,7 @@ class Backends:
 
 @dataclass(frozen=True)
 class ComputeFacts:
-    """The computes, and the version of ecomp that each living one runs.
-
-    `unserved_reason` says that requests wait in a queue from which no compute takes, with the fix after `. Fix: `.
-    """
+    """The computes, the version of each living one, and Computes.describe_unserved() of what is queued."""
 
     hosts: tuple[Host, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -411,16 +398,13 @@ def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Proble
 
 
 def _find_cure(section: str, reason: str, facts: Backends) -> str:
-    """Return the cure of a backend's failure, which is recognized by words in `reason`.
-
-    `section` is the backend's in the configuration, `etcd` or `placement`.
-    """
+    """Return the cure of a failure, recognized by words in `reason`, of `section`: `etcd` or `placement`."""
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
     if 'is the clock right?' in reason:
         return 'run `timedatectl set-ntp true` here and on the control host'
     if 'its certificate has expired' in reason:
         return 'run `elab certs DIR` on the control host, and check that the clock of this machine is right'
-    # A text that only asks whether our certificate is accepted does not match: the server may just be shutting down.
+    # A text that only asks whether our certificate is accepted must not match: the server may be shutting down.
     if any(text in reason for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
         return f'run `elab certs DIR` on the control host, copy the new files here, and name them in `{section}:`'
     if facts.config_path is None:
@@ -521,7 +505,7 @@ def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
 
 def _are_same_version(one: str, other: str) -> bool:
     """Return True for equal releases and commits; a commit that only one has is ignored."""
-    # A wheel's version has no commit (ecomp.read_version), so it may have been built from the other's.
+    # A wheel's version has no commit (ecomp.read_version): it may have been built from the other's.
     (release, _, commit), (other_release, _, other_commit) = one.partition('+'), other.partition('+')
     return release == other_release and (commit == other_commit or not commit or not other_commit)
 
