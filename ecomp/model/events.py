@@ -1,8 +1,7 @@
 """Events: changes of etcd's keys, described in words. Pure.
 
-etcd stores values without times, so an event's time comes from the new value (a stage, a boot), or is unknown. Changes
-of progress, claims and audit answers are not events. Events are not trusted: a compute can write anything below its own
-uuid, which is the event's `compute`.
+etcd stores values without times, so an event's time is from the new value (a stage, a boot), or unknown. Progress,
+claims and audit answers give no events. Events are not trusted: a compute can write anything below its own uuid.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One event, at a revision of etcd. `kind` is one of KINDS, `says` is the text.
-
-    `instance` and `compute` are uuids, `name` is the instance's name, `time` is ISO; each is '' if absent.
-    """
+    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO time are '' if absent."""
 
     revision: int
     kind: str
@@ -68,10 +64,7 @@ DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute, seen_at: str = '') -> list[Event]:
-    """Return the events of the changes of one revision; a change without an event gives none.
-
-    All get the latest time in the new values, or else `seen_at`, when the changes were received ('' for past ones).
-    """
+    """Return the events of one revision; their time is the latest in the new values, else `seen_at` ('': unknown)."""
     takers = {
         keys.get_last_part(request.key): request.key.split('/')[2] for request in changes if _is_new_request(request)
     }
@@ -125,10 +118,7 @@ def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, s
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield what is new in a record; or that it is gone or malformed, without times.
-
-    A removed record of ecomp 1.0 gives nothing.
-    """
+    """Yield what is new in a record; or that it is deleted or malformed, without times."""
     compute, instance = keys.parse_record_key(change.key)
     if change.after is None and compute is None:
         return  # a record of ecomp 1.0 that moved below its compute
@@ -200,10 +190,7 @@ def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface])
 
 
 def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a request, destroy or power action was accepted, or that it is malformed.
-
-    A removed request gives nothing; nor does a valid one of which the earlier value is unknown.
-    """
+    """Yield that a request is malformed or, if the earlier value is known, accepted; or its destroy or power action."""
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
@@ -230,10 +217,9 @@ def _describe_request_change(before: Request | None, after: Request, compute_nam
 
 
 def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a request waits (again), left its queue, or is being taken by a compute.
+    """Yield that a request is being taken, left its queue or, if the earlier value is known, waits.
 
-    `takers`, {instance: compute}, are the new requests of the same revision: the compute has it. A waiting one whose
-    earlier value is unknown gives nothing.
+    `takers`, {instance: compute}, are of the new requests in the same revision.
     """
     place = keys.parse_queue_key(change.key)
     if place is None:
@@ -319,7 +305,7 @@ def _describe_limits(project: str, value: bytes) -> str:
 
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that etcd got its identity, whatever the change of the key is."""
+    """Yield that etcd got its identity, for each change of the key."""
     yield Event(change.revision, 'cluster', 'this etcd got its identity'), ()
 
 

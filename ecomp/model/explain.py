@@ -18,10 +18,7 @@ from ecomp.model.status import DISABLED
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider; `is_standalone` without parent and children.
-
-    `taken_count` is the number of other instances of the same set whose usage with_usage() added.
-    """
+    """A resource provider, standalone if not nested. Its usage includes that of `taken_count` instances of a set."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
@@ -110,10 +107,9 @@ class Miss:
 def explain_uncovered(
     query: Iterable[Constraint], provider: Provider, sharing_providers: Iterable[Provider]
 ) -> str | None:
-    """Say, as the end of a sentence, why this module does not cover a provider, or None.
+    """Say, as the end of a sentence, why this module does not cover a nested or sharing provider, or None.
 
-    Not covered are nested and sharing providers, and those with which a provider shares a class of the query in a
-    common aggregate. `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
+    Nor does it cover one that shares a class of the query with `sharing_providers` (MISC_SHARES_VIA_AGGREGATE).
     """
     if not provider.is_standalone:
         return 'its resource providers are nested'
@@ -128,11 +124,8 @@ def explain_uncovered(
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a provider for which explain_uncovered() is None.
-
-    That the provider is disabled comes first, the others in the order of the query.
-    """
-    # Required classes are never dropped, so a query that has one still has resources after another class is dropped.
+    """Find the constraints that fail on a covered provider: that it is disabled, then in the query's order."""
+    # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
     failures = (failure for failure in results if failure is not None)
@@ -142,9 +135,9 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 def add_group_failure(
     original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Return the miss, with a failure added if the group (None: no group) bars the provider.
+    """Return the miss, with a failure added if the group, unless None, bars the provider.
 
-    `taken_computes` are those that the other instances of its set take, in order; they count as members of the group.
+    `taken_computes` are those of the set's other instances, in order; they count as members of the group.
     """
     if group is None:
         return original
@@ -169,20 +162,14 @@ def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
 
 
 def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
-    """Find the miss with the smallest cure, or None; cures that free nothing come first.
-
-    Misses without failures, and those with a failure that has no cure, are left out.
-    """
+    """Find the miss with the smallest cure, preferably one that frees nothing; None if no miss can be cured."""
     curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """Return the query with the constraints that have a cure replaced or dropped.
-
-    Amounts to free and cures of groups have no effect on it.
-    """
+    """Return the query with the constraints that have a cure, but not of a group, replaced or dropped."""
     replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
         cure.constraint: cure.replacement for cure in cures
     }
@@ -215,10 +202,7 @@ def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
 
 
 def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
-    """Return the failure of a constraint on the provider; None if it is met.
-
-    `can_drop`: the query still asks for resources if an amount that is not of REQUIRED_CLASSES is dropped.
-    """
+    """Return the failure of a constraint, None if it is met; `can_drop`: the query may lose an optional amount."""
     if isinstance(constraint, Amount):
         return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
     names = provider.get_names(constraint.key)
@@ -256,10 +240,9 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 def _check_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
-    """Return the failure, with all its reasons, of an amount in an inventory; None if it fits.
+    """Return the failure, with all reasons, of an amount in an inventory (None: lacks the class); None if it fits.
 
-    Inventory None: the provider does not have the class. With `taken_count` the usage is not quoted, as it includes the
-    set's.
+    With `taken_count` the usage is not quoted, because it includes the set's.
     """
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
@@ -290,10 +273,7 @@ def _check_amount(
 def _find_cure(
     requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
 ) -> Cure | None:
-    """Return the first possible cure: ask for the possible amount, drop the class, free some.
-
-    None if even the empty inventory has no valid amount.
-    """
+    """Return the first possible cure: the possible amount, drop the class, free some; None if none fits when empty."""
     if possible_amount is not None:
         return Cure(requested, Amount(requested.name, possible_amount))
     if drop_cure is not None:

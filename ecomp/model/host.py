@@ -1,11 +1,11 @@
 """Computes, their free room, and which of them has an instance. Pure.
 
-A compute is shown and typed by its host's name. Its presence contains the name; the key /hostnames/<compute>, JSON
-{"version", "hostname"}, keeps it until the compute is forgotten.
+A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
+/hostnames/<compute>, JSON {"version", "hostname"}.
 
-A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with the capacity as placement
-calculates it. The percentage is rounded up, so free room is never published as 0. It is negative if more is allocated
-than the capacity, which may be 0. A closed or read-only compute publishes no hint.
+A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
+0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A
+closed or read-only compute publishes no hint.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ from ecomp.model.text import join_some, make_printable, replace_uuids
 
 
 class RecordFilter(NamedTuple):
-    """A filter for records. A field that is None accepts all.
-
-    `name` is a pattern, case-sensitive, with *, ? and [...]; a record without name is matched as ''.
-    """
+    """A filter for records; None accepts all. `name` is a case-sensitive pattern with *, ? and [...]; no name is ''."""
 
     states: Collection[str] | None = None
     compute: str | None = None
@@ -70,13 +67,12 @@ class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
 
     Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are
-    not its own. Trusted is the compute that is asked for the instance. Of several, it is the one that holds the claim
-    in placement, because the uuid is public before delivery and the oldest request need not be the right one. If none
-    or all of them hold a claim, or placement was not queried, it is the one with the oldest key. `request`, `record`
-    and `record_key` are its own, None if it has none.
+    not its own. Trusted is the compute with a request; of several the one with the claim in placement, because the
+    uuid is public before delivery, so the oldest request may be a false one; if none or all have a claim, or placement
+    was not queried, the one with the oldest key. `request`, `record` and `record_key` are its own, or None.
 
-    `claimless` are computes that are asked for the instance and were found to hold no claim. In `records`, '' is for a
-    record that names no compute, or a malformed one of ecomp 1.0.
+    `claimless` are computes with a request that were found to have no claim. In `records`, '' is for a record that
+    names no compute, or a malformed one of ecomp 1.0.
     """
 
     requests: dict[str, Kind] = field(default_factory=dict)
@@ -85,14 +81,14 @@ class EntriesByCompute(Generic[Kind]):
     claimless: set[str] = field(default_factory=set)
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """Query computes, oldest request first, until one holds the claim; fill `claimless`.
+        """Query computes, oldest request first, until one has the claim, and fill `claimless`.
 
-        No-op for fewer than two requests. What `consumer_lookup` raises passes.
+        No-op for fewer than two requests. Errors of `consumer_lookup` pass.
         """
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):
-            # A name that is not a uuid is not a compute: it is text from a key, and would become part of a URL path.
+            # Other text from a key is not a compute, and would become part of a URL path.
             if keys.is_uuid(compute) and instance in consumer_lookup(compute):
                 return
             self.claimless.add(compute)
@@ -121,11 +117,10 @@ class EntriesByCompute(Generic[Kind]):
 
 
 def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
-    """Return {instance: requests and records} from pairs of a key and its stored value.
+    """Return {instance: requests and records} from pairs of a key and its stored value; other keys are ignored.
 
-    Other keys are ignored; uuids are not checked. A record of ecomp 1.0, whose key names no compute, counts for the
-    compute in its value unless that has another record. A malformed one counts only if the instance has no other:
-    otherwise an invalid value written there would hide the record of a compute.
+    Uuids are not checked. A record of ecomp 1.0, whose key names no compute, counts for the compute in its value unless
+    that has another record. A malformed one counts only if it is the only one, so that it cannot hide another.
     """
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     old_records = []
@@ -186,10 +181,10 @@ Hint = Mapping[str, ClassHint]  # by resource class
 def make_room_hint(
     inventory: Mapping[str, Mapping[str, float]], allocations: Iterable[Resources]
 ) -> dict[str, list[int]]:
-    """Return the hint to publish for an inventory: {class: [capacity, free percent]}.
+    """Return the hint to publish for an inventory, {class: placement's fields}: {class: [capacity, free percent]}.
 
-    `inventory` is {class: placement's fields, of which "total" is required}. Over-allocation is rounded away from 0: 1
-    above a capacity of 3 is -34 percent. With a capacity of 0 or less, each unit above it counts as 100 percent.
+    Over-allocation is rounded away from 0: 1 above a capacity of 3 is -34 percent. With a capacity of 0 or less, each
+    unit above it is 100 percent. Of the fields "total" is required.
     """
     used = sum_resources(allocations)
     hint = {}
@@ -226,9 +221,9 @@ def has_room(hint: Hint, resources: Resources) -> bool:
 
 
 def estimate_free_share(hint: Hint, resources: Resources) -> float:
-    """Return the share (0 to 1) of the scarcest class that is free after placing `resources`.
+    """Return the share (0 to 1) of the scarcest class that is free after placing `resources`, in hundredths.
 
-    Rounded to hundredths. Classes that the hint lacks or whose capacity is 0 are ignored; 0 if no class is left.
+    Classes that the hint lacks or whose capacity is 0 are ignored; 0 if no class remains.
     """
     hinted = [(hint[name], amount) for name, amount in resources.items() if name in hint and hint[name].capacity]
     shares = [class_hint.free_percent / 100 - amount / class_hint.capacity for class_hint, amount in hinted]
@@ -244,9 +239,9 @@ _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
 class PresenceFacts(NamedTuple):
-    """The content of a living compute's presence; absent or malformed fields are None.
+    """The content of a presence; absent or malformed fields, and in ecomp 1.0 `queues` and `room`, are None.
 
-    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. ecomp 1.0 writes neither `queues` nor `room`.
+    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues.
     """
 
     hostname: str | None = None
@@ -282,9 +277,9 @@ class Computes:
         return host if compute in self._uniquely_named else f'{host} ({compute})'
 
     def find_by_hostname(self, hostname: str) -> list[str]:
-        """Return the computes with this host name, sorted, also those that are away; [] if none.
+        """Return the computes with this host name, alive or not, sorted; [] if none.
 
-        A single living one is not preferred, because a compute may publish the name of one that is away.
+        A single living one is not preferred, because a compute may publish the name of a silent one.
         """
         return self._by_hostname.get(hostname, [])
 
@@ -310,10 +305,7 @@ class Computes:
         )
 
     def describe_unserved(self, names: Sequence[str]) -> str | None:
-        """Return one line that no compute takes these waiting requests; None if one may.
-
-        One may if it takes from queues, or is of an older version that does not say. Without `names` it is None, too.
-        """
+        """Return a line that no compute takes these requests; None without `names`, or if one may take them."""
         if (
             not names
             or self.no_taker_reason is None
@@ -353,17 +345,13 @@ class Computes:
         return by_hostname
 
 
-# No names known: every compute is shown by its uuid. Code that has not read etcd passes this as a ComputeNames only: as
-# Computes it would claim that no compute takes from queues, which is not known.
+# No names known: every compute is shown by its uuid. For code that has not read etcd it is a ComputeNames only, because
+# as Computes it would claim that no compute takes from queues.
 NO_COMPUTES = Computes()
 
 
 def is_hostname(text: object) -> bool:
-    """Return whether a value may be shown and typed as a host name: safe text, and not a uuid.
-
-    Safe are 1 to 253 letters, digits, ., _ and -, without . or - at the beginning. A uuid without dashes is refused,
-    too.
-    """
+    """Return whether a value is a host name: 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid."""
     if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
         return False
     if len(text.replace('-', '')) != 32:
@@ -390,8 +378,7 @@ def parse_hostname(value: bytes) -> str | None:
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
     """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/.
 
-    A malformed host name, or one stored for something else than a uuid, is left out. Uuids of presences are not
-    checked.
+    A host name that is malformed, or not stored for a uuid, is left out; uuids of presences are not checked.
     """
     by_uuid = {keys.get_last_part(key): parse_hostname(stored.value) for key, stored in hostnames.items()}
     return Computes(
@@ -401,11 +388,8 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
 
 
 def describe_silent_fix(host: str) -> str:
-    """Return the remedies for a silent compute that holds a claim, in the order to try them.
-
-    `host` is its name by format_name(); of `name (uuid)` the command gets the uuid.
-    """
-    argument = host.rpartition('(')[2].rstrip(')')
+    """Return the remedies for a silent compute with a claim, in order; `host` is from Computes.format_name()."""
+    argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
     return (
         f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`), or use another '
         f'uuid; if the machine is off for good: `eschedule host forget {argument} --fenced`'
@@ -418,11 +402,10 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd, sorted.
+    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd, sorted; others are left out.
 
-    A presence is no proof: a restored etcd has it again, with a full lease. It is one if it was written after
-    `start_revision`, etcd's revision when this process started, or once all leases of that time have expired. Providers
-    that are not named by their uuid are left out.
+    A presence is no proof, because a restored etcd has it again, with a full lease, unless it was written after
+    `start_revision`, etcd's revision when this process started, or all leases of that time have expired.
     """
     alive = {
         keys.get_last_part(key)
@@ -433,13 +416,10 @@ def list_unproven(
 
 
 def parse_presence(value: bytes) -> PresenceFacts:
-    """Parse a presence. An absent or malformed field is None; all are, without a JSON object.
-
-    A longer version or kind is cut off after MAX_SHOWN_CHARACTERS; `kind` may be any text.
-    """
+    """Parse a presence; absent or malformed fields are None. Version and kind are cut off (MAX_SHOWN_CHARACTERS)."""
     data = load_object_or_empty(value)
     version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
-    # Doctor prints the version inside a command for the user to copy, so only harmless characters are accepted.
+    # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
     if version is not None and not _VERSION_PATTERN.fullmatch(version):
         version = None
     queues = data.get('queues')
@@ -484,17 +464,14 @@ class ProviderSummary:
     def is_ours(self) -> bool:
         """True if named by its uuid, with VCPU or (as ecompute registers it) without inventory.
 
-        Others are not shown or removed: nova names its computes by host name, and a storage pool has no VCPU.
+        Others are not shown or removed: nova names its computes by host name, a storage pool has no VCPU.
         """
         return self.name == self.uuid and (not self.rooms or 'VCPU' in self.rooms)
 
 
 @dataclass(frozen=True)
 class EtcdState:
-    """etcd's state: computes, requests by compute and instance, records by instance.
-
-    `malformed_records` has instances; `invalid_names` has, by compute, names of requests that are not uuids.
-    """
+    """etcd's state. `malformed_records` are instances; `invalid_names` are, by compute, names that are not uuids."""
 
     computes: Computes = NO_COMPUTES
     requests: Mapping[str, Mapping[str, Request | InvalidRequest]] = field(default_factory=dict)
@@ -516,10 +493,7 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """One line of `eschedule hosts`. If disabled, nothing is placed there until it is enabled.
-
-    `state` is UP, DISABLED, CLOSED, SILENT or ORPHANED, `instance_count` the number of list_living().
-    """
+    """A line of `eschedule hosts`. `state` is UP, DISABLED, CLOSED, SILENT or ORPHANED; instances are list_living()."""
 
     compute: str
     hostname: str | None
@@ -534,8 +508,8 @@ class Host:
 class Leftovers:
     """The remains of a compute on which no instance lives.
 
-    `destroyed` are the instances whose destroy was accepted; `orphans` the other consumers with allocations there;
-    `stray_requests` are of instances that are gone or on another compute, or have a name that is not a uuid.
+    `destroyed` are instances whose destroy was accepted, `orphans` the other consumers with allocations there, and
+    `stray_requests` of instances that are gone or on another compute, or with a name that is not a uuid.
     """
 
     destroyed: tuple[str, ...] = ()
@@ -544,9 +518,9 @@ class Leftovers:
 
 
 def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> list[Host]:
-    """Return the computes that live, have requests or live instances, or are providers of ours.
+    """Return the computes that live, have requests or live instances, or are providers of ours, if they are uuids.
 
-    Sorted by host name and uuid; nameless ones come last. What is not a uuid is left out.
+    Sorted by host name and uuid; nameless ones come last.
     """
     uuids = {*etcd.living_computes, *etcd.requests, *etcd.invalid_names}
     uuids |= {record.compute for record in etcd.records.values() if record.state in LIVE_STATES}
@@ -556,9 +530,9 @@ def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> lis
 
 
 def list_living(compute: str, etcd: EtcdState) -> set[str]:
-    """Return the instances that live on a compute or are requested there, without tombstones.
+    """Return the instances that live on a compute or are requested there, also by a malformed request.
 
-    A malformed request counts; one of an instance that is gone or on another compute does not.
+    Tombstones, and requests of instances that are gone or on another compute, are left out.
     """
     requests = etcd.requests.get(compute, {})
     requested = {
@@ -581,12 +555,7 @@ def list_present(compute: str, etcd: EtcdState) -> set[str]:
 def find_forget_obstacle(
     compute: str, etcd: EtcdState, consumers: Collection[str], in_flight: Collection[str]
 ) -> str | None:
-    """Return one sentence why a compute must not be forgotten, or None if it may be.
-
-    `consumers` have allocations there; `in_flight` are the instances with an attempt in flight. Obstacles, first one
-    wins: it is alive, it has live instances, an attempt of a consumer is in flight, a record of a request or consumer
-    is malformed, a consumer is requested or recorded on another compute.
-    """
+    """Return why a compute must not be forgotten, and the cure; None if it may. `consumers` have claims there."""
     if compute in etcd.living_computes:
         host = etcd.computes.find_hostname(compute)
         return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
@@ -626,11 +595,7 @@ def find_leftovers(compute: str, etcd: EtcdState, consumers: Collection[str]) ->
 
 
 def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) -> Host:
-    """Return a compute's line of `eschedule hosts`.
-
-    Without presence it is CLOSED if all its VCPU is reserved, else SILENT if it has requests or a record in any state,
-    else ORPHANED. The mark that ecompute sets itself disables only a living compute.
-    """
+    """Return a compute's line of `eschedule hosts`; the trait that ecompute sets itself disables only a living one."""
     shares = provider.rooms if provider else {}
     has_requests = bool(etcd.requests.get(compute) or etcd.invalid_names.get(compute))
     traits = provider.status_traits if provider else frozenset()
@@ -679,10 +644,10 @@ Each = TypeVar('Each', bound=keys.StoredValue)
 def collect_changed_requests(
     previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
 ) -> dict[str, dict[str, Each]]:
-    """Return {compute: its current requests by key} where requests differ from `previous`.
+    """Return {compute: its current requests by key} where requests differ from `previous`; {} if none remain.
 
-    A compute without requests any longer has {}. All keys are below /hosts/. `previous_by_compute` has the previous
-    ones (absent: none). Of maybe ten thousand keys, only changed ones are grouped.
+    All keys are below /hosts/; `previous_by_compute` has the previous ones (absent: none). Of maybe ten thousand keys,
+    only changed ones are grouped.
     """
     changed: dict[str, dict[str, Each]] = {}
 
