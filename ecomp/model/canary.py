@@ -33,9 +33,8 @@ CURES: Mapping[str, str] = {
 class Canary(NamedTuple):
     """The result of one host's canary.
 
-    `reached` is the last stage it reached, or ENTERED (None: it was not placed), after `seconds` (None: it failed or
-    was not placed). `reason` says why it went no further. `failed_stage` is '' if nothing is wrong with the host, and
-    `leftover_reason` if the canary is gone. `display_name` is the host as users know it.
+    `reached` is its last stage, or ENTERED (None: not placed), after `seconds` (None: failed or not placed); `reason`
+    says why it went no further. `failed_stage` is '' if the host is fine, `leftover_reason` if the canary is gone.
     """
 
     compute: str
@@ -98,10 +97,7 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
 
 
 def find_stages(record: Record | None) -> tuple[str, str]:
-    """Return the last stage that a guest reached, and the stage that it is or failed in.
-
-    Without a record both are the first stage; after all stages both are READY.
-    """
+    """Return the last stage that a guest reached (else the first), and the one that it is or failed in (or READY)."""
     if record is None:
         return STAGES[0], STAGES[0]
     reached = [stage for stage in STAGES if stage in record.reached_stages] or [STAGES[0]]

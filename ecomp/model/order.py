@@ -46,8 +46,8 @@ class PowerAction(NamedTuple):
     """A stop, start or reboot that a request asks for.
 
     A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; repeating an action needs a new id. A
-    record's `power` is the id of the last completed action, or "<id>:asked" while the guest shuts down, or "<id>:off"
-    once it is off and will be started. So an action is done once, even if a process is killed in the middle of it.
+    record's is the id of the last completed action, or "<id>:asked" while the guest shuts down, or "<id>:off" once it
+    is off and will be started. So an action is done once, even if a process is killed in the middle of it.
     """
 
     action: str
@@ -87,10 +87,9 @@ DifferenceDescriber = Callable[['Order'], str]
 class OrderField(NamedTuple):
     """Specifies how a field of an order is parsed, written and compared.
 
-    `parse` takes a JSON object and the field's name, and raises ValueError with the reason. `optional`: left out of the
-    JSON if it has its default. `recorded`: records contain it, too. `differs` describes an existing order's value if
-    another is requested; None: not compared. `compared`: the attribute to compare instead. `told`: of several
-    differences, the one with the lowest number is reported.
+    `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: left out of the JSON if it has
+    its default. `recorded`: records contain it, too. `differs` describes an existing order's value if another is
+    requested; None: not compared. `compared`: the attribute to compare instead. The lowest `told` is reported.
     """
 
     parse: Callable[[Mapping[str, Any], str], Any]
@@ -131,10 +130,7 @@ def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
-    """Return a name, None if absent or empty; ValueError if it is not a label.
-
-    Reserved names and those like a uuid pass (see is_name()).
-    """
+    """Return a name, None if absent or empty; ValueError unless it is a label, maybe reserved or like a uuid."""
     label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
         raise ValueError(f'{name}: {label[:80]!r} is not a valid host name')
@@ -215,10 +211,7 @@ def _describe_count(existing: Order) -> str:
 def _declare_field(
     default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _keep_value, **more: Any
 ) -> Any:
-    """Declare a field of Order; a callable `default` is a factory. `more` goes to OrderField.
-
-    ssh keys and user-data, which may be secret, are left out of repr().
-    """
+    """Declare a field of Order: a callable `default` is a factory, `more` is for OrderField; repr() omits secrets."""
     default_option = {'default_factory': default} if callable(default) else {'default': default}
     is_public = parse not in (_read_ssh_keys, _read_user_data)
     return field(**default_option, repr=is_public, metadata={'row': OrderField(parse, dump, **more)})
@@ -229,9 +222,8 @@ class Order:
     """A user's order of one instance.
 
     `image` is a URL, or None to destroy the instance. `query` is None if unknown. `stages` has the ISO times at which
-    it was requested and, if it has a compute, scheduled. `ssh_keys` and `user_data` are None for those of the compute's
-    mdserver.conf. With `user_data_sha256`, `user_data` is None until it is read from the key with this hash. `count` is
-    the number of instances ordered together.
+    it was requested and scheduled. `ssh_keys` and `user_data` None are those of the compute's mdserver.conf; with
+    `user_data_sha256`, `user_data` is None until it is read from that key. `count` instances are ordered together.
     """
 
     instance: str
@@ -292,10 +284,9 @@ def dump_fields(order: Order) -> dict[str, Any]:
 
 
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
-    """Describe how an existing order differs from the one requested for its uuid, or None.
+    """Describe one difference of an existing order from the one requested for its uuid (`of project p`), or None.
 
-    One difference is described, by the existing value: `of project p`. If `is_recorded`, `existing` is from a record,
-    which lacks keys, user-data and count: these are not compared.
+    If `is_recorded`, `existing` is from a record: keys, user-data and count, which it lacks, are not compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.told):
         attribute = each.compared or each.name
@@ -312,9 +303,9 @@ Found = TypeVar('Found')
 
 VERSION = 1
 # Bytes of a value; a larger one is not parsed. Escaped in a record it may be three times as long, and etcd takes 1.5
-# MiB: an accepted value can also be recorded. User-data of 256 KiB is 342 KiB of it.
+# MiB. User-data of 256 KiB is 342 KiB of it.
 MAX_REQUEST_BYTES = 384 * 1024
-# A reason is cut off after so many characters: it quotes what is invalid, which may be the whole value.
+# A reason, which may quote the whole value, is cut off after this number of characters.
 MAX_REASON_CHARACTERS = 500
 
 
@@ -355,10 +346,7 @@ class Holdings(NamedTuple):
 
 
 class InvalidRequest(NamedTuple):
-    """A malformed request, with the reason. It is never carried out in part.
-
-    `holdings` is what was delivered with it, as far as it can be parsed, to be released with it.
-    """
+    """A malformed request, never carried out in part; `holdings`, as far as it can be parsed, is to be released."""
 
     instance: str
     reason: str
@@ -376,10 +364,9 @@ class InvalidRequest(NamedTuple):
 
 
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
-    """Parse the request at a key below a compute's prefix; if malformed, return the reason.
+    """Parse the request at a key below a compute's prefix; if malformed, return the reason and raise nothing.
 
-    Nothing is raised. `dropped_bytes` is 0, or the size of a value that was dropped as too large (see
-    ecomp.store.watch), which makes the request malformed.
+    `dropped_bytes`, unless 0, is the size of a value that was dropped as too large (see ecomp.store.watch).
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:
@@ -398,22 +385,16 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Parse name and group in a malformed request, None if invalid; also return its object.
-
-    The object is {} if the value is too large or not a JSON object. The quota charge is not parsed.
-    """
+    """Parse name and group of a malformed request, None if invalid; also return its object, {} if too large or none."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     group = _read_or_none(lambda: parse_membership(data.get('group')))
     return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
 
 
 def _parse_request_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed delivered request holds; an invalid field counts as absent.
-
-    It has a quota charge only if its version is newer than VERSION.
-    """
+    """Parse what a malformed delivered request holds; an invalid field counts as absent."""
     holdings, data = parse_holdings(value)
-    # A newer eschedule, whose request is malformed here, has charged a quota; for a manually written one none has been.
+    # A newer eschedule, whose request is malformed here, has charged a quota; a manually written request has not.
     version = data.get('version')
     if type(version) is not int or version <= VERSION:
         return holdings
@@ -499,10 +480,7 @@ def to_json(request: Request) -> str:
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the uuid in an attempt's key and the instances in its value, if not malformed.
-
-    Long ones are cut off; none need be a uuid.
-    """
+    """Return the uuid in an attempt's key and the instances in its value, if valid: any text, long ones cut off."""
     try:
         instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
@@ -539,10 +517,9 @@ MAX_SET_BYTES = 1_400_000
 
 @dataclass(frozen=True)
 class SetOrder(Order):
-    """An order of one instance or a set, and how to place it.
+    """An order of one instance or, if `count` is above 1, a set, with its own `instance` and `name`; how to place it.
 
-    `instance` and `name` are the instance's or, for a `count` above 1, those of the set. `weigh` says which computes
-    are tried first. At least `minimum` instances are placed, or none.
+    `weigh` says which computes are tried first. At least `minimum` instances are placed, or none.
     """
 
     weigh: str = field(default=SPREAD, kw_only=True)
@@ -550,10 +527,9 @@ class SetOrder(Order):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid. A set's uuids follow from its own, to resume it.
+        """The order of each instance by uuid; a set's uuids follow from its own, to resume it.
 
-        Members of a set are named `<name>-1`, `<name>-2`, ... (None without a name) and have the hash of user-data in
-        its place.
+        Members of a set are named `<name>-1`, `<name>-2`, … (or None), and have the hash of user-data in its place.
         """
         if self.count == 1:
             return {self.instance: Order(**self.copy_fields())}

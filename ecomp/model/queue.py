@@ -1,9 +1,9 @@
 """The queues: what waits, and which compute takes which request next. Pure.
 
-Each request has its own order of the living computes that take from queues, by rendezvous hashing: every compute
-calculates it locally, and one that starts or stops does not change the order of the others. The first few may take the
-request immediately, twice as many after WIDEN_SECONDS, and so on, so none waits long for dead, full or mistaken
-computes. The order is a hint, not a lock: two that see different presences may compete, and one taker key wins.
+Each request has its own order of the computes that take from queues, by rendezvous hashing: every compute calculates it
+locally, and one that starts or stops does not change the order of the others. The first few may take the request
+immediately, twice as many after WIDEN_SECONDS, and so on, so none waits long for dead, full or mistaken computes. The
+order is a hint, not a lock: two that see different presences may compete, and one taker key wins.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ VERSION = 1
 class QueueEntry(Order):
     """An order that waits for a compute: the value of /queues/<flavor>/<instance>.
 
-    JSON: version, instance, flavor, and the fields of an order (ecomp.model.order). Its query is the flavor's at the
-    time, and is what will be claimed even if the flavor changes. The value is never written again, so its revision is
-    its position in the queue. The taker key below it has {"version", "compute"}.
+    JSON: version, instance, flavor, and the fields of an order (ecomp.model.order). Its query, the flavor's at the
+    time, is claimed even if the flavor changes. The value is never written again, so its revision is its position in
+    the queue. The taker key below it has {"version", "compute"}.
     """
 
     flavor: Flavor
@@ -93,10 +93,7 @@ def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
 
 
 def _parse_queue_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed queued request holds; its quota was charged when it was queued.
-
-    The charge is known only if both project and query can be parsed.
-    """
+    """Parse what a malformed queued request holds; its quota charge only if project and query can be parsed."""
     holdings, data = parse_holdings(value)
     with suppress(ValueError, RecursionError):  # RecursionError: from repr() in a reason
         resources = parse_flavor('x', _read_required_text(data, 'query')).resources
@@ -138,10 +135,7 @@ def _read_required_text(data: Mapping[str, Any], name: str) -> str:
 
 
 def make_queued_record(key: str, value: bytes) -> Record:
-    """Return a record to show for a queued request, which no compute has recorded.
-
-    Its compute is ''. A malformed one has a fault that gives the reason.
-    """
+    """Return a record, of compute '', to show for a queued request; a malformed one has the reason as its fault."""
     entry = parse_queue_entry(key, value)
     if isinstance(entry, InvalidRequest):
         refused = make_refused_record('', entry, '')
@@ -170,10 +164,9 @@ HASH_MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Takers:
-    """The living computes that take from queues: the hash of each, and its hint if it has one.
+    """The living computes that take from queues: the hash of each, its hint if any, and the presences by key.
 
-    `values` are the presences this was made from, by key. The number of computes with room is cached for each amount,
-    because every compute of a process needs it for each choice.
+    The number with room is cached for each amount, because every compute of a process needs it for each choice.
     """
 
     hashes: Mapping[str, int] = field(default_factory=dict)
@@ -196,10 +189,7 @@ class Takers:
 
 
 def update_takers(state: Mapping[str, keys.StoredValue], previous: Takers) -> Takers:
-    """Return the takers below /computes/; only values that changed since `previous` are parsed.
-
-    A taker has a lease and `queues` true. A malformed hint counts as none.
-    """
+    """Return the takers below /computes/ (on a lease, `queues` true); only values that changed are parsed."""
     points, hints = dict(previous.hashes), dict(previous.hints)
     removed = previous.values.keys() - state.keys()
     changed = [key for key, stored in state.items() if previous.values.get(key) is not stored]
@@ -229,10 +219,7 @@ def rank_takers(instance: str, resources: Resources, takers: Takers) -> dict[str
 
 
 def get_opening_seconds(rank: int) -> float:
-    """Return the seconds after which the compute of this rank may take a request it has seen.
-
-    0.0 for the first INITIAL_TAKERS; WIDEN_SECONDS more each time their number doubles.
-    """
+    """Return the seconds after which the compute of this rank may take a request: 0.0 for the first INITIAL_TAKERS."""
     return WIDEN_SECONDS * (rank // INITIAL_TAKERS).bit_length()
 
 
@@ -251,9 +238,8 @@ def hash_uuid(uuid: str) -> int:
 
 # Seconds that a full compute waits before it takes a request; another waits the share of this that it has used.
 MAX_LOAD_DELAY_SECONDS = 0.2
-# Computes of equal load wait at random within JITTER_PER_COMPUTE_SECONDS times their number, but not less than
-# MIN_JITTER_SECONDS and not more than MAX_JITTER_SECONDS. etcd needs so long to notify every compute that another was
-# faster, so of a thousand only a few compete for a request.
+# Computes of equal load wait at random within JITTER_PER_COMPUTE_SECONDS times their number, from MIN_JITTER_SECONDS to
+# MAX_JITTER_SECONDS: as long as etcd needs to notify every compute that another was faster, so that few compete.
 MIN_JITTER_SECONDS = 0.02
 JITTER_PER_COMPUTE_SECONDS = 0.002
 MAX_JITTER_SECONDS = 2.0
@@ -280,8 +266,7 @@ class Backlog:
 
     `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
     `taken` has what each compute takes: {key: (revision of the taker key, request or None if it is gone or malformed)}.
-    `has_new`: an entry was added, or released by its taker, since the previous backlog. The other fields serve to make
-    the next one.
+    `has_new`: an entry is new or released since the previous backlog. The other fields serve to make the next one.
     """
 
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
@@ -297,8 +282,7 @@ class Backlog:
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
     """Return the backlog in `state`, the keys below /queues/; `previous` is Backlog() at first.
 
-    Only keys that changed since `previous` are parsed: 10,000 queued requests cause 20,000 events or more on each
-    compute, and each event brings all keys.
+    Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     """
     old_state = previous.state
     changed = [
@@ -377,8 +361,7 @@ def check_flavors(
 ) -> dict[str, bool]:
     """Return {query: whether the provider can take it} of the flavors that requests wait for.
 
-    Answers in `known_answers`, for the same state of the provider, are kept. Other flavors are not checked: there may
-    be tens of thousands.
+    Only flavors without an answer for the same state of the provider are checked: there may be tens of thousands.
     """
     return {
         query: known_answers[query] if query in known_answers else can_take(flavor, provider)
@@ -412,8 +395,7 @@ def choose_delay(provider: Provider, group: Group | None, compute_count: int, rn
     """Return the seconds that this compute waits, so that computes with more room take first.
 
     It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by as much again if a soft
-    `group` prefers other computes. The random part grows with the number of computes: an idle one draws from all of it,
-    a full one from its end.
+    `group` prefers other computes. An idle compute draws from all of the random part, a full one from its end.
     """
     shares = [
         inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
