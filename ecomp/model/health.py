@@ -155,7 +155,7 @@ def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
     """Report a malformed stored uuid, unless one is configured; else guests of other computes."""
     state = facts.state
     if state.uuid and not state.has_valid_uuid and facts.configured_uuid is None:
-        yield f'{state.path}/uuid contains no uuid', f'write the right one there, or rm {shlex.quote(state.path)}/uuid'
+        yield f'{state.path}/uuid contains no uuid', f'put the right one there, or `rm {shlex.quote(state.path)}/uuid`'
         return
     ours = facts.configured_uuid or state.uuid
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
