@@ -358,8 +358,7 @@ def describe_records() -> tuple[list[Block], list[Section]]:
 
 def describe_audit() -> tuple[list[Block], list[Section]]:
     rows = [
-        [f'`{code}`', row.meaning, row.repair.value if row.repair else '-', row.manual_repair or '-']
-        for code, row in findings.CODES.items()
+        [f'`{code}`', row.meaning, row.fix or '-', row.manual_repair or '-'] for code, row in findings.CODES.items()
     ]
     head = ['code', 'what it means', 'what `audit --fix` does', 'the fix where it does not repair it']
     typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."

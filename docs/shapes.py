@@ -167,7 +167,7 @@ _QUOTA = _object(project=_text('its id'), limits=_AMOUNTS, used=_AMOUNTS)
 _FINDING = _object(
     code=_text('see audit.md'), subject=_text('an instance, a compute or a name'),
     name=_NAME, compute=_text("the compute's uuid, '' for none"), host=_ON, sentence=_text('which plane says what'),
-    fix=_text("the cure with --fix, '' if there is none"), how=_text("the cure without it, '' if --fix has one"),
+    fix=_text("what --fix does, '' for nothing"), how=_text("the manual fix, '' where --fix has one"),
 )  # fmt: skip
 _EVENT = _object(
     'a line each', revision=_is('integer', "etcd's"), time=_text('where somebody wrote it down', null=True),

@@ -30,7 +30,7 @@ EXIT_FINDINGS = 8
 class Repair(Enum):
     """A repair of `audit --fix`, in words; ecomp.scheduler.operating.audit carries it out."""
 
-    RELEASE = 'releases the claim'
+    RELEASE = 'releases it'
     CLAIM = 'repeats the claim of the request'
     DELETE = 'deletes the key'
     DELETE_REQUEST = 'deletes the request'
@@ -41,11 +41,6 @@ class Repair(Enum):
     LEAVE_GROUP = 'removes these members'
     RECOUNT = 'counts the usage again'
     CLEAR = 'its compute removes it'
-
-    @property
-    def cure(self) -> str:
-        """The command that carries it out, and what that does."""
-        return f'eschedule audit --fix ({self.value})'
 
 
 class Code(NamedTuple):
@@ -58,8 +53,8 @@ class Code(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """The cure that `audit --fix` carries out, '' if absent."""
-        return self.repair.cure if self.repair else ''
+        """The repair of `audit --fix` in words, '' if absent."""
+        return self.repair.value if self.repair else ''
 
 
 REPAIR_WRONG_KEY = 'delete the wrong key with `etcdctl del`: <key>'
@@ -224,8 +219,8 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """The cure that `audit --fix` carries out, '' if it leaves the finding alone."""
-        return self.repair.cure if self.repair else ''
+        """The repair in words, '' if absent."""
+        return self.repair.value if self.repair else ''
 
     @property
     def how(self) -> str:
