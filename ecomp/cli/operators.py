@@ -181,7 +181,9 @@ def _summarize(report: Report) -> list[str]:
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
     ]
-    cures = (f'{row.code}. Fix: ' + (f'audit --fix ({row.fix})' if row.fix else row.how) for row in report.findings)
+    cures = (
+        f'{row.code}. Fix: ' + (f'eschedule audit --fix ({row.fix})' if row.fix else row.how) for row in report.findings
+    )
     count = len(report.findings)
     unserved = filter(None, [report.world.describe_unserved()])
     return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count or "no"} finding' + 's' * (count != 1)]

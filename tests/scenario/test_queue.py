@@ -98,8 +98,8 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
-        'eschedule: web1 waits in the queue: no compute takes from queues. Fix: set `queues: True` in the compute.yaml of a host, '
-        'and restart its ecompute\n'
+        'eschedule: web1 waits in the queue: no compute takes from queues. Fix: set `queues: True` in the '
+        'compute.yaml of a host, and restart its ecompute\n'
     )
     first, no_taker, query = (
         'web1 has waited in the queue of flavor small since 2',
