@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.fake is not None:
                 config = _make_fake_config(config, parse_inventory(options.fake), options.count, at_exit)
             elif options.count is not None:
-                raise UsageError('--count goes with --fake: a machine is one compute')
+                raise UsageError('--count needs --fake: a real machine is one compute')
             from ecomp.agent.process import Process
 
             is_serving = True
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, lambda *_: process.end_soon())
             process.run()
-            log.info('stopping; the guests go on')
+            log.info('stopping; the guests continue to run')
     except EcompError as error:
         backend_failed = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
         config_source = f' ({make_printable(describe_source("compute.yaml", config.path))})' if backend_failed else ''
@@ -88,26 +88,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_message(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _print_message('interrupted: not everything was looked at' if is_checking else 'stopped while starting')
+        _print_message('interrupted: the check is incomplete' if is_checking else 'stopped before it was ready')
         return int(is_checking)  # an interrupted check has no result; a signal is a daemon's normal end
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; its parse_args() raises UsageError."""
-    about = 'Take requests for this machine from etcd and make them VMs, until a signal. Logs to stderr; needs root.'
+    about = 'Build and run the requested VMs on this machine until a signal. Logs to stderr; needs root.'
     command = Parser('ecompute', description=about)
-    config_help = "in place of $ECOMP_CONFIG's, or of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/"
-    command.add_argument('--config', metavar='FILE', help=config_help)
-    command.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
-    command.add_argument(
-        '--count', metavar='N', type=_parse_count, help=f'with --fake: pretend so many, 1 to {MAX_FAKE_COMPUTES}'
+    config_help = (
+        'configuration file. Default: that of $ECOMP_CONFIG, else the first compute.yaml in ./, ~/.config/ecomp/ and '
+        '/etc/ecomp/'
     )
-    accept_help = 'etcd was wiped, restored or exchanged, and is to be used: first publish again what runs here'
+    command.add_argument('--config', metavar='FILE', help=config_help)
+    fake_help = "run without libvirt, with fake guests and this inventory, as in 'VCPU:4,DISK_GB:10,MEMORY_MB:512'"
+    command.add_argument('--fake', metavar='INVENTORY', help=fake_help)
+    command.add_argument(
+        '--count',
+        metavar='N',
+        type=_parse_count,
+        help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
+    )
+    accept_help = 'accept an etcd that was wiped, restored or replaced: first publish again what runs here'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
-    check_help = 'only look at this machine, at etcd and at placement: what is wrong, a line each, and what mends it'
+    check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
     command.add_argument('--check', action='store_true', help=check_help)
-    unit_help = 'print the systemd unit that runs it, with /etc/ecomp/compute.yaml or the FILE of --config, and end'
+    unit_help = (
+        'print the systemd unit that runs ecompute with --config FILE (default: /etc/ecomp/compute.yaml), and exit'
+    )
     command.add_argument('--unit', action='store_true', help=unit_help)
     command.add_argument('--version', action='version', version=f'ecompute {read_version()}')
     return command
@@ -119,7 +128,7 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     Raises UsageError for any other option.
     """
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
-        raise UsageError('--unit goes with --config alone')
+        raise UsageError('--unit accepts --config alone')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])
 
@@ -130,7 +139,7 @@ def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
     Raises UsageError with other options.
     """
     if has_other_options:
-        raise UsageError('--check goes with --config alone')
+        raise UsageError('--check accepts --config alone')
     from ecomp.agent.checking import check_machine
     from ecomp.model.health import format_lines, get_exit_code, summarize
 
@@ -145,7 +154,7 @@ def _parse_count(text: str) -> int:
     """Parse a number from 1 to MAX_FAKE_COMPUTES; else argparse.ArgumentTypeError."""
     if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MAX_FAKE_COMPUTES:
         return int(text)
-    raise argparse.ArgumentTypeError(f'{text[:20]!r} is no number from 1 to {MAX_FAKE_COMPUTES}')
+    raise argparse.ArgumentTypeError(f'{text[:20]!r} is not a number from 1 to {MAX_FAKE_COMPUTES}')
 
 
 def _print_message(text: str) -> None:
@@ -162,7 +171,7 @@ def _make_fake_config(
     With the default `state` it gets a temporary one, which `at_exit` removes, and no uuid.
     """
     if config.uuid is not None and (count or 1) > 1:
-        raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute: leave it out')
+        raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute. Fix: remove it')
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A temporary state with a fixed uuid would make every fake started this way the same compute.

@@ -71,7 +71,7 @@ def _parse_attachment(item: Node) -> Attachment:
     """Parse a mapping of the one key `network` or `bridge`."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
-        raise InvalidValue('must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host')
+        raise InvalidValue('must be `network: NAME`, a libvirt network, or `bridge: NAME`, a bridge of this host')
     key, value = item.pairs[0]
     return Attachment(key.text, kinds[key.text](value))
 
@@ -79,7 +79,7 @@ def _parse_attachment(item: Node) -> Attachment:
 def _parse_network(node: Node) -> str:
     """Parse a name of at most 100 characters without a slash."""
     if '/' in (text := parse_text(node)) or len(text) > 100:
-        raise InvalidValue(f'must be the name of a network of libvirt, not {shorten(text)}')
+        raise InvalidValue(f'must be the name of a libvirt network, not {shorten(text)}')
     return text
 
 
@@ -113,7 +113,7 @@ def _parse_class_node(key: Node) -> str:
 def _parse_resource_class(name: str) -> str:
     """Return the name if it is a resource class; else InvalidValue."""
     if not is_class(name):
-        raise InvalidValue('must be a resource class: capitals, digits and _')
+        raise InvalidValue('must be a resource class: capital letters, digits and _')
     return name
 
 
@@ -130,7 +130,7 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
     Both keys together are a recorded problem.
     """
     if name in file.top and 'bridge' in file.top:
-        file.top.add_problem('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
+        file.top.add_problem('bridge', 'is not accepted together with networks. Fix: add `- bridge: NAME` to networks')
     no_attachments: tuple[Attachment, ...] = ()
     second = file.top.read('bridge', lambda node: (Attachment('bridge', _parse_interface(node)),), no_attachments)
     return file.top.read(name, _parse_networks, (*default, *second))
@@ -147,7 +147,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
         _parse_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', min_items=1, describe_item=describe
     )(node)
     if len(attachments) > MAX_INTERFACES:
-        raise InvalidValue(f'must be at most {MAX_INTERFACES}, are {len(attachments)}')
+        raise InvalidValue(f'must be at most {MAX_INTERFACES} entries, not {len(attachments)}')
     return attachments
 
 
@@ -168,7 +168,7 @@ class ComputeConfig:
     state: Path = make_path_field(Path('/var/lib/ecompute'), YamlFile.parse_path)
     workers: int | None = make_field(None, make_integer_parser(1, 64))
     inventory: Mapping[str, int] | None = make_field(
-        None, make_mapping_parser(_parse_class_node, _parse_stated_total, 'resource classes with totals', 1)
+        None, make_mapping_parser(_parse_class_node, _parse_stated_total, 'a mapping of resource classes to totals', 1)
     )
     virt_type: str = make_field('auto', make_choice_parser('auto', 'kvm', 'qemu'))
     images: Path | None = make_path_field(None, YamlFile.parse_path)
@@ -180,7 +180,7 @@ class ComputeConfig:
     traits: tuple[str, ...] = make_field((), make_unique_list_parser(_parse_trait))
     aggregates: tuple[str, ...] = make_field((), make_unique_list_parser(_parse_uuid))
     allocation_ratios: Mapping[str, float] = make_field(
-        {}, make_mapping_parser(_parse_class_node, _parse_ratio, 'resource classes with ratios', 1)
+        {}, make_mapping_parser(_parse_class_node, _parse_ratio, 'a mapping of resource classes to ratios', 1)
     )
     directory: Path = Path('.')
     path: Path | None = field(default=None, compare=False)
@@ -204,9 +204,9 @@ def parse_inventory(text: str) -> dict[str, int]:
             if not colon:
                 raise InvalidValue('is not CLASS:TOTAL')
             if name in totals:
-                raise InvalidValue('is there twice')
+                raise InvalidValue('is given more than once')
             totals[_parse_resource_class(name)] = _parse_total(total)
         except InvalidValue as wrong:
             where = f"inventory '{shorten(text)}': '{shorten(part.strip())}'"
-            raise UsageError(f'{where}: {wrong}; say it like VCPU:4,DISK_GB:10,MEMORY_MB:512') from wrong
+            raise UsageError(f'{where}: {wrong}. Fix: write it like VCPU:4,DISK_GB:10,MEMORY_MB:512') from wrong
     return totals

@@ -43,8 +43,8 @@ T = TypeVar('T')
 
 CERTIFICATE_KEYS = ('ca_cert', 'cert_cert', 'cert_key')
 CLEARTEXT_REFUSAL = (
-    '{} is no address of this machine, and all would be said in plain text: say {}ca_cert, cert_cert and cert_key '
-    '(`elab certs` makes them), or, where nobody else is on that network, insecure: true'
+    '{} is not an address of this machine, and the connection would be in plain text. Fix: set {}ca_cert, cert_cert '
+    'and cert_key (`elab certs` makes them), or, on a network without other users, `insecure: true`'
 )
 
 
@@ -119,7 +119,7 @@ def parse_url(node: Node) -> str:
     except (ValueError, InvalidValue) as error:
         raise InvalidValue('must be a URL like http://ds1:8080') from error
     if '@' in parts.netloc:  # not repeated: it may be a password
-        raise InvalidValue('must not carry a user or password: it would be in logs and process lists')
+        raise InvalidValue('must not contain a user or password: they would appear in logs and process lists')
     if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
         raise InvalidValue(f'must be a URL like http://ds1:8080, not {shorten(text)}')
     if port == 0:
@@ -138,7 +138,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     """
     etcd = file.top.read_section(name)
     for key in ('user', 'password'):
-        etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
+        etcd.refuse(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
     host = etcd.read('host', lambda node: _parse_host(parse_text(node)), 'localhost')
     port = etcd.read('port', make_integer_parser(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
@@ -148,7 +148,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     )
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
-            etcd.add_problem(key, 'say either endpoints, or host and port')
+            etcd.add_problem(key, 'set either endpoints, or host and port')
     config = EtcdConfig(
         endpoints,
         *_read_certificates(file, etcd),
@@ -156,7 +156,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     )
     if etcd.read('grpc_options', describe_node, None):
         file.warn(
-            'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+            'etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; version 2.0 refuses it'
         )
     if not insecure and not _has_certificate_keys(etcd) and (others := list_cleartext_hosts(config)):
         etcd.add_problem('endpoints' if 'endpoints' in etcd else 'host', CLEARTEXT_REFUSAL.format(others[0], ''))
@@ -180,7 +180,7 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
         token_file=placement.read('token_file', file.parse_readable_file, None),
     )
     if not insecure and not _has_certificate_keys(placement) and (others := list_cleartext_hosts(config)):
-        placement.add_problem('endpoint', CLEARTEXT_REFUSAL.format(others[0], 'https://, '))
+        placement.add_problem('endpoint', CLEARTEXT_REFUSAL.format(others[0], 'an endpoint with https://, '))
     return config
 
 
@@ -191,7 +191,7 @@ def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, P
     """
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
-            section.add_problem(key, f'needs {other} beside it')
+            section.add_problem(key, f'needs {other}, too')
     ca_cert = section.read('ca_cert', file.parse_readable_file, None)
     return (
         ca_cert,
@@ -263,19 +263,19 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
 
     def parse_name(node: Node) -> str:
         if node.items or node.pairs:
-            raise InvalidValue('a name must be a word')
+            raise InvalidValue('a name must be text')
         return node.text
 
     def parse(name: str, node: Node) -> Flavor:
         return make_text_parser(partial(parse_flavor, name))(node)
 
-    return make_mapping_parser(parse_name, parse, 'names with queries')(node)
+    return make_mapping_parser(parse_name, parse, 'a mapping of names to queries')(node)
 
 
 def _parse_identifier(node: Node) -> str:
     """Parse a text of at most 255 characters."""
     if len(text := parse_text(node)) > 255:
-        raise InvalidValue(f'must be at most 255 characters, has {len(text)}')
+        raise InvalidValue(f'must have at most 255 characters, not {len(text)}')
     return text
 
 

@@ -62,14 +62,16 @@ class Section:
             return
         if node.kind != 'map':
             add_problem(
-                node.line, f'{prefix.rstrip(".") or "the file"}: must be keys with values, not {describe_node(node)}'
+                node.line,
+                f'{prefix.rstrip(".") or "the file"}: must be a mapping of keys to values, not {describe_node(node)}',
             )
         for key, value in node.pairs:
             if key.items or key.pairs:
-                add_problem(key.line, f'{prefix}…: a key must be a word')
+                add_problem(key.line, f'{prefix}…: a key must be text')
             elif key.text in self._keys:
                 add_problem(
-                    key.line, f'{prefix}{shorten(key.text)}: is there twice, first in line {self._keys[key.text]}'
+                    key.line,
+                    f'{prefix}{shorten(key.text)}: is given more than once, first in line {self._keys[key.text]}',
                 )
             else:
                 self._keys[key.text] = key.line
@@ -151,7 +153,7 @@ class YamlFile:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
-            raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
+            raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB, so it is not a configuration file')
         node = parse_plain(content.decode('ascii', 'replace')) or _parse_with_pyyaml(content, name)
         return cls(name, directory, node, directory / path.name)
 
@@ -159,7 +161,9 @@ class YamlFile:
         """Parse a path, absolute or relative to the file's directory; `~` is refused."""
         text = parse_text(node)
         if text.startswith('~'):
-            raise InvalidValue('write the directory out: whose home ~ is depends on who starts the program')
+            raise InvalidValue(
+                '~ is not accepted: it depends on the user who starts the program. Fix: write the directory in full'
+            )
         return Path(os.path.normpath(self.directory / text))
 
     def parse_paths(self, node: Node) -> tuple[Path, ...]:
@@ -174,10 +178,10 @@ class YamlFile:
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
         except PermissionError as error:
-            problem = f'{self._name} names {path}, and permission is denied'
+            problem = f'{self._name} names {path}, but permission is denied'
             raise UsageError(f'{problem}. Fix: run this as the owner of that file, or with sudo') from error
         if not is_readable:
-            raise InvalidValue(f'{shorten(str(path), 200)} is not a file that can be read')
+            raise InvalidValue(f'{shorten(str(path), 200)} is not a readable file')
         return path
 
     def warn(self, text: str) -> None:
@@ -203,7 +207,7 @@ def parse_config_option(argument: str | None) -> Path | None:
     That is a script's unset variable, and the default file may be that of another cluster.
     """
     if argument == '':
-        raise UsageError("--config: '' names no file")
+        raise UsageError("--config: '' is not a file name")
     return None if argument is None else Path(argument)
 
 
@@ -215,7 +219,7 @@ def find_default_file(name: str) -> Path | None:
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
         if not os.path.lexists(path):
-            raise UsageError(f'{CONFIG_VARIABLE}={config_directory}: has no {name}')
+            raise UsageError(f'{CONFIG_VARIABLE}={config_directory}: this directory has no {name}')
         return path
     directories = (Path(), Path(os.path.expanduser('~/.config/ecomp')), Path('/etc/ecomp'))
     return next((directory / name for directory in directories if os.path.lexists(directory / name)), None)
@@ -223,7 +227,7 @@ def find_default_file(name: str) -> Path | None:
 
 def describe_source(name: str, path: Path | None) -> str:
     """Describe which file set the addresses of etcd and placement, to end a sentence."""
-    return f'told by {path}' if path is not None else f'a guess: no {name} was found, --config FILE names one'
+    return f'as configured in {path}' if path is not None else f'default: no {name} was found; --config FILE names one'
 
 
 def check_owner(name: str, status: os.stat_result) -> None:
@@ -236,15 +240,15 @@ def check_owner(name: str, status: os.stat_result) -> None:
         trusted_users.add(int(sudo_user))
     if status.st_uid not in trusted_users:
         raise UsageError(
-            f'{name}: belongs to user {status.st_uid}, and a configuration that nobody named is taken from root and '
-            f'you alone: chown it, or name it (--config)'
+            f'{name}: belongs to user {status.st_uid}, but a configuration that is found by default must belong to '
+            f'root or to you. Fix: change its owner with chown, or name a configuration with --config'
         )
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f'{name}: is no regular file: remove it, or name a configuration (--config)')
+        raise UsageError(f'{name}: is not a regular file. Fix: remove it, or name a configuration with --config')
     # The private group of a user has the user's number and no other members.
     write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
     if status.st_mode & write_bits:
-        raise UsageError(f'{name}: others can write to it: chmod go-w {name}')
+        raise UsageError(f'{name}: other users can write to it. Fix: chmod go-w {name}')
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -273,9 +277,11 @@ def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, 'anchor', None):
-                raise refuse(event.start_mark, 'anchors and aliases (& and *) are not taken; write the value out')
+                raise refuse(event.start_mark, 'anchors and aliases (& and *) are not accepted. Fix: repeat the value')
             if getattr(event, 'tag', None):
-                raise refuse(event.start_mark, 'tags (!) are not taken; put the value in quotes if ! belongs to it')
+                raise refuse(
+                    event.start_mark, 'tags (!) are not accepted. Fix: if ! is part of the value, put it in quotes'
+                )
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:  # also limits the recursion of convert()
                 raise refuse(event.start_mark, 'is nested too deeply')
@@ -288,7 +294,7 @@ def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
         raise refuse(error.problem_mark, f'not YAML: {error.problem or error.context}') from error
     except yaml.YAMLError as error:  # a character that YAML forbids; this error has no mark
         line = text.count('\n', 0, getattr(error, 'position', 0)) + 1
-        raise UsageError(f'{name}:{line}: not YAML: a character that cannot be printed') from error
+        raise UsageError(f'{name}:{line}: not YAML: it contains a character that is not printable') from error
     except (ValueError, OverflowError) as error:  # PyYAML's scanner passes "\UFFFFFFFF" to chr()
         raise UsageError(f'{name}: not YAML: {shorten(str(error))}') from error
 
@@ -313,7 +319,7 @@ def explain_invalid_mapping(text: str) -> str | None:
     if len(documents) > 1:
         return f'line {documents[1] + 1} begins a second document'
     root = events[2][0] if len(events) > 3 else yaml.MappingStartEvent
-    return None if root is yaml.MappingStartEvent else 'it is not keys with values'
+    return None if root is yaml.MappingStartEvent else 'it is not a mapping of keys to values'
 
 
 # Parsers: each returns the value of a node, or raises InvalidValue with what is expected.
@@ -322,7 +328,7 @@ def explain_invalid_mapping(text: str) -> str | None:
 def parse_text(node: Node) -> str:
     """Parse a text: one printable line, not empty."""
     if node.kind in ('int', 'float', 'bool', 'timestamp'):
-        raise InvalidValue(f'must be text; put {shorten(node.text)} in quotes')
+        raise InvalidValue(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
         raise InvalidValue(f'must be text, not {describe_node(node)}')
     if not node.text.strip() or not node.text.isprintable():
@@ -397,7 +403,7 @@ def make_list_parser(
         def read(item: Node) -> None:
             values.append(parse(item))
             if describe_item and values[-1] in values[:-1]:
-                raise InvalidValue(f'{describe_item(item)} is there twice')
+                raise InvalidValue(f'{describe_item(item)} is given more than once')
 
         read_parts(node.items, read)
         return tuple(values)
@@ -422,7 +428,7 @@ def make_mapping_parser(
 
         def read(pair: tuple[Node, Node]) -> None:
             if (name := parse_name(pair[0])) in values:
-                raise InvalidValue('is there twice')
+                raise InvalidValue('is given more than once')
             values[name] = parse(name, pair[1])
 
         read_parts(node.pairs, read)
@@ -446,7 +452,8 @@ def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
 
 def describe_node(node: Node) -> str:
     """Describe a node for a message: as a mapping, a list or nothing, or by its shortened text."""
-    words_by_kind = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
+    map_text, list_text = ('a' if node.pairs else 'an empty', 'a' if node.items else 'an empty')
+    words_by_kind = {'map': f'{map_text} mapping', 'seq': f'{list_text} list', 'null': 'nothing'}
     return words_by_kind.get(node.kind) or shorten(node.text)
 
 

@@ -380,7 +380,7 @@ def test_random_signals_while_requests_arrive(cluster: Control) -> None:
         wait_address(cluster, instance)
     for instance in doomed:
         wait_state(cluster, instance, 'gone')
-    assert set(read_final_lines(compute)) <= {'ecompute: stopped while starting'}
+    assert set(read_final_lines(compute)) <= {'ecompute: stopped before it was ready'}
     check_settled(cluster, compute)
 
 

@@ -357,7 +357,8 @@ def test_every_wrong_key_is_named_with_its_line(tmp_path: Path, module: str, nam
 
 
 @pytest.mark.parametrize(
-    ('text', 'says'), [('etcd: [', 'not YAML'), ('- a\n- b\n', 'keys with values'), ('a: b: c\n', ':1:'), ('x', 'keys')]
+    ('text', 'says'),
+    [('etcd: [', 'not YAML'), ('- a\n- b\n', 'a mapping of keys to values'), ('a: b: c\n', ':1:'), ('x', 'keys')],
 )
 def test_malformed_configuration_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / 'schedule.yaml').write_text(text)
@@ -365,9 +366,7 @@ def test_malformed_configuration_is_refused(tmp_path: Path, text: str, says: str
 
 
 def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
-    warning = (
-        'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
-    )
+    warning = 'etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; version 2.0 refuses it'
     compute = cluster.ecompute()
     for config in (cluster.schedule_yaml, compute.config):
         content = yaml.safe_load(config.read_text())
@@ -392,7 +391,7 @@ def test_eschedule_without_etcd(cluster: Control) -> None:
         ['destroy', UNKNOWN_UUID],
     ):
         refused = run_eschedule_process(config, *words, timeout=15)
-        assert_one_line(refused, 7, 'etcd', nowhere, 'cannot be reached', f'(told by {config})')
+        assert_one_line(refused, 7, 'etcd', nowhere, 'cannot be reached', f'(as configured in {config})')
         assert refused.stdout == ''
     assert read_allocations(cluster) == {}
 
@@ -405,7 +404,7 @@ def test_unreachable_default_server_is_reported_as_a_guess(tmp_path: Path) -> No
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         last_line = done.stderr.splitlines()[-1]
         assert (done.returncode, 'localhost:2379 cannot be reached' in last_line) == (7, True), done
-        assert last_line.endswith(f' (a guess: no {name} was found, --config FILE names one)')
+        assert last_line.endswith(f' (default: no {name} was found; --config FILE names one)')
 
 
 def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:

@@ -460,10 +460,10 @@ def test_two_processes_cannot_share_a_state_directory(cluster: Control) -> None:
 @pytest.mark.parametrize(
     ('words', 'says'),
     [
-        (['--count', '2'], '--count goes with --fake'),
+        (['--count', '2'], '--count needs --fake'),
         (['--fake', TOY, '--count', '2'], '--count 2: `uuid:` in the configuration names one compute'),
-        (['--fake', TOY, '--count', '0'], "'0' is no number from 1 to "),
-        (['--fake', TOY, '--count', 'many'], "'many' is no number from 1 to "),
+        (['--fake', TOY, '--count', '0'], "'0' is not a number from 1 to "),
+        (['--fake', TOY, '--count', 'many'], "'many' is not a number from 1 to "),
         (['--fake', TOY, '--count'], '--count'),
     ],
 )

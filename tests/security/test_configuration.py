@@ -48,7 +48,7 @@ def test_search_order_of_configuration_files(home: Path, monkeypatch: pytest.Mon
     assert load_schedule().user_id == 'here'
     (home / 'other').mkdir()
     monkeypatch.setenv('ECOMP_CONFIG', str(home / 'other'))
-    with pytest.raises(UsageError, match=f'^ECOMP_CONFIG={home}/other: has no schedule.yaml$'):
+    with pytest.raises(UsageError, match=f'^ECOMP_CONFIG={home}/other: this directory has no schedule.yaml$'):
         load_schedule()
     write_config(home / 'other/schedule.yaml', 'told')
     assert load_schedule().user_id == 'told'
@@ -69,7 +69,9 @@ def test_configuration_of_another_user_is_refused(home: Path, load: Callable[...
     path = home / 'work' / name
     path.write_text('')
     os.chown(path, STRANGER, STRANGER)
-    with pytest.raises(UsageError, match=f'^{name}: belongs to user {STRANGER}, .*: chown it, or name it'):
+    with pytest.raises(
+        UsageError, match=f'^{name}: belongs to user {STRANGER}, .* Fix: change its owner with chown, or name'
+    ):
         load()
     load(path)
     # A file of ours is accepted even through a stranger's link.
@@ -99,7 +101,7 @@ def test_pipe_in_the_working_directory_does_not_block(home: Path, module: str, n
     code, message = run_command()
     assert (code, message.startswith(f'e{module}: {name}: belongs to user {STRANGER}, ')) == (2, True), message
     os.chown(path, 0, 0)
-    expected = f'e{module}: {name}: is no regular file: remove it, or name a configuration (--config)\n'
+    expected = f'e{module}: {name}: is not a regular file. Fix: remove it, or name a configuration with --config\n'
     assert run_command() == (2, expected)
 
 
@@ -138,7 +140,9 @@ def test_configuration_writable_by_others_is_refused(home: Path) -> None:
         if is_accepted:
             assert load_schedule().user_id == 'nobody-else'
         else:
-            with pytest.raises(UsageError, match='^schedule.yaml: others can write to it: chmod go-w schedule.yaml$'):
+            with pytest.raises(
+                UsageError, match='^schedule.yaml: other users can write to it. Fix: chmod go-w schedule.yaml$'
+            ):
                 load_schedule()
 
 
@@ -188,8 +192,8 @@ def test_mdserver_conf_that_is_no_regular_file_is_not_opened(home: Path) -> None
     """Opening a pipe would block, and opening a device may have any effect."""
     path = home / 'work/mdserver.conf'
     os.mkfifo(path)
-    assert_seed_refused(home, f'^scheduled: {path}: is no regular file: remove it')
+    assert_seed_refused(home, f'^scheduled: {path}: is not a regular file. Fix: remove it')
     path.unlink()
     # A device without a driver: opening it would fail with another error.
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
-    assert_seed_refused(home, f'^scheduled: {path}: is no regular file: remove it')
+    assert_seed_refused(home, f'^scheduled: {path}: is not a regular file. Fix: remove it')

@@ -360,8 +360,8 @@ BROKEN = 'is damaged gzip, so cloud-init ignores it'
         (b'#include\nhttp://h/x\n', ''),
         (b'#cloud-config\npackages: [nginx\n', f'{WARNING_START}line 3 is not YAML'),
         (b'#cloud-config\nruncmd:\n\t- x\n', f'{WARNING_START}line 3 is not YAML'),
-        (b'#cloud-config\n- a\n', f'{WARNING_START}it is not keys with values'),
-        (b'#cloud-config\nhello\n', f'{WARNING_START}it is not keys with values'),
+        (b'#cloud-config\n- a\n', f'{WARNING_START}it is not a mapping of keys to values'),
+        (b'#cloud-config\nhello\n', f'{WARNING_START}it is not a mapping of keys to values'),
         (b'#cloud-config\na: "\\UFFFFFFFF"\n', f'{WARNING_START}'),
         (b'#cloud-config\n---\na: 1\n', ''),
         (b'#cloud-config\na: 1\n---\nb: 2\n', f'{WARNING_START}line 3 begins a second document'),
@@ -371,7 +371,7 @@ BROKEN = 'is damaged gzip, so cloud-init ignores it'
         (b'#cloud-boothook\n', ''),
         (b'\n#cloud-config\na: 1\n', ''),
         (b'\r\n  #Cloud-Config\r\na: 1\n', ''),
-        (b'#CLOUD-CONFIG\n- a\n', f'{WARNING_START}it is not keys with values'),
+        (b'#CLOUD-CONFIG\n- a\n', f'{WARNING_START}it is not a mapping of keys to values'),
         (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, so to cloud-init
         (b'\n## Template: Jinja\n#cloud-config\n', ''),
         (b'\n#Include\nhttp://a/b\n', ''),
@@ -383,7 +383,7 @@ BROKEN = 'is damaged gzip, so cloud-init ignores it'
         (b'a: 1\n#cloud-config\n', UNKNOWN),
         (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # not UTF-8, so cloud-init finds no type
         (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
-        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{WARNING_START}it is not keys with values'),
+        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{WARNING_START}it is not a mapping of keys to values'),
         (gzip.compress(b'hello\n', mtime=0), UNKNOWN),
         (gzip.compress(b'#!/bin/sh\n', mtime=0)[:-3], BROKEN),
         (gzip.compress(b'#!/bin/sh\n', mtime=0) + b'more', BROKEN),
@@ -495,4 +495,4 @@ def test_interrupt_while_modules_load_prints_one_line(name: str, tmp_path: Path)
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
 def test_interrupted_check_does_not_report_success(number: str, tmp_path: Path) -> None:
     outcome = run_interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=RUN_CHECK)
-    assert outcome == (1, '', 'ecompute: interrupted: not everything was looked at\n')
+    assert outcome == (1, '', 'ecompute: interrupted: the check is incomplete\n')

@@ -191,7 +191,7 @@ def test_unreadable_certificate_of_another_user_is_one_line() -> None:
             (directory / 'certs').chmod(0)
         env = {**os.environ, 'PYTHONPATH': str(TOP), 'ECOMP_CONFIG': name}
         process = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
-    why = f'{name}/schedule.yaml names {name}/certs/ca.pem, and permission is denied'
+    why = f'{name}/schedule.yaml names {name}/certs/ca.pem, but permission is denied'
     fix = 'Fix: run this as the owner of that file, or with sudo'
     assert (process.returncode, process.stdout) == (2, '')
     assert process.stderr == f'eschedule: {why}. {fix}\n'
@@ -209,9 +209,9 @@ def test_placement_certificates_are_loaded_and_checked(
     for wrong, message in (
         (f'endpoint: "http://ds1", {files}', 'ca_cert: needs an endpoint with https://, not http://ds1'),
         ('cert_cert: cert, cert_key: key', 'cert_cert: needs an endpoint with https://, not http://localhost:8080'),
-        ('endpoint: "https://ds1", cert_cert: cert', 'cert_cert: needs cert_key beside it'),
-        ('endpoint: "https://ds1", cert_key: key', 'cert_key: needs cert_cert beside it'),
-        ('token_file: nowhere', 'is not a file that can be read'),
+        ('endpoint: "https://ds1", cert_cert: cert', 'cert_cert: needs cert_key, too'),
+        ('endpoint: "https://ds1", cert_key: key', 'cert_key: needs cert_cert, too'),
+        ('token_file: nowhere', 'is not a readable file'),
         ('user: me', 'user: unknown key'),
     ):
         with pytest.raises(UsageError) as caught:
@@ -239,7 +239,7 @@ def test_plain_text_to_another_machine_needs_insecure(
     message = str(caught.value)
     assert f'{key}: ' in message
     if host:
-        assert f'{key}: {host} is no address of this machine, and all would be said in plain text' in message
+        assert f'{key}: {host} is not an address of this machine, and the connection would be in plain text' in message
         allowed = compute_config(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
         assert list_cleartext_hosts(allowed.etcd, allowed.placement) == [host]
 
@@ -283,7 +283,7 @@ def test_user_data_and_ssh_keys_are_paths_relative_to_the_file(tmp_path: Path) -
         'user_data: must be text, not a list', 'ssh_keys: must be a list like [id_ed25519.pub], not id.pub'
     ]  # fmt: skip
     path.write_text('ssh_keys: [id.pub, ~/.ssh/id.pub, {a: b}]\n')
-    with pytest.raises(UsageError, match='ssh_keys: write the directory out'):
+    with pytest.raises(UsageError, match='ssh_keys: ~ is not accepted'):
         load_schedule(path)
 
 
@@ -315,7 +315,7 @@ def test_grpc_options_are_ignored_with_one_warning(
     path = tmp_path / name
     path.write_text(f'etcd:\n  grpc_options: {value}\n')
     assert load(path).etcd == EtcdConfig()
-    reason = f'{path}: etcd.grpc_options is ignored: etcd is asked without gRPC now. '
+    reason = f'{path}: etcd.grpc_options is ignored: ecomp uses no gRPC library. '
     assert caplog.messages == [f'{reason}Fix: remove the key; version 2.0 refuses it'] * warnings
 
 

@@ -20,9 +20,9 @@ from ecomp.errors import UsageError
 from tests.unit.conf_text import UUID
 
 IMAGE_SOURCE_FORM = 'must be a host name, or a network like 10.1.0.0/16'
-NETWORKS_FORM = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
+NETWORKS_FORM = 'networks: must be `network: NAME`, a libvirt network, or `bridge: NAME`, a bridge of this host'
 INTERFACE_FORM = 'must be the name of a network interface (at most 15 characters), not'
-PASSWORD_REFUSED = 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)'
+PASSWORD_REFUSED = 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)'
 URL_FORM = 'must be a URL like http://ds1:8080'
 TOTAL_FORM = 'the total must be a whole number from 1 to 2147483647, not'
 NIL_UUID = '00000000-0000-0000-0000-000000000000'
@@ -49,7 +49,7 @@ def test_every_mistake_is_reported_with_its_line_in_order(mistakes: Callable[[st
         'compute.yaml:3: etcd.prot: unknown key (did you mean port?)',
         'compute.yaml:4: etcd.port: must be 1 to 65535, not 0',
         'compute.yaml:5: resise: unknown key (did you mean resize?)',
-        'compute.yaml:6: uuid: is there twice, first in line 1',
+        'compute.yaml:6: uuid: is given more than once, first in line 1',
         'compute.yaml:8: zzz: unknown key',
     ]
 
@@ -60,10 +60,10 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         '- bridge: a b\n- bridge: br0\netcd:\n  endpoints:\n  - a:0\n  - b:1\n  - c\n  insecure: yes\n'
     ) == [
         f'compute.yaml:2: inventory: VCPU: {TOTAL_FORM} 0',
-        'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
+        'compute.yaml:3: inventory: disk: must be a resource class: capital letters, digits and _',
         f'compute.yaml:4: inventory: MEMORY_MB: {TOTAL_FORM} the text "none"',
-        'compute.yaml:6: traits: must be text; put 7 in quotes',
-        'compute.yaml:7: traits: must be text; put 8 in quotes',
+        'compute.yaml:6: traits: must be text. Fix: put 7 in quotes',
+        'compute.yaml:7: traits: must be text. Fix: put 8 in quotes',
         f'compute.yaml:9: {NETWORKS_FORM}',
         f'compute.yaml:10: networks: {INTERFACE_FORM} a b',
         'compute.yaml:14: etcd.endpoints: a:0 must be host:port, the port 1 to 65535',
@@ -74,11 +74,11 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
 @pytest.mark.parametrize(
     ('text', 'reason'),
     [
-        ('just words', 'the file: must be keys with values, not just words'),
-        ('[a]', 'the file: must be keys with values, not a list'),
-        ('? [a]\n: b', '…: a key must be a word'),
+        ('just words', 'the file: must be a mapping of keys to values, not just words'),
+        ('[a]', 'the file: must be a mapping of keys to values, not a list'),
+        ('? [a]\n: b', '…: a key must be text'),
         ('<<: {resize: no}', '<<: unknown key'),
-        ('uuid: 12', 'uuid: must be text; put 12 in quotes'),
+        ('uuid: 12', 'uuid: must be text. Fix: put 12 in quotes'),
         ('uuid: [a]', 'uuid: must be text, not a list'),
         ('uuid: ""', 'uuid: must be one line of printable text'),
         *(
@@ -90,7 +90,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ),
         (
             '{networks: [{network: default}], bridge: br0}',
-            'bridge: say it in networks, where it stands beside them: - bridge: NAME',
+            'bridge: is not accepted together with networks. Fix: add `- bridge: NAME` to networks',
         ),
         ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
         ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not an empty list'),
@@ -99,11 +99,14 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ('networks: [{vlan: a}]', NETWORKS_FORM),
         ('networks: [[a]]', NETWORKS_FORM),
         ('networks: [{[a]: b}]', NETWORKS_FORM),
-        ('networks: [{network: a/b}]', 'networks: must be the name of a network of libvirt, not a/b'),
-        ('networks: [{network: 7}]', 'networks: must be text; put 7 in quotes'),
+        ('networks: [{network: a/b}]', 'networks: must be the name of a libvirt network, not a/b'),
+        ('networks: [{network: 7}]', 'networks: must be text. Fix: put 7 in quotes'),
         ('networks: [{bridge: a b}]', f'networks: {INTERFACE_FORM} a b'),
-        ('networks: [{network: a}, {network: a}]', 'networks: network a is there twice'),
-        ('networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']', 'networks: must be at most 8, are 9'),
+        ('networks: [{network: a}, {network: a}]', 'networks: network a is given more than once'),
+        (
+            'networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']',
+            'networks: must be at most 8 entries, not 9',
+        ),
         ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
         *((f'bridge: {name}', f'bridge: {INTERFACE_FORM} {name}') for name in ('a/b', '..', 'sixteen-letters-')),
         ('resize: 1', 'resize: must be True or False, not 1'),
@@ -114,11 +117,14 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ('workers: 010', 'workers: must be a whole number, not 010'),
         ('workers: 1:30', 'workers: must be a whole number, not 1:30'),
         ('workers: true', 'workers: must be a whole number, not true'),
-        ('workers: {}', 'workers: must be a whole number, not a mapping'),
+        ('workers: {}', 'workers: must be a whole number, not an empty mapping'),
         ('virt_type: xen', 'virt_type: must be auto, kvm or qemu, not xen'),
         ('metadata: cdrom', 'metadata: must be network or iso, not cdrom'),
         ('metadata: [iso]', 'metadata: must be text, not a list'),
-        ('state: ~/ecompute', 'state: write the directory out: whose home ~ is depends on who starts the program'),
+        (
+            'state: ~/ecompute',
+            'state: ~ is not accepted: it depends on the user who starts the program. Fix: write the directory in full',
+        ),
         ('state: "a\\0b"', 'state: must be one line of printable text'),
         ('state: "\\ud800"', 'state: must be one line of printable text'),
         ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
@@ -127,11 +133,11 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
             (f'image_sources: [{text}]', f'image_sources: {IMAGE_SOURCE_FORM}')
             for text in ('10.1.0.1/16', '"10.1"', 'http://h/', '"*.example.org"', '"h:80"', 'user@h', '/x')
         ),
-        ('image_sources: [h, H.]', 'image_sources: H. is there twice'),
+        ('image_sources: [h, H.]', 'image_sources: H. is given more than once'),
         ('image_proxy: proxy:3128', 'image_proxy: must be a URL like http://ds1:8080'),
         (
             'image_proxy: http://me:secret@h',
-            'image_proxy: must not carry a user or password: it would be in logs and process lists',
+            'image_proxy: must not contain a user or password: they would appear in logs and process lists',
         ),
         (
             'traits: [HW_CPU_X86_AVX2, HW_CPU_X86_AVX3]',
@@ -141,8 +147,8 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
             'traits: [CUSTOM_x]',
             'traits: CUSTOM_x must be CUSTOM_ followed by capitals, digits and _, at most 255 characters in total',
         ),
-        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: CUSTOM_X is there twice'),
-        ('traits: [7]', 'traits: must be text; put 7 in quotes'),
+        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: CUSTOM_X is given more than once'),
+        ('traits: [7]', 'traits: must be text. Fix: put 7 in quotes'),
         *(
             (
                 f'traits: [{name}]',
@@ -151,9 +157,15 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
             for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
         ),
         ('aggregates: [x]', f'aggregates: must be a uuid like {DEFAULT_USER_ID}, not x'),
-        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: {UUID} is there twice'),
-        ('allocation_ratios: {}', 'allocation_ratios: must be resource classes with ratios, not a mapping'),
-        ('allocation_ratios: {vcpu: 1}', 'allocation_ratios: vcpu: must be a resource class: capitals, digits and _'),
+        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: {UUID} is given more than once'),
+        (
+            'allocation_ratios: {}',
+            'allocation_ratios: must be a mapping of resource classes to ratios, not an empty mapping',
+        ),
+        (
+            'allocation_ratios: {vcpu: 1}',
+            'allocation_ratios: vcpu: must be a resource class: capital letters, digits and _',
+        ),
         *(
             (
                 f'allocation_ratios: {{VCPU: {ratio}}}',
@@ -166,9 +178,9 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
                 ('1e3', 'the text "1e3"'),
             )
         ),
-        ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
-        ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
-        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capitals, digits and _'),
+        ('inventory: {}', 'inventory: must be a mapping of resource classes to totals, not an empty mapping'),
+        ('inventory: VCPU', 'inventory: must be a mapping of resource classes to totals, not VCPU'),
+        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capital letters, digits and _'),
         *(
             (f'inventory: {{VCPU: {total}}}', f'inventory: VCPU: {TOTAL_FORM} {said}')
             for total, said in (
@@ -179,16 +191,16 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
                 ('', 'nothing'),
             )
         ),
-        ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is there twice'),
-        ('etcd: ds1', 'etcd: must be keys with values, not ds1'),
+        ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is given more than once'),
+        ('etcd: ds1', 'etcd: must be a mapping of keys to values, not ds1'),
         ('etcd: {user: me}', f'etcd.user: {PASSWORD_REFUSED}'),
         ('etcd: {password: }', f'etcd.password: {PASSWORD_REFUSED}'),
         ('etcd: {host: http://ds1}', 'etcd.host: must be a host name or address, not http://ds1'),
         ('etcd: {host: "a b"}', 'etcd.host: must be a host name or address, not a b'),
         ('etcd: {port: 65536}', 'etcd.port: must be 1 to 65535, not 65536'),
         ('etcd: {port: "2379"}', 'etcd.port: must be a whole number, not the text "2379"'),
-        ('etcd: {host: a, endpoints: [b:1]}', 'etcd.host: say either endpoints, or host and port'),
-        ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: say either endpoints, or host and port'),
+        ('etcd: {host: a, endpoints: [b:1]}', 'etcd.host: set either endpoints, or host and port'),
+        ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: set either endpoints, or host and port'),
         ('etcd: {endpoints: a:1}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a:1'),
         ('etcd: {endpoints: []}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not an empty list'),
         ('etcd: {endpoints: [a]}', 'etcd.endpoints: a must be host:port, the port 1 to 65535'),
@@ -197,10 +209,10 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ('etcd: {timeout: 0}', 'etcd.timeout: must be more than 0 and at most 3600 seconds, not 0'),
         ('etcd: {timeout: .inf}', 'etcd.timeout: must be a number of seconds, not .inf'),
         ('etcd: {timeout: soon}', 'etcd.timeout: must be a number of seconds, not the text "soon"'),
-        ('etcd: {cert_key: .}', 'etcd.cert_key: needs cert_cert beside it'),
-        ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key beside it'),
-        ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a file that can be read'),
-        ('placement: http://ds1', 'placement: must be keys with values, not http://ds1'),
+        ('etcd: {cert_key: .}', 'etcd.cert_key: needs cert_cert, too'),
+        ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key, too'),
+        ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a readable file'),
+        ('placement: http://ds1', 'placement: must be a mapping of keys to values, not http://ds1'),
         ('placement: {endpoint: ds1:8080}', f'placement.endpoint: {URL_FORM}'),
         ('placement: {endpoint: "ftp://ds1"}', f'placement.endpoint: {URL_FORM}, not ftp://ds1'),
         ('placement: {endpoint: "http://ds1:99999"}', f'placement.endpoint: {URL_FORM}'),
@@ -229,12 +241,12 @@ def test_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> 
         ('resize: no\n--- \nresize: no', 'compute.yaml:2:1: not YAML: but found another document'),
         ('a: &a [x]\nb: *a', 'compute.yaml:1:4: anchors and aliases'),
         ('b: *a', 'compute.yaml:1:4: anchors and aliases'),
-        ('uuid: !!python/object:os.system {}', 'compute.yaml:1:7: tags (!) are not taken'),
-        ('uuid: !!str 5', 'compute.yaml:1:7: tags (!) are not taken'),
+        ('uuid: !!python/object:os.system {}', 'compute.yaml:1:7: tags (!) are not accepted'),
+        ('uuid: !!str 5', 'compute.yaml:1:7: tags (!) are not accepted'),
         ('a: ' + '[' * 5000, 'compute.yaml:1:11: is nested too deeply'),
         ('a: "\\UFFFFFFFF"', 'compute.yaml: not YAML'),
         (b'ok: 1\nuuid: \xff', 'compute.yaml:2: is not UTF-8 text'),
-        ('a: 1\nb: \0', 'compute.yaml:2: not YAML: a character that cannot be printed'),
+        ('a: 1\nb: \0', 'compute.yaml:2: not YAML: it contains a character that is not printable'),
         ('#' * 65537, 'compute.yaml: is larger than 64 KiB'),
     ],
 )
@@ -248,12 +260,12 @@ def test_invalid_or_unsupported_yaml_is_reported_in_one_line(
 @pytest.mark.parametrize(
     ('text', 'reasons'),
     [
-        ('flavors:\n  a: resources=VCPU:1\n  a: resources=VCPU:2\n', ['3: flavors: a: is there twice']),
-        ('flavors:\n  [a, b]: resources=VCPU:1\n', ['2: flavors: a name must be a word']),
+        ('flavors:\n  a: resources=VCPU:1\n  a: resources=VCPU:2\n', ['3: flavors: a: is given more than once']),
+        ('flavors:\n  [a, b]: resources=VCPU:1\n', ['2: flavors: a name must be text']),
         (
             'flavors:\n  small: 7\n  medium: resources=VCPU:1\n  large: resources=VCPU:none\nssh_keys: [~/a, 5]\n',
             [
-                '2: flavors: small: must be text; put 7 in quotes',
+                '2: flavors: small: must be text. Fix: put 7 in quotes',
                 '4: flavors: large: .*',
                 '5: ssh_keys: .*',
                 '5: ssh_keys: .*',
@@ -263,8 +275,8 @@ def test_invalid_or_unsupported_yaml_is_reported_in_one_line(
             f'image: ftp://ds1/x\nuser_id: {"u" * 256}\nproject_id: 7\nuuid: {UUID}\n',
             [
                 '1: image: the image ftp://ds1/x must be a URL.*',
-                '2: user_id: must be at most 255 characters, has 256',
-                '3: project_id: must be text; put 7 in quotes',
+                '2: user_id: must have at most 255 characters, not 256',
+                '3: project_id: must be text. Fix: put 7 in quotes',
                 '4: uuid: unknown key.*',
             ],
         ),

@@ -170,7 +170,7 @@ def test_default_configuration_path_is_absolute() -> None:
 
 @pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
 def test_unit_refuses_options_other_than_config(words: list[str]) -> None:
-    with pytest.raises(UsageError, match='--unit goes with --config alone'):
+    with pytest.raises(UsageError, match='--unit accepts --config alone'):
         compute.render_unit(compute.make_parser().parse_args(['--unit', *words]), ['ecompute'])
 
 

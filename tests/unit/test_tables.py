@@ -289,13 +289,15 @@ AWAY = Unreachable('etcd at ds1:2379 cannot be reached', 'etcd at ds1:2379')
 
 
 def test_unreachable_backend_names_the_source_of_its_address() -> None:
-    terminal = Terminal(print, print, print, 'told by /etc/ecomp/schedule.yaml')
-    assert terminal.format_error(AWAY) == f'{AWAY} (told by /etc/ecomp/schedule.yaml)'
-    assert terminal._replace(config_source='told by a\nb').format_error(AWAY).endswith(r'(told by a\nb)')
+    terminal = Terminal(print, print, print, 'as configured in /etc/ecomp/schedule.yaml')
+    assert terminal.format_error(AWAY) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml)'
+    assert (
+        terminal._replace(config_source='as configured in a\nb').format_error(AWAY).endswith(r'(as configured in a\nb)')
+    )
 
 
 def test_other_errors_name_no_source() -> None:
-    terminal = Terminal(print, print, print, 'told by /etc/ecomp/schedule.yaml')
+    terminal = Terminal(print, print, print, 'as configured in /etc/ecomp/schedule.yaml')
     for error in (EcompError('no'), Unreachable('etcd takes no writes')):
         assert terminal.format_error(error) == str(error)
     assert Terminal(print, print, print).format_error(AWAY) == str(AWAY)
