@@ -74,7 +74,7 @@ def _check_lease(store: Store) -> None:
             store.keep_alive(lease)
         except EcompError as error:
             raise EcompError(
-                f'{store.endpoints} answers, but renews no lease, so no compute can live: {error}'
+                f'{store.endpoints} answers, but does not renew leases, so no compute can stay alive: {error}'
             ) from error
         finally:
             store.revoke(lease)

@@ -136,7 +136,7 @@ class Unreadable(EcompError):
     """The message names the key and how to remove it."""
 
     def __init__(self, key: str, reason: object) -> None:
-        super().__init__(f'{key}: {reason}; unless a newer ecomp wrote it: etcdctl del {key}')
+        super().__init__(f'{key}: {reason}. Fix: if no newer ecomp wrote it, `etcdctl del {key}`')
 
 
 class BuildFailed(EcompError):

@@ -32,18 +32,18 @@ SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.NOT_YET_VALID: 'its certificate is not valid yet: is the clock right?',
     TlsFailure.OTHER_NAME: 'its certificate is made out to another name',
     TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another name',
-    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate has no Authority Key Identifier, which Python 3.13 asks for',
+    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate has no Authority Key Identifier, which Python 3.13 requires',
     TlsFailure.TOO_WEAK: (
         'its certificate, or that of its authority, has a key or a digest that OpenSSL refuses as too weak'
     ),
-    TlsFailure.UNTRUSTED: 'its certificate is not signed by the authority in ca_cert (none: a public one)',
-    TlsFailure.OWN_EXPIRED: 'it says that our certificate (cert_cert) has expired',
+    TlsFailure.UNTRUSTED: 'its certificate is not signed by the authority in ca_cert (if not set: by a public one)',
+    TlsFailure.OWN_EXPIRED: 'it reports that our certificate (cert_cert) has expired',
     TlsFailure.OWN_MISSING: 'it wants a certificate of ours: cert_cert and cert_key',
     TlsFailure.OWN_REFUSED: 'it refuses our certificate: is cert_cert signed for it?',
-    TlsFailure.PLAIN_TEXT: 'it does not speak TLS: is it http:// there?',
-    TlsFailure.HUNG_UP: 'it hung up: does it take our certificate (cert_cert, cert_key)?',
+    TlsFailure.PLAIN_TEXT: 'it does not speak TLS: is its endpoint http://?',
+    TlsFailure.HUNG_UP: 'it closed the connection: does it take our certificate (cert_cert, cert_key)?',
     TlsFailure.UNUSABLE_FILES: (
-        'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'
+        'ca_cert, cert_cert or cert_key is not a certificate or key, or they do not belong together'
     ),
     TlsFailure.OTHER: 'TLS failed',
 }
@@ -54,8 +54,8 @@ ETCD_SENTENCES: Mapping[TlsFailure, str] = {
     **dict.fromkeys(
         _OWN_CERTIFICATE_FAILURES, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'
     ),
-    **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as we do'),
-    TlsFailure.HUNG_UP: 'it hangs up on TLS: does it expect none (no ca_cert)?',
+    **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as this host does'),
+    TlsFailure.HUNG_UP: 'it closes TLS connections: does it expect plain text (no ca_cert)?',
 }
 
 # Named in https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/; the numbers are in OpenSSL's x509_vfy.h.

@@ -71,7 +71,7 @@ def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str,
     try:
         line = assert_one_line(control.eschedule(SMALL_QUERY), code, *words)
         assert ('cannot be reached' in line) == (code == 7)
-        assert len(line.replace(f' (told by {control.schedule_yaml})', '')) < 220
+        assert len(line.replace(f' (as configured in {control.schedule_yaml})', '')) < 220
         assert 'SSL' not in line
         assert 'ipv4' not in line
     finally:
@@ -97,7 +97,7 @@ def test_wrong_client_certificates_are_reported(
     check_refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
     check_refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
     check_refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')
-    check_refused(secured, {'ca_cert': str(junk)}, 'is no certificate')
+    check_refused(secured, {'ca_cert': str(junk)}, 'is not a certificate')
     check_refused(secured, {'cert_key': expired[1]}, 'do not belong together')
     no_certificates: dict[str, Any] = dict.fromkeys(office.section)
     # By address: a name may have two, and the second one may not answer.

@@ -396,7 +396,7 @@ def test_check_reports_that_leases_are_not_renewed(
     monkeypatch.setattr(UnrenewingStore, 'fails', True)
     config = EtcdConfig((etcd.endpoint,)), PlacementConfig(placement.url)
     problem = backends.probe_backends(*config, None, 'compute.yaml').etcd_failure
-    assert 'answers, but renews no lease, so no compute can live' in problem
+    assert 'answers, but does not renew leases, so no compute can stay alive' in problem
 
 
 # Additional facts in the presence key: written with a renewal, and not taken for a copy's write.

@@ -237,7 +237,7 @@ def test_foreign_name_is_neither_released_nor_restored(cloud: Cloud, name: str) 
     cloud.etcd.put(keys.name(name), 'not JSON')
     assert release_name(cloud.store, name, order.instance) == ([], [])
     assert restore_name(cloud.store, name, order.instance) is None
-    with pytest.raises(EcompError, match=f'/names/{name}: .* etcdctl del /names/{name}'):
+    with pytest.raises(EcompError, match=f'/names/{name}: .* `etcdctl del /names/{name}`'):
         resolve(cloud.store, name)
     cloud.etcd.delete(keys.name(name))
     conditions, change = restore_name(cloud.store, name, other) or ([], [])

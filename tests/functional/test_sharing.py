@@ -107,7 +107,7 @@ def test_error_of_a_malformed_key_names_the_key_and_the_fix(cloud: Cloud) -> Non
         (QUOTA_KEY, lambda: load_quota(cloud.store, 'shop')),
     ):
         cloud.etcd.put(key, '{"version": 99}')
-        with pytest.raises(Unreadable, match=f'^{key}: .*; unless a newer ecomp wrote it: etcdctl del {key}$'):
+        with pytest.raises(Unreadable, match=f'^{key}: .*. Fix: if no newer ecomp wrote it, `etcdctl del {key}`$'):
             read()
 
 
