@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with one-line errors as UsageError; OSError if a help text cannot be printed."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f'{message}; --help shows all')
+        raise UsageError(f'{message}. Try: --help')
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's method ignores a full disk, or leaves it to Python's shutdown: exit 120.
