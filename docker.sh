@@ -1,43 +1,44 @@
 #!/usr/bin/env bash
 # docker.sh: etcd, PostgreSQL and placement in Docker containers
 #
-#   ./docker.sh [up]     start what is not running, wait until all of it answers
+#   ./docker.sh [up]     start what does not run, and wait until all servers answer
 #   ./docker.sh down     stop and remove the containers and their network; the data stays
-#   ./docker.sh --help   this text
+#   ./docker.sh --help   print this text
 #
-# Placement is then at http://localhost:8080/, etcd at localhost:2379. Data lives in the volumes
-# ecomp-etcd and ecomp-postgres, until you delete them yourself. Running it again changes nothing,
-# except where a setting below changed: that container is then made anew, on the same data.
+# Placement is then at http://localhost:8080/, etcd at localhost:2379. The data is in the volumes
+# ecomp-etcd and ecomp-postgres until you delete them. Another run recreates only the containers
+# whose settings below changed, with the same data.
 #
-# Settings, all of them environment variables:
+# Settings are environment variables:
 #
-#   BIND_ADDRESS        127.0.0.1     where both are published. Anything else (0.0.0.0, or this machine's
-#                                     address on a network) lets others reach them, past ufw, and wants
-#                                     certificates
-#   CERTS               (unset)       the directory of `elab certs`; ./certs, if others reach them. It is made if there
-#                                     is none and BIND_ADDRESS is one address. Both then take those alone who
-#                                     have a certificate, and placement's word. What is exchanged there
-#                                     counts without a restart. Without it, on localhost, every user of this
-#                                     machine can do everything, and with Docker before 28 it takes root, for
-#                                     iptables rules that keep guests out; run it again after a boot
-#   INSECURE            (unset)       1: others need no certificate, and whoever reaches them can do everything
+#   BIND_ADDRESS        127.0.0.1     the address that both listen on. With any other (0.0.0.0, or this
+#                                     machine's address on a network) other machines reach them, past ufw,
+#                                     and certificates are required
+#   CERTS               (unset)       the directory of `elab certs`. Default: ./certs if other machines reach
+#                                     them, else none. It is made if it is missing and BIND_ADDRESS is one
+#                                     address. With it both servers require a client certificate, and
+#                                     placement its token; they use replaced files without a restart. Without
+#                                     it, on localhost, every user of this machine can do everything, and
+#                                     Docker before 28 needs root, for iptables rules that keep guests out,
+#                                     and another run after each boot
+#   INSECURE            (unset)       1: require no certificates, so that all who reach them can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
 #   PLACEMENT_WORKERS   one a core    gunicorn processes, about 75 MB each
 #   PLACEMENT_DATABASE  (unset)       your own database, postgresql+psycopg2://USER:PASSWORD@HOST/NAME, as
-#                                     seen from a container: this machine is host.docker.internal there, not
-#                                     localhost. No PostgreSQL container is started then
-#   PLACEMENT_BUILD_CA  (unset)       a file of CA certificates (PEM) for pip to trust while the placement
-#                                     image is built, where a proxy opens TLS. It stays out of the image
+#                                     seen from a container, where this machine is host.docker.internal, not
+#                                     localhost. Then no PostgreSQL container is started
+#   PLACEMENT_BUILD_CA  (unset)       a file of CA certificates (PEM) that pip trusts while it builds the
+#                                     placement image, if a proxy decrypts TLS. It is not part of the image
 #   ETCD_IMAGE          quay.io/coreos/etcd:v3.6.14
-#   POSTGRES_IMAGE      postgres:17   16 also; 18 keeps its data elsewhere. The version has to suit the data
-#   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13. Each of the
-#                                     three may be given with its digest, as NAME@sha256:...
+#   POSTGRES_IMAGE      postgres:17   also 16; 18 keeps its data elsewhere. It must match the version of the data
+#   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13. Each of
+#                                     the three images can have a digest, as NAME@sha256:...
 #
-# Exit codes: 0 done, 1 failed, 2 usage (or no docker command), 5 a port is taken, 7 no Docker daemon.
+# Exit codes: 0 done, 1 failed, 2 usage (or no docker command), 5 a port is in use, 7 no Docker daemon.
 
 set -euo pipefail
-umask 022 # what goes into the image is read there by another user; what is secret has modes of its own
+umask 022 # another user reads the files of the image; secrets have modes of their own
 
 BIND_ADDRESS=${BIND_ADDRESS:-127.0.0.1}
 ETCD_PORT=${ETCD_PORT:-2379}
@@ -51,9 +52,8 @@ ETCD_IMAGE=${ETCD_IMAGE:-quay.io/coreos/etcd:v3.6.14}
 POSTGRES_IMAGE=${POSTGRES_IMAGE:-postgres:17}
 PYTHON_IMAGE=${PYTHON_IMAGE:-python:3.11-slim-bookworm}
 
-# All that pip installs, to the byte, so that the image is the same next year: of constraints.txt what placement needs, and
-# what it needs here alone. SQLAlchemy speaks to PostgreSQL through psycopg2: with psycopg 3 placement starts, and then
-# fails on every claim.
+# All that pip installs, pinned by hash for a reproducible image: what placement needs of constraints.txt, and packages
+# only for this image. SQLAlchemy uses psycopg2: with psycopg 3 placement starts, but fails on every claim.
 NAMES='
 alembic attrs bcrypt certifi charset-normalizer debtcollector decorator dogpile-cache fasteners greenlet idna iso8601
 jinja2 jsonschema jsonschema-specifications keystoneauth1 keystonemiddleware legacy-cgi mako markupsafe
@@ -71,8 +71,7 @@ psycopg2-binary==2.9.13 \
     --hash=sha256:f04ada42bcd537adbaf8b7f3140237a204e452a88d0c1831cfce69f7d2e59f4e \
     --hash=sha256:aa37089795bd9701576edc2eb5849ce77a439eda9dfdfa47857449332cfa5292'
 
-# The CA file is in the install stage only; what the last stage copies is the virtual environment.
-# $ is the build's, not ours.
+# The CA file is only in the install stage: the last stage copies the virtual environment. Docker expands $, not bash.
 # shellcheck disable=SC2016
 DOCKERFILE='ARG BASE
 FROM ${BASE} AS install
@@ -90,7 +89,7 @@ ENV PYTHONPATH=/opt/server PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bi
 USER 65534:65534
 '
 
-# gunicorn with certificates: whoever begins to speak and does not go on has no thread for longer than ten seconds.
+# gunicorn with certificates: a client that stalls in the handshake occupies a thread for at most ten seconds.
 TLS='certfile, keyfile, ca_certs, cert_reqs = "/certs/server.crt", "/certs/server.key", "/certs/ca.crt", 2
 threads, keepalive = 32, 30
 
@@ -107,7 +106,7 @@ def ssl_context(_config, default):
     return context
 '
 
-# Whether placement answers a question that reaches its database: / answers 200 without one.
+# Check that placement answers a query that reaches its database: / answers 200 without one.
 ASK='import ssl, urllib.request
 context = ssl.create_default_context(cafile="/certs/ca.crt")
 context.check_hostname = False
@@ -134,7 +133,7 @@ indented() { sed 's/^/    /' >&2; }
 
 there() { docker inspect --type container "$1" >/dev/null 2>&1; }
 
-# What we connect to, and what we tell the user: nobody connects to 0.0.0.0, and brackets are Docker's spelling.
+# The address to connect to, and the one to print: 0.0.0.0 is neither, and brackets are Docker's syntax.
 SHOWN=$BIND_ADDRESS
 case $BIND_ADDRESS in
 127.0.0.1 | 0.0.0.0) REACH=127.0.0.1 SHOWN=localhost ;;
@@ -142,13 +141,13 @@ case $BIND_ADDRESS in
 *) REACH=${BIND_ADDRESS#[} REACH=${REACH%]} ;;
 esac
 
-# Whether other machines reach them.
+# 1 if other machines reach the servers.
 OPEN=
 if [[ ! $BIND_ADDRESS =~ ^(127\.|\[::1\]$) ]]; then OPEN=1; fi
 
 listening() { (exec 3<>"/dev/tcp/$REACH/$1") 2>/dev/null; }
 
-answers() { # PORT PATH: a server answers 200 there. In a subshell, for writing to a closed connection is a signal
+answers() { # PORT PATH: whether a server answers 200. In a subshell, because writing to a closed connection is a signal
     (
         exec 3<>"/dev/tcp/$REACH/$1"
         printf 'GET %s HTTP/1.0\r\nHost: localhost\r\nX-Auth-Token: admin\r\n\r\n' "$2" >&3
@@ -157,25 +156,25 @@ answers() { # PORT PATH: a server answers 200 there. In a subshell, for writing 
     ) 2>/dev/null
 }
 
-usable_port() { # CONTAINER PORT VARIABLE: free, or published by our own container already
+usable_port() { # CONTAINER PORT VARIABLE: fail unless it is free, or published by our own container
     if [[ ! $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then fail 2 "$3 is '$2', not a port number"; fi
     if docker port "$1" 2>/dev/null | grep -q ":$2\$"; then return; fi
     if listening "$2"; then
-        fail 5 "port $2 on $BIND_ADDRESS is taken by another program: end it, or choose another port with $3=…"
+        fail 5 "port $2 on $BIND_ADDRESS is in use by another program. Fix: stop it, or choose another port with $3=…"
     fi
 }
 
-image() { # IMAGE: it is here, pulled if need be
+image() { # IMAGE: pull it if it is missing
     local error start=$SECONDS
     if docker image inspect "$1" >/dev/null 2>&1; then return; fi
     say "$1: pulling …"
-    error=$(docker pull --quiet "$1" 2>&1 >/dev/null) || fail 1 "cannot pull $1: $(last_line "$error");" \
-        "without a registry: docker load it from a file, or have \`elab control\` run both without Docker" \
-        "(pip install '.[lab]')"
+    error=$(docker pull --quiet "$1" 2>&1 >/dev/null) || fail 1 "cannot pull $1: $(last_line "$error")." \
+        "Try: without a registry, \`docker load\` it from a file, or run both servers without Docker by" \
+        "\`elab control\` (pip install '.[lab]')"
     say "$1: pulled in $((SECONDS - start)) s"
 }
 
-placement_image() { # sets IMAGE. Its tag says what went into it, so a changed pin or base is a new image
+placement_image() { # sets IMAGE. Its tag is a digest of its sources, so a changed pin or base makes a new image
     local work server base pins tree start=$SECONDS
     tree=$(dirname "$(readlink -f "$0")")
     server=$(cat "$tree/ecomp/lab/placement_server.py")
@@ -186,7 +185,7 @@ placement_image() { # sets IMAGE. Its tag says what went into it, so a changed p
     base=$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")
     IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$TLS" "$pins" "$base")
     if docker image inspect "$IMAGE" >/dev/null 2>&1; then
-        say "placement image: there ($IMAGE)"
+        say "placement image: exists ($IMAGE)"
         return
     fi
     say "placement image: building from $PYTHON_IMAGE and PyPI …"
@@ -201,10 +200,10 @@ placement_image() { # sets IMAGE. Its tag says what went into it, so a changed p
     if [ -n "$PLACEMENT_BUILD_CA" ]; then cp -- "$PLACEMENT_BUILD_CA" "$work/build/ca.crt"; fi
     if ! docker build --build-arg "BASE=$PYTHON_IMAGE" --tag "$IMAGE" "$work/build" >"$work/log" 2>&1; then
         tail -n 12 "$work/log" | indented
-        fail 1 "the placement image could not be built (the end of the log is above); if it is about certificates," \
-            "set PLACEMENT_BUILD_CA"
+        fail 1 "the placement image could not be built (the end of the log is above)." \
+            "Try: if certificates are the problem, set PLACEMENT_BUILD_CA"
     fi
-    # The classic builder leaves the install stage lying about; BuildKit does not.
+    # The classic builder leaves the install stage behind; BuildKit does not.
     docker image prune --force --filter label=ecomp.stage=install >/dev/null
     say "placement image: built in $((SECONDS - start)) s ($IMAGE)"
 }
@@ -216,34 +215,34 @@ running_as_wanted() { # NAME ARGUMENTS…
         "running $(digest "$@")" ]
 }
 
-remove() { # NAME: stopped as it likes to be stopped, then removed
+remove() { # NAME: stop it in an orderly way, then remove it
     docker stop "$1" >/dev/null
     docker rm "$1" >/dev/null
 }
 
-start() { # NAME ARGUMENTS…: runs with these arguments. What a container holds itself is nothing: data is in volumes
+start() { # NAME ARGUMENTS…: run it with these arguments. Containers hold no data: it is in volumes
     local name=$1 id error
     shift
     if running_as_wanted "$name" "$@"; then
         docker update --restart "$RESTART" "$name" >/dev/null
-        say "$name: running already"
+        say "$name: already running"
         return
     fi
     if there "$name"; then
-        say "$name: stopped or set up differently, made anew"
+        say "$name: stopped or with other settings, recreating it"
         remove "$name"
     fi
-    # create and start apart: when create fails, there is nothing of ours to remove.
+    # Create and start separately: if create fails, there is nothing to remove.
     # The log driver `local` rotates its files; placement logs every request.
     id=$(docker create --name "$name" --network ecomp --restart "$RESTART" --log-driver local \
-        --label "ecomp.settings=$(digest "$@")" "$@" 2>&1) || fail 1 "cannot make $name: $(last_line "$id")"
+        --label "ecomp.settings=$(digest "$@")" "$@" 2>&1) || fail 1 "cannot create $name: $(last_line "$id")"
     if ! error=$(docker start "$name" 2>&1); then
         docker rm "$name" >/dev/null
         fail 1 "cannot start $name: $(printf '%s\n' "$error" | grep -m 1 . || :)"
     fi
 }
 
-wait_for() { # NAME QUESTION…: until the question is answered, and not longer than the container lives
+wait_for() { # NAME COMMAND…: wait until the command succeeds; fail if the container stops, or after 60 s
     local name=$1 begin=$SECONDS state before
     shift
     before=$(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$name")
@@ -257,15 +256,15 @@ wait_for() { # NAME QUESTION…: until the question is answered, and not longer 
             sleep 0.3
             continue
         fi
-        # Before the stop, which adds lines of its own. The container stays, stopped, for `docker logs`.
+        # Before the stop, which logs lines, too. The stopped container stays for `docker logs`.
         docker logs --tail 10 "$name" 2>&1 | indented
         docker stop "$name" >/dev/null
         fail 1 "$name $state (the end of its log is above)"
     done
-    say "$name: answers, after $((SECONDS - begin)) s"
+    say "$name: ready after $((SECONDS - begin)) s"
 }
 
-postgres_password() { # made once, kept as a label of the volume: it lasts exactly as long as the data
+postgres_password() { # generated once and kept as a label of the volume, so it lasts as long as the data
     local password
     if ! docker volume inspect ecomp-postgres >/dev/null 2>&1; then
         password=$(od -An -N 16 -t x1 /dev/urandom | tr -d ' \n')
@@ -274,25 +273,25 @@ postgres_password() { # made once, kept as a label of the volume: it lasts exact
     docker volume inspect -f '{{index .Labels "ecomp.password"}}' ecomp-postgres
 }
 
-fence_rule() { # sets BRIDGE and RULES. What this machine sends to itself or to a container meets neither
+fence_rule() { # sets BRIDGE and RULES. Packets of this machine to itself or to a container match neither rule
     local drop='-m comment --comment docker.sh -j DROP'
     BRIDGE=br-$(docker network inspect -f '{{slice .Id 0 12}}' ecomp)
-    # In `raw`, as Docker 28 has them, no chain of libvirt or of a firewall accepts a packet first. The second one is for
-    # what is published on 127.0.0.1: Docker rewrites that destination before the kernel sees that it came from outside.
+    # In `raw`, as in Docker 28, no chain of libvirt or a firewall accepts a packet first. The second rule is for ports
+    # published on 127.0.0.1: Docker rewrites that destination before the kernel can reject it as coming from outside.
     RULES=("PREROUTING -t raw -d $(docker network inspect -f '{{(index .IPAM.Config 0).Subnet}}' ecomp) ! -i $BRIDGE $drop"
         "PREROUTING -t raw -d 127.0.0.0/8 ! -i lo $drop")
-    grep -q "^ *$BRIDGE:" /proc/net/dev # and not where another machine's Docker was asked
+    grep -q "^ *$BRIDGE:" /proc/net/dev # false if Docker runs on another machine
 }
 
-# shellcheck disable=SC2086  # a rule is words
-fence() { # Docker before 28 lets whoever routes through this machine, its guests too, reach the containers
+# shellcheck disable=SC2086  # a rule is several arguments
+fence() { # Docker before 28 lets all that route through this machine, also its guests, reach the containers
     local rule added='' failed=''
     RESTART=unless-stopped
     if [[ -n $CERTS || $INSECURE = 1 || ! $SERVER =~ ^([0-9]+)\. ]] || ((BASH_REMATCH[1] >= 28)); then
         unfence
         return
     fi
-    RESTART=on-failure # after a boot nothing starts before the rules are set again
+    RESTART=on-failure # after a boot no container starts before the rules are set again
     if fence_rule; then
         for rule in "${RULES[@]}"; do
             if iptables -w -C $rule 2>/dev/null; then continue; fi
@@ -302,12 +301,12 @@ fence() { # Docker before 28 lets whoever routes through this machine, its guest
         failed=1
     fi
     [ -z "$failed" ] ||
-        fail 1 "Docker $SERVER lets guests and neighbours reach these containers at their own addresses, and the iptables" \
-            "rules against it cannot be set from here. Fix: run docker.sh as root on the machine that Docker runs on," \
-            "install Docker 28, or say CERTS=certs"
+        fail 1 "Docker $SERVER lets guests and neighbours reach these containers at their own addresses, and the" \
+            "iptables rules against it cannot be set here. Fix: run docker.sh as root on Docker's own machine," \
+            "install Docker 28, or set CERTS=certs"
     if [ -n "$added" ]; then
-        say "Docker $SERVER: guests and neighbours do not reach the containers, by rules that last until the next boot;" \
-            'after it, run docker.sh again'
+        say "Docker $SERVER: iptables rules keep guests and neighbours from the containers until the next boot;" \
+            'run docker.sh again after it'
     fi
 }
 
@@ -318,7 +317,7 @@ unfence() {
     for rule in "${RULES[@]}"; do iptables -w -D $rule 2>/dev/null || :; done
 }
 
-certificates() { # sets CERTS to the whole path of the directory, or to nothing where nobody needs one
+certificates() { # sets CERTS to the absolute path of the directory, or to '' if none is needed
     local name servers=("$REACH")
     if [ -z "$CERTS" ]; then
         if [ -z "$OPEN" ] || [ "$INSECURE" = 1 ]; then return; fi
@@ -331,9 +330,9 @@ certificates() { # sets CERTS to the whole path of the directory, or to nothing 
     fi
     for name in etcd/ca.crt etcd/server.crt etcd/server.key placement/ca.crt placement/server.crt placement/server.key \
         placement/token; do
-        [ -r "$CERTS/$name" ] || fail 2 "$CERTS/$name cannot be read: certificates come of" \
-            "elab certs $CERTS --control ADDRESS (pip install '.[lab]');" \
-            "INSECURE=1 lets everybody in who reaches $BIND_ADDRESS"
+        [ -r "$CERTS/$name" ] || fail 2 "$CERTS/$name cannot be read." \
+            "Fix: run \`elab certs $CERTS --control ADDRESS\` (pip install '.[lab]')," \
+            "or set INSECURE=1 to admit all who reach $BIND_ADDRESS"
     done
     CERTS=$(readlink -f "$CERTS")
 }
@@ -341,11 +340,11 @@ certificates() { # sets CERTS to the whole path of the directory, or to nothing 
 up() {
     local begin=$SECONDS placement error url owner ports='' names='' etcd_names='*' etcd_tls=() scheme=http
     [[ $BIND_ADDRESS =~ ^([0-9]{1,3}\.){3}[0-9]{1,3}$ || $BIND_ADDRESS =~ ^\[[0-9a-fA-F:.]+\]$ ]] ||
-        fail 2 "BIND_ADDRESS is '$BIND_ADDRESS', not an address of this machine, like 192.0.2.7, 0.0.0.0 or [::1]"
+        fail 2 "BIND_ADDRESS is '$BIND_ADDRESS', not an address of this machine like 192.0.2.7, 0.0.0.0 or [::1]"
     [[ $PLACEMENT_WORKERS =~ ^[1-9][0-9]*$ ]] || fail 2 "PLACEMENT_WORKERS is '$PLACEMENT_WORKERS', not a number from 1"
     case $PLACEMENT_DATABASE in
     '' | postgresql+psycopg2://*) ;;
-    *) fail 2 'PLACEMENT_DATABASE must begin with postgresql+psycopg2://, the one driver in the image' ;;
+    *) fail 2 'PLACEMENT_DATABASE must begin with postgresql+psycopg2://, the only driver in the image' ;;
     esac
     if [ -n "$PLACEMENT_BUILD_CA" ] && [ ! -r "$PLACEMENT_BUILD_CA" ]; then
         fail 2 "PLACEMENT_BUILD_CA: cannot read $PLACEMENT_BUILD_CA"
@@ -366,8 +365,8 @@ up() {
     if ! docker network inspect ecomp >/dev/null 2>&1; then docker network create ecomp >/dev/null; fi
     fence
 
-    # Without its JSON gateway a page in a browser can ask etcd for /health, /metrics and /version alone, and reads no
-    # answer: browsers connect to no port 1, so no page is of that origin.
+    # Without the JSON gateway a malicious web page can only request /health, /metrics and /version of etcd, and cannot
+    # read the answer: browsers refuse port 1, so no page has that origin.
     start ecomp-etcd --publish "$BIND_ADDRESS:$ETCD_PORT:2379" --volume ecomp-etcd:/etcd-data \
         ${CERTS:+--volume "$CERTS/etcd:/certs:ro"} --entrypoint etcd \
         "$ETCD_IMAGE" --name ecomp --data-dir /etcd-data "${etcd_tls[@]}" \
@@ -376,7 +375,7 @@ up() {
         --enable-grpc-gateway=false --host-whitelist "$etcd_names" --cors http://localhost:1
     if [ -z "$CERTS" ]; then
         wait_for ecomp-etcd answers "$ETCD_PORT" /health
-    else # by its own certificate, which is made out to another name than this one
+    else # with its own certificate, which is for another name than 127.0.0.1
         wait_for ecomp-etcd docker exec ecomp-etcd etcdctl --endpoints https://127.0.0.1:2379 \
             --insecure-skip-tls-verify --cert /certs/server.crt --key /certs/server.key endpoint health
     fi
@@ -386,8 +385,8 @@ up() {
         image "$POSTGRES_IMAGE"
         POSTGRES_PASSWORD=$(postgres_password)
         [ -n "$POSTGRES_PASSWORD" ] || fail 1 'the volume ecomp-postgres has no label ecomp.password with the' \
-            "password of its user placement: docker.sh did not make it; give PLACEMENT_DATABASE"
-        export POSTGRES_PASSWORD # passed on by name, so that it is in nobody's process list
+            'password of its user placement: docker.sh did not create it. Fix: set PLACEMENT_DATABASE'
+        export POSTGRES_PASSWORD # passed by name, so that no process list shows it
         start ecomp-postgres --volume ecomp-postgres:/var/lib/postgresql/data \
             --env POSTGRES_USER=placement --env POSTGRES_DB=placement --env POSTGRES_PASSWORD "$POSTGRES_IMAGE"
         # By TCP: while it sets up its data, the server of the official image listens on its socket only.
@@ -400,7 +399,7 @@ up() {
         --label "ecomp.database=$(digest "$url")" --env OS_PLACEMENT_DATABASE__CONNECTION
         --env OS_API__AUTH_STRATEGY=noauth2)
     if [ -n "$CERTS" ]; then
-        # As whoever the key belongs to, and nobody else may read it.
+        # As the owner of the key, which only that user may read.
         owner=$(stat -c %u:%g "$CERTS/placement/server.key")
         placement+=(--volume "$CERTS/placement:/certs:ro" --user "$owner" --cap-drop ALL
             --security-opt no-new-privileges)
@@ -408,13 +407,13 @@ up() {
     placement+=("$IMAGE" gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS" --bind 0.0.0.0:8080
         ${CERTS:+--config /opt/server/gunicorn_tls.py} "placement_server:application($names)")
     if ! running_as_wanted ecomp-placement "${placement[@]}"; then
-        # Once, before the workers: several that each sync an empty database get in each other's way.
+        # Once, before the workers: workers that sync an empty database concurrently conflict.
         if ! error=$(docker run --rm --network ecomp --add-host host.docker.internal:host-gateway \
             --env OS_PLACEMENT_DATABASE__CONNECTION "$IMAGE" placement-manage db sync 2>&1); then
             printf '%s\n' "$error" | grep '^[^[:space:]]' | tail -n 4 | indented || :
-            fail 1 "placement's tables could not be made in ${url##*@} (the end of the log is above)"
+            fail 1 "placement's tables could not be created in ${url##*@} (the end of the log is above)"
         fi
-        say "placement's tables: made or up to date"
+        say "placement's tables: up to date"
     fi
     start ecomp-placement "${placement[@]}"
     if [ -z "$CERTS" ]; then
@@ -425,16 +424,17 @@ up() {
         wait_for ecomp-placement docker exec ecomp-placement python3 -c "$ASK"
     fi
 
-    say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at $scheme://$SHOWN:$PLACEMENT_PORT/"
+    say "ready after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at $scheme://$SHOWN:$PLACEMENT_PORT/"
     if [ -n "$CERTS" ]; then
         if [ "$ETCD_PORT $PLACEMENT_PORT" != '2379 8080' ]; then
             ports=" --etcd-port $ETCD_PORT --placement-port $PLACEMENT_PORT"
         fi
-        say "for those who ask: elab certs $CERTS$ports --compute HOST... --scheduler NAME... --operator NAME..."
+        say "to make certificates for clients:" \
+            "elab certs $CERTS$ports --compute HOST... --scheduler NAME... --operator NAME..."
     elif [ -n "$OPEN" ]; then
-        printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
+        printf 'docker.sh: neither requires a password: all who reach %s can do everything\n' "$BIND_ADDRESS" >&2
     else
-        say 'without certificates every user of this machine can write to both. Fix: CERTS=certs ./docker.sh'
+        say 'without certificates, every user of this machine can write to both. Fix: CERTS=certs ./docker.sh'
     fi
 }
 
@@ -454,7 +454,7 @@ down() {
     fi
     if [ -z "$found" ]; then say 'nothing was running'; fi
     volumes=$(docker volume ls --quiet --filter name='^ecomp-etcd$' --filter name='^ecomp-postgres$' | tr '\n' ' ')
-    if [ -n "$volumes" ]; then say "the data stays; to delete it too: docker volume rm ${volumes% }"; fi
+    if [ -n "$volumes" ]; then say "the data stays. To delete it, too: docker volume rm ${volumes% }"; fi
 }
 
 usage() { fail 2 'usage: ./docker.sh [up | down | --help]'; }
@@ -469,7 +469,7 @@ up | down) ;;
 *) usage ;;
 esac
 command -v docker >/dev/null ||
-    fail 2 'there is no docker command here: install Docker Engine (Debian, Ubuntu: docker.io)'
+    fail 2 'the docker command is missing. Fix: install Docker Engine (Debian, Ubuntu: docker.io)'
 SERVER=$(docker version --format '{{.Server.Version}}' 2>&1) ||
-    fail 7 "no Docker daemon answers (is it running, may you use it?): $(last_line "$SERVER")"
+    fail 7 "no Docker daemon answers (is it running, and may you use it?): $(last_line "$SERVER")"
 "${1-up}"

@@ -93,7 +93,7 @@ def test_servers_keep_their_data_over_down_and_up(engine: Engine, run: Run, tmp_
     assert set(containers) == {'ecomp-etcd', 'ecomp-postgres', 'ecomp-placement'}
 
     second_run = expect_success(run(SCRIPT))
-    assert second_run.count('running already') == 3
+    assert second_run.count('already running') == 3
     assert read_start_times(engine) == containers
     assert expect_success(run('bash', '-c', ACCESS_CHECK)).splitlines() == [
         *('404 etcd as a page', '421 etcd by another name', '200 etcd by its own'),
@@ -179,14 +179,14 @@ def test_servers_on_a_public_address_require_certificates(engine: Engine, run: R
     expect_success(run('ip', 'address', 'add', f'{address}/32', 'dev', 'lo'))
     done = run(SCRIPT, BIND_ADDRESS='0.0.0.0')
     assert (done.returncode, done.stderr.count('\n')) == (2, 1)
-    assert 'certs/etcd/ca.crt cannot be read: certificates come of elab certs certs --control ADDRESS' in done.stderr
+    assert 'certs/etcd/ca.crt cannot be read. Fix: run `elab certs certs --control ADDRESS`' in done.stderr
     assert read_start_times(engine) == {}
 
     tools = make_elab_directory(tmp_path / 'bin')
     paths = {'PATH': f'{tools}:{os.environ["PATH"]}', 'BIND_ADDRESS': address}
     up = expect_success(run(SCRIPT, **paths))
     assert f'etcd at {address}:2379, placement at https://{address}:8080/' in up
-    assert expect_success(run(SCRIPT, **paths)).count('running already') == 3
+    assert expect_success(run(SCRIPT, **paths)).count('already running') == 3
 
     expect_success(run(tools / 'elab', 'certs', 'certs', '--control', address, '--operator', 'ann'))
     operator_dir = tmp_path / 'certs/operator-ann'
@@ -263,7 +263,7 @@ def test_refusals_are_one_line_and_start_nothing(engine: Engine, run: Run) -> No
     """Each refusal is one line with its remedy and starts nothing."""
     done = run(sys.executable, '-c', RUN_WITH_TAKEN_PORT, SCRIPT)
     assert done.returncode == 5
-    assert re.search(r'^docker.sh: port \d+ on 127.0.0.1 is taken .* ETCD_PORT=…$', done.stderr)
+    assert re.search(r'^docker.sh: port \d+ on 127.0.0.1 is in use .* Fix: .* ETCD_PORT=…$', done.stderr)
     done = run(SCRIPT, ETCD_PORT='http')
     assert (done.returncode, done.stderr) == (2, "docker.sh: ETCD_PORT is 'http', not a port number\n")
     done = run(SCRIPT, PLACEMENT_DATABASE='mysql://localhost/placement')
@@ -311,7 +311,7 @@ def test_usage(tmp_path: Path) -> None:
         (tools / tool).symlink_to(f'/usr/bin/{tool}')
     done = run_script(PATH=str(tools))
     assert (done.returncode, done.stderr.count('\n')) == (2, 1)
-    assert 'there is no docker command here' in done.stderr
+    assert 'the docker command is missing' in done.stderr
 
 
 def test_missing_docker_daemon_is_reported(tmp_path: Path) -> None:

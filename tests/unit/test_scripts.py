@@ -61,7 +61,7 @@ def test_alternatives_are_named_without_a_registry(tmp_path: Path) -> None:
     code, stderr, docker_log = run_docker_sh(tmp_path)
     assert (code, stderr.count('\n')) == (1, 1)
     assert 'cannot pull quay.io/coreos/etcd' in stderr
-    assert 'no such host; without a registry: docker load it' in stderr
+    assert 'no such host. Try: without a registry, `docker load` it' in stderr
     assert '`elab control`' in stderr
     assert 'pull' in docker_log
 
@@ -85,7 +85,7 @@ def test_old_docker_without_a_firewall_rule_starts_nothing(tmp_path: Path) -> No
     assert 'Fix: ' in stderr
     assert 'create' not in docker_log.split()
     _, stderr, docker_log = run_docker_sh(tmp_path, OUTDATED_DOCKER, INSECURE='1', **ports)
-    assert 'cannot make ecomp-etcd' in stderr
+    assert 'cannot create ecomp-etcd' in stderr
     assert 'create' in docker_log.split()
 
 
