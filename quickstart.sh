@@ -3,11 +3,11 @@
 #
 #   ./quickstart.sh         install what is missing, make the lab, schedule a VM and wait for its address
 #   ./quickstart.sh down    remove the lab and its VMs; .venv and the Debian packages stay
-#   ./quickstart.sh --help  this text
+#   ./quickstart.sh --help  print this text
 #
-# For Debian 12 or newer and current Ubuntu, on x86-64. Says each step and how long it took; run again, it does only
-# what is missing. Debian packages and the lab need root: as another user, it asks by sudo. PYTHON names the python3
-# to make .venv with (3.11 or newer). Exit codes: 0 done, 1 failed, 2 usage; where elab or eschedule fails, theirs
+# For Debian 12 or newer and current Ubuntu, on x86-64. It prints each step and its duration; another run does only
+# what is missing. Debian packages and the lab need root: another user is asked for it by sudo. PYTHON names the python3
+# of .venv (3.11 or newer). Exit codes: 0 done, 1 failed, 2 usage; if elab or eschedule fails, its own
 # (docs/reference/exit-codes.md).
 
 set -euo pipefail
@@ -22,12 +22,12 @@ PACKAGES=(
     libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils  # the hypervisors
     dnsmasq-base iptables iproute2                                                         # their networks
     busybox-static syslinux mtools                                                         # the small guest
-    curl openssh-client                                                                    # what the tutorial types
+    curl openssh-client                                                                    # for the tutorial
 )
 
 fail() { printf 'quickstart.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
-# The start of a step, and its end with how long it took.
+# Print the start of a step, and its end with its duration.
 begin() {
     began=${EPOCHREALTIME//[.,]/}
     printf '== %s\n' "$1"
@@ -37,7 +37,7 @@ finish() {
     printf '   done in %d.%d s\n' $((tenths / 10)) $((tenths % 10))
 }
 
-# What a command prints is shown only if it fails.
+# Run a command, and print its output only if it fails.
 quietly() {
     local said
     said=$("$@" 2>&1 </dev/null) || { printf '%s\n' "$said" >&2; fail "failed: $*"; }
@@ -55,11 +55,11 @@ root() {
 eschedule() { .venv/bin/eschedule --config "$LAB/schedule.yaml" "$@"; }
 
 check_machine() {
-    [ "$(uname -m)" = x86_64 ] || fail "this is $(uname -m); the lab's guests and packages are for x86_64"
-    command -v apt-get >/dev/null || fail 'this is neither Debian nor Ubuntu: there is no apt-get'
-    [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || fail 'needs root, and there is no sudo: run it as root'
+    [ "$(uname -m)" = x86_64 ] || fail "this machine is $(uname -m), but the lab's guests and packages are for x86_64"
+    command -v apt-get >/dev/null || fail 'apt-get is missing: this is neither Debian nor Ubuntu'
+    [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || fail 'it needs root, but sudo is missing. Fix: run it as root'
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        fail "$PYTHON is $("$PYTHON" --version 2>&1 | tail -n 1); 3.11 or newer is needed, name one with PYTHON=..."
+        fail "$PYTHON is $("$PYTHON" --version 2>&1 | tail -n 1), not 3.11 or newer. Fix: name one with PYTHON=..."
 }
 
 update_packages() {
@@ -69,7 +69,7 @@ update_packages() {
 
 install_packages() {
     local package missing=()
-    # These belong to Debian's own Python; another brings them itself.
+    # Debian's own Python needs these packages; another one has their content.
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || PACKAGES+=(python3-venv)
     "$PYTHON" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
         PACKAGES+=(python3-dev)
@@ -85,21 +85,21 @@ install_packages() {
 
 make_venv() {
     local wanted stamp=.venv/installed-quickstart
-    # pip comes last, and of it what says its version: without, the making of .venv was ended in between.
+    # pip's version is installed last: without it, the making of .venv was interrupted.
     if ! .venv/bin/python -c 'import pip, importlib.metadata as m; m.version("pip")' 2>/dev/null; then
         begin "making .venv with $("$PYTHON" --version)"
-        # The pip that comes with Python 3.11 takes twice as long for all that follows.
+        # The pip of Python 3.11 takes twice as long for all that follows.
         quietly "$PYTHON" -m venv --clear --upgrade-deps .venv
         finish
     fi
     wanted=$(cat setup.py constraints.txt | sha256sum)
-    # tests/run installs the same and more.
+    # tests/run installs the same packages and more.
     if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ] &&
         [ "$(sha256sum <setup.py)" != "$(cat .venv/installed 2>/dev/null)" ]; then
         begin 'installing ecomp and what it needs into .venv'
-        # What it was tested with, to the byte.
+        # The tested versions, pinned by hash.
         quietly .venv/bin/python -m pip install --disable-pip-version-check --require-hashes -r constraints.txt
-        # In place, so that a git pull is all it takes to have the newest.
+        # In place, so that git pull alone updates it.
         quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 --no-deps -e .
         printf '%s\n' "$wanted" >"$stamp"
         finish
@@ -108,7 +108,7 @@ make_venv() {
 
 make_lab() {
     if root .venv/bin/elab status --name lab >/dev/null 2>&1; then
-        printf '== the lab is up\n'
+        printf '== the lab is already up\n'
     else
         begin 'starting the lab: etcd, placement and 3 hypervisor hosts'
         root .venv/bin/elab up --name lab >/dev/null
@@ -116,14 +116,14 @@ make_lab() {
     fi
     if [ ! -e "$LAB/images/guest.qcow2" ]; then
         begin 'making a small guest image'
-        # Its kernel comes by apt-get download, which needs to know the newest.
+        # apt-get downloads its kernel, and must know the newest version.
         update_packages
         root .venv/bin/elab guest "$LAB/images/guest.qcow2"
         finish
     fi
 }
 
-# The uuid of an instance that runs already; nothing if none does.
+# Print the uuid of an active instance, or nothing.
 running_instance() {
     eschedule list -f json | .venv/bin/python -c '
 import json, sys
@@ -134,12 +134,12 @@ schedule() {
     image=$(sed -n 's/^image: //p' "$LAB/schedule.yaml")
     instance=$(running_instance)
     if [ -n "$instance" ]; then
-        printf '== a VM runs: %s at %s\n' "$instance" "$(eschedule "$instance" || true)"
+        printf '== a VM already runs: %s at %s\n' "$instance" "$(eschedule "$instance" || true)"
     else
         begin "scheduling a VM: eschedule '$QUERY' $image"
         eschedule "$QUERY" "$image" --wait
         finish
-        made=$(running_instance) # there was none before
+        made=$(running_instance) # none was active before
     fi
     printf '== eschedule list\n'
     eschedule list
@@ -150,11 +150,11 @@ try_next() {
     [ "$(id -u)" = 0 ] && sudo=''
     cat <<END
 
-Try next (./quickstart.sh down removes it all):
+Try next (./quickstart.sh down removes everything):
   .venv/bin/eschedule --config $LAB/schedule.yaml '$QUERY'
   ${sudo}.venv/bin/elab status
 END
-    # Nothing but what was made just now: what ran before is somebody's.
+    # Only the instance of this run: an older one may be in use.
     [ -z "${made-}" ] || printf '  %s destroy %s\n' ".venv/bin/eschedule --config $LAB/schedule.yaml" "$made"
 }
 
@@ -169,9 +169,9 @@ case ${1-} in
         printf '\nThis took %d s.\n' "$SECONDS"
         ;;
     down)
-        [ -x .venv/bin/elab ] || fail 'there is no .venv/bin/elab, so no lab was made from here'
+        [ -x .venv/bin/elab ] || fail '.venv/bin/elab is missing: no lab was made from this directory'
         root .venv/bin/elab down --name lab
         ;;
     -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
-    *) fail "$1: there is only 'down', and nothing; --help shows all" 2 ;;
+    *) fail "'$1' is not a command: the only one is down. Try: --help" 2 ;;
 esac
