@@ -11,9 +11,9 @@
 #
 # Settings are environment variables:
 #
-#   BIND_ADDRESS        127.0.0.1     the address that both listen on. With any other (0.0.0.0, or this
-#                                     machine's address on a network) other machines reach them, past ufw,
-#                                     and certificates are required
+#   BIND_ADDRESS        127.0.0.1     the address that both listen on. With one that other machines reach (0.0.0.0,
+#                                     or this machine's address on a network), also past ufw, certificates
+#                                     are required
 #   CERTS               (unset)       the directory of `elab certs`. Default: ./certs if other machines reach
 #                                     them, else none. It is made if it is missing and BIND_ADDRESS is one
 #                                     address. With it both servers require a client certificate, and

@@ -62,7 +62,7 @@ def generate_files() -> dict[Path, str]:
 
 def generate_reference() -> Iterator[tuple[str, str]]:
     """Generate each page of the reference, with its file name."""
-    top = 'Each says this, too, with `--help`. Data is on stdout, everything else on stderr.'
+    top = 'Each command prints this with `--help`, too. Data is on stdout, everything else on stderr.'
     yield 'commands.md', render_markdown('Commands', [top], [*describe_eschedule(), *describe_other_commands()])
     for name, config in CONFIGURATIONS.items():
         yield f'{name}.md', render_markdown(name, *describe_configuration(name, config))
@@ -80,12 +80,12 @@ def generate_man_pages() -> Iterator[ManPage]:
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
-    means = 'A directory: the configuration is the file of its usual name in that one, which has to be there. Where it '
-    means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
+    means = 'A directory that must contain the configuration, under its usual name. Default: the first file in ./, '
+    means += '~/.config/ecomp/ or /etc/ecomp/. --config overrides both.'
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXIT_CODES.items()])])
     commands = [item for family in load_families().values() for item in family]
-    yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
+    yield ManPage('eschedule', 1, 'place instances on hypervisors, inspect, change and destroy them', [
         Section('SYNOPSIS', [Code('\n'.join(f'eschedule {item.usage}' for item in commands))]),
         Section('COMMANDS', [
             *PLACEHOLDER_MEANINGS.values(),
@@ -94,13 +94,13 @@ def generate_man_pages() -> Iterator[ManPage]:
         Section('OPTIONS', [Terms(('', ''), [describe_option(row) for rows in OPTIONS.values() for row in rows])]),
         exits, files, environment,
     ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
-    yield ManPage('ecompute', 8, 'take requests for this machine from etcd and make them VMs', [
+    yield ManPage('ecompute', 8, 'build and run the requested VMs on this machine', [
         *describe_parser(compute.make_parser()), exits, files, environment,
     ], ['eschedule(1)', 'mdserver(8)', 'compute.yaml(5)'])  # fmt: skip
-    yield ManPage('mdserver', 8, 'the metadata server of the guests on a hypervisor', [
+    yield ManPage('mdserver', 8, 'the metadata server for the guests on a hypervisor', [
         *describe_parser(mdserver.server.make_parser()),
     ], ['ecompute(8)', 'mdserver.conf(5)'])  # fmt: skip
-    yield ManPage('elab', 1, 'a whole cluster on one machine, and certificates for real ones', [
+    yield ManPage('elab', 1, 'a whole cluster on one machine, and certificates for real clusters', [
         *describe_parser(elab.make_parser()), exits,
     ], ['eschedule(1)', 'ecompute(8)'])  # fmt: skip
     for name, config in CONFIGURATIONS.items():
@@ -124,7 +124,7 @@ def render_command_names() -> str:
         '# ruff: noqa: E501', 'BY_MODULE = {', *lines, '}',
         '"""The names by the module of ecomp/cli that has their rows, in the order of the help."""', '',
         'RESERVED = frozenset({', textwrap.indent(f'{words},', '    '), '})',
-        '"""The first words of commands, and of those that are planned: no instance may be called so."""', '',
+        '"""The first arguments of commands, also of planned ones: no instance may have such a name."""', '',
     ])  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def describe_shapes() -> tuple[list[Block], list[Section]]:
         Section(', '.join(f'eschedule {name}' for name in names), list(_describe_fields(shapes.SHAPES[names[0]])))
         for names in by_shape.values()
     ]
-    refusal = 'What `create` and `plan` print where there is no room, or no quota; the exit code is 3.'
+    refusal = 'What `create` and `plan` print if there is no room or no quota; the exit code is 3.'
     return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, *_describe_fields(shapes.REFUSED)])]
 
 
@@ -145,7 +145,7 @@ def _describe_fields(shape: shapes.Schema) -> Iterator[Block]:
     """Describe a shape as a whole, and each of its fields."""
     is_one_or_many = 'anyOf' in shape
     shape = shape['anyOf'][0] if is_one_or_many else shape
-    introduction = 'For one word an object, for several an array of these:' if is_one_or_many else 'An object:'
+    introduction = 'For one argument an object, for several an array of these:' if is_one_or_many else 'An object:'
     if shape['type'] == 'array':
         introduction, shape = 'An array of these:', shape['items']
     rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flatten(shape, '')]
@@ -242,7 +242,7 @@ def _describe_options(parser: argparse.ArgumentParser) -> list[Block]:
             continue
         value = '' if action.nargs == 0 else f' {action.metavar or action.dest.upper()}'
         written = ', '.join(f'{flag}{value}' for flag in action.option_strings) or str(action.metavar or action.dest)
-        assert action.help, f'{parser.prog}: {written} says nothing of itself'
+        assert action.help, f'{parser.prog}: {written} has no help'
         rows.append((written, action.help.replace('%%', '%')))
     return [Terms(('argument', ''), rows)] if rows else []
 
@@ -297,7 +297,7 @@ def _describe_defaults(config: type, names: Iterable[str]) -> list[Block]:
 def _check_complete(name: str, config: type, sections: Iterable[Section]) -> None:
     described = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
     keys_ = {field.metadata.get('name') or field.name for field in dataclasses.fields(config) if field.metadata}
-    assert keys_ <= described, f'{name} says nothing of {sorted(keys_ - described)}'
+    assert keys_ <= described, f'{name} does not describe {sorted(keys_ - described)}'
 
 
 # etcd, records, audit, exit codes, faults
@@ -348,7 +348,7 @@ def describe_records() -> tuple[list[Block], list[Section]]:
     retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.RETENTION_SECONDS.items())
     return parse_docstring(record), [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
-        Section('How long a record stays after its end', [f'{retention}.']),
+        Section('How long a record of a finished instance is kept', [f'{retention}.']),
         *(Section(title, parse_docstring(source)) for title, source in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
             ('progress', record.Progress), ('power', order.PowerAction),
@@ -368,7 +368,7 @@ def describe_audit() -> tuple[list[Block], list[Section]]:
 def describe_exit_codes() -> tuple[list[Block], list[Section]]:
     """Describe each exit code, and every error with its own."""
     codes = Terms(('code', ''), [(str(code), says) for code, says in EXIT_CODES.items()])
-    return ['Of all commands, everywhere.', codes], [Section('Errors', parse_docstring(errors))]
+    return ['The exit codes of all commands.', codes], [Section('Errors', parse_docstring(errors))]
 
 
 def describe_faults() -> tuple[list[Block], list[Section]]:
@@ -378,7 +378,7 @@ def describe_faults() -> tuple[list[Block], list[Section]]:
         [f'F{number}', says, str(count[number] or faults.UNTESTED_ROWS[number])] for number, says in faults.ROWS.items()
     ]
     matrix = f'[The matrix]({MATRIX}) has each test, the rules of the protocol, and the failpoints.'
-    says = 'Whatever can be killed, frozen, cut off, filled or wiped is, by tests.'
+    says = 'Tests kill, freeze, cut off, fill or wipe every part of a cluster.'
     return [f'{says} {matrix}', Table(['row', 'fault', 'tests'], rows)], []
 
 

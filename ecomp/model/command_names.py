@@ -21,4 +21,4 @@ RESERVED = frozenset({
     'show', 'snapshot', 'ssh', 'ssh-config', 'stack', 'start', 'stop', 'timeline', 'top', 'ui', 'unprotect', 'version',
     'wait', 'what-if', 'why',
 })
-"""The first words of commands, and of those that are planned: no instance may be called so."""
+"""The first arguments of commands, also of planned ones: no instance may have such a name."""
