@@ -1,7 +1,4 @@
-"""compute.yaml, read into a frozen, complete value by the rules of ecomp.conf.
-
-A separate module, so that eschedule does not load it: making these classes takes 1 % of a short command's time.
-"""
+"""compute.yaml as a frozen value. Separate from ecomp.conf, because its classes take 1 % of a short command's time."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ MAX_INT = 2**31 - 1  # placement's limit for a total
 MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
-# Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
+# Parsers of a node, as in yaml_file.
 
 
 def _parse_uuid(node: Node) -> str:
@@ -125,10 +122,7 @@ def _parse_total(text: str) -> int:
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`; without it the defaults and the bridge of the old key `bridge`.
-
-    Both keys together are a recorded problem.
-    """
+    """Read `networks`, else the defaults and the old key `bridge`; record a problem if both exist."""
     if name in file.top and 'bridge' in file.top:
         file.top.add_problem('bridge', 'is not accepted together with networks. Fix: add `- bridge: NAME` to networks')
     no_attachments: tuple[Attachment, ...] = ()
@@ -155,8 +149,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 class ComputeConfig:
     """The settings of compute.yaml, which explains them: one field a key.
 
-    None means that ecompute determines the value itself. `path` is the file, None if absent; `directory` is the
-    file's.
+    None means that ecompute determines the value. `path` is the file, None if absent; `directory` is the file's.
     """
 
     uuid: str | None = make_field(None, _parse_uuid)
@@ -192,11 +185,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
 
 
 def parse_inventory(text: str) -> dict[str, int]:
-    """Parse {class: total} from `VCPU:4, DISK_GB:10, MEMORY_MB:512`, as --fake takes it.
-
-    Raises UsageError if the text is empty or a part is not CLASS:TOTAL with a total from 1 to MAX_INT, or a class is
-    repeated.
-    """
+    """Parse `VCPU:4, DISK_GB:10` to {class: total}, 1 to MAX_INT; UsageError if empty, malformed or a class repeats."""
     totals: dict[str, int] = {}
     for part in text.split(','):
         name, colon, total = (word.strip() for word in part.partition(':'))

@@ -1,9 +1,8 @@
-"""schedule.yaml as a frozen value, and the sections etcd and placement of both files.
+"""schedule.yaml as a frozen value, and the sections etcd and placement of both files; compute_conf has the rest.
 
-A missing file, an empty file and a key without a value mean the defaults, which point at localhost. All mistakes in a
-file become one UsageError with a line for each: `schedule.yaml:3: imag: unknown key (did you mean image?)`. Relative
-paths are relative to the file. The two example files describe the keys. Any certificate means TLS; without one, other
-machines are contacted only if the file contains `insecure: true`. ecomp.compute_conf has compute.yaml's other keys.
+A missing file or value means the default, at localhost. One UsageError has a line for each mistake in a file:
+`schedule.yaml:3: imag: unknown key (did you mean image?)`. Any certificate means TLS; without one, other machines are
+contacted only with `insecure: true`.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ CLEARTEXT_REFUSAL = (
 
 
 class EtcdConfig(NamedTuple):
-    """The address of etcd and how to reach it.
+    """The `endpoints` of etcd, host:port, and the timeout of a call in seconds.
 
-    `endpoints` are host:port; `timeout` is in seconds, for each call. `ca_cert` is the authority that signed etcd's
-    certificate, `cert_cert` and `cert_key` are ours; all three None means plain text.
+    `ca_cert` is the authority that signed etcd's certificate, the others are ours; all three None means plain text.
     """
 
     endpoints: tuple[str, ...] = ('localhost:2379',)
@@ -65,7 +63,7 @@ class EtcdConfig(NamedTuple):
 class PlacementConfig(NamedTuple):
     """The address of placement, without a trailing slash, and our credentials.
 
-    Certificates are read again for each connection, `token_file` for each call.
+    Certificates are read for each connection, `token_file` for each call.
     """
 
     endpoint: str = 'http://localhost:8080'
@@ -131,10 +129,9 @@ def parse_url(node: Node) -> str:
 
 
 def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the section `name` as EtcdConfig; add mistakes to `file` and use defaults.
+    """Read the section `name`; add mistakes to `file` and use defaults instead. Log the ignored key `grpc_options`.
 
-    `default` supplies only the timeout; without a host the endpoint is localhost:2379. The ignored key `grpc_options`
-    is logged.
+    `default` supplies only the timeout; without a host the endpoint is localhost:2379.
     """
     etcd = file.top.read_section(name)
     for key in ('user', 'password'):
@@ -164,10 +161,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
 
 
 def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
-    """Read the section `name` as PlacementConfig; add mistakes to `file` and use defaults.
-
-    `default` supplies only the endpoint.
-    """
+    """Read the section `name`; add mistakes to `file` and use defaults instead. `default` supplies the endpoint."""
     placement = file.top.read_section(name)
     endpoint = placement.read('endpoint', parse_url, default.endpoint)
     for key in CERTIFICATE_KEYS:
@@ -185,10 +179,7 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
 
 
 def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """Return the paths in ca_cert, cert_key and cert_cert, None where missing or invalid.
-
-    A key without its certificate, or the reverse, is recorded.
-    """
+    """Return ca_cert, cert_key and cert_cert, None if missing or invalid; record a key or certificate alone."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other}, too')
@@ -226,11 +217,10 @@ def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
 
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
-    """Load the configuration of class `kind` from `path`.
+    """Load the configuration of class `kind`; raise UsageError with a line for each problem.
 
-    A `path` of None means the file that find_default_file(default_name) finds, or the defaults if there is none. A
-    field without a reader (made by dataclasses.field alone) is set from the YamlFile attribute of the same name. Raises
-    UsageError, with a line for each problem.
+    A `path` of None means the file that find_default_file() finds, or the defaults if there is none. A field without a
+    reader (made by dataclasses.field alone) is set from the YamlFile attribute of the same name.
     """
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
@@ -245,12 +235,11 @@ def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
 # schedule.yaml
 
 
-# The owner of instances if schedule.yaml names none. Constants, because usages are queried by project, and because
-# placement adds a row for each new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
+# Constant, because usages are queried by project, and placement adds a row for each new one. They are
+# uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
 DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
 DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
-# Not 0.3.6, the default of 2019: nobody publishes its SHA-256 (Cirros itself has only MD5). Others pin this version
-# too, such as metal3 and kubevirt.
+# Not 0.3.6, the default of 2019: its SHA-256 is not published (only its MD5). metal3 and kubevirt pin this one, too.
 DEFAULT_IMAGE = (
     'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
     '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
@@ -281,9 +270,9 @@ def _parse_identifier(node: Node) -> str:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings of schedule.yaml, which explains them: one field a key.
+    """The settings of schedule.yaml, which explains them: one field a key. Paths are absolute, flavors by name.
 
-    All paths are absolute; `flavors` are by name. `path` is the file itself, None if absent.
+    `path` is the file, None if absent.
     """
 
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
@@ -339,12 +328,11 @@ def _is_local(host: str) -> bool:
 
 
 def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: float) -> socket.socket:
-    """Open a TCP connection to one of the host's addresses, tried in order.
+    """Connect to one of the host's addresses, tried in order; OSError, or ValueError for an invalid name.
 
-    The last address has `timeout` seconds to connect. The earlier ones share half of `budget_seconds`, at most one
-    second each: an IPv6 address without a route must not use up the time of the address that answers. If the last one
-    refuses, the first one that timed out is retried with `timeout`, which is also the timeout of the returned socket.
-    Raises OSError if no address is found or accepts, and ValueError for an invalid host name.
+    The last address has `timeout` seconds, also the timeout of the returned socket. The earlier ones share half of
+    `budget_seconds`, at most one second each: an IPv6 address without a route must leave time for the others. If the
+    last one refuses, the first one that timed out is retried with `timeout`.
     """
     import socket  # imported here: only a connection needs it
 
