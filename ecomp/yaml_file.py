@@ -1,7 +1,6 @@
 """A strict reader of YAML configuration files: values with lines, all mistakes in an error.
 
-Mappings, lists and scalars in one document of at most 64 KiB are accepted. Anchors, aliases, tags and deep nesting are
-refused. A repeated key, of which PyYAML would silently use the last, is a mistake too.
+It refuses more than 64 KiB, anchors, aliases, tags, deep nesting and repeated keys, of which PyYAML uses the last.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ Part = TypeVar('Part', Node, tuple[Node, Node])
 
 
 class InvalidValue(Exception):
-    """A value is refused; the reader of its section adds the file, the line and the key.
-
-    `parts` are the (line, reason) of each invalid part of the value, reported instead of `reason`.
-    """
+    """A value is refused: `reason`, or the (line, reason) of its `parts`. Section adds file, line and key."""
 
     def __init__(self, reason: str = '', parts: Sequence[tuple[int, str]] = ()) -> None:
         super().__init__(reason)
@@ -48,7 +44,7 @@ class InvalidValue(Exception):
 class Section:
     """A mapping whose keys are read one by one; a key that is never read is unknown.
 
-    `add_problem` records a mistake with its line; `prefix` is the names of the enclosing sections, each with a dot.
+    `add_problem` records a mistake with its line; `prefix` has the names of the enclosing sections, each with a dot.
     """
 
     def __init__(self, add_problem: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
@@ -82,10 +78,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` reads; `default` if the key is missing, null or invalid.
-
-        Invalid is an InvalidValue of `parse`, recorded with its line; any other exception passes.
-        """
+        """Return what `parse` reads; `default` if the key is missing, null or invalid (a recorded InvalidValue)."""
         self._read_keys[key] = None
         if key not in self:
             return default
@@ -133,10 +126,9 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
-        """Read the file at `path`; None means the default file, or an empty one without it.
+        """Read the file at `path`; None means the default file, which check_owner() checks, or an empty one.
 
-        Raises UsageError if the file cannot be read, is too large or invalid YAML, or if check_owner() refuses a
-        default file.
+        Raises UsageError if the file cannot be read, is too large or invalid YAML.
         """
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
@@ -170,10 +162,7 @@ class YamlFile:
         return make_list_parser(self.parse_path, 'a list like [id_ed25519.pub]')(node)
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file, else InvalidValue.
-
-        Raises UsageError if a directory denies access.
-        """
+        """Parse the path of a readable file, else InvalidValue; UsageError if a directory denies access."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -197,15 +186,12 @@ class YamlFile:
             raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
 
 
-# Default files. ecompute runs as root, and schedule.yaml names the file sent to guests as user-data, so a file that
-# another user placed in the working directory must not be used.
+# Default files. ecompute runs as root, and schedule.yaml names the user-data of guests: so a file that another user put
+# into the working directory is refused.
 
 
 def parse_config_option(argument: str | None) -> Path | None:
-    """Parse the argument of --config, None without it; raise UsageError for ''.
-
-    That is a script's unset variable, and the default file may be that of another cluster.
-    """
+    """Parse the argument of --config; UsageError for '': a script's unset variable must not mean the default file."""
     if argument == '':
         raise UsageError("--config: '' is not a file name")
     return None if argument is None else Path(argument)
@@ -214,7 +200,7 @@ def parse_config_option(argument: str | None) -> Path | None:
 def find_default_file(name: str) -> Path | None:
     """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
 
-    If $ECOMP_CONFIG is set (not ''), only that directory is searched. Raises UsageError if the file is missing there.
+    If $ECOMP_CONFIG is set (not ''), only that directory is searched; UsageError if the file is missing there.
     """
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
@@ -231,10 +217,7 @@ def describe_source(name: str, path: Path | None) -> str:
 
 
 def check_owner(name: str, status: os.stat_result) -> None:
-    """Raise UsageError for a file that is not regular, or has a foreign owner or writer.
-
-    Root, the caller and, for root, the user behind sudo are accepted.
-    """
+    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it."""
     trusted_users = {0, os.geteuid()}
     if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
         trusted_users.add(int(sudo_user))
@@ -300,10 +283,7 @@ def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
 
 
 def explain_invalid_mapping(text: str) -> str | None:
-    """Explain, without quoting it, why a text is not a YAML mapping; None if it is or is empty.
-
-    Only the syntax is checked: the limits of this module's reader do not apply.
-    """
+    """Explain, without quoting it, why a text is not a YAML mapping; None if it is or is empty. It has no limits."""
     import yaml  # as above
 
     try:
@@ -322,7 +302,7 @@ def explain_invalid_mapping(text: str) -> str | None:
     return None if root is yaml.MappingStartEvent else 'it is not a mapping of keys to values'
 
 
-# Parsers: each returns the value of a node, or raises InvalidValue with what is expected.
+# Parsers: each returns the value of a node, or raises InvalidValue.
 
 
 def parse_text(node: Node) -> str:
@@ -390,10 +370,7 @@ def make_list_parser(
     min_items: int = 0,
     describe_item: Callable[[Node], str] | None = None,
 ) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list of at least `min_items` items; messages call it `shape`.
-
-    With `describe_item`, which names an item in messages, repeated values are refused.
-    """
+    """Make a parser of a list, `shape` in messages; with `describe_item`, which names an item, they must be unique."""
 
     def parse_all(node: Node) -> tuple[T, ...]:
         if node.kind != 'seq' or len(node.items) < min_items:

@@ -1,7 +1,4 @@
-"""A reader of the plain YAML of most configurations: keys, words, numbers and lists. Pure.
-
-Short commands would finish before PyYAML is loaded. Anything not certainly plain is left to PyYAML.
-"""
+"""A reader of simple YAML, so that short commands need not load PyYAML, which reads all that is not simple. Pure."""
 
 from __future__ import annotations
 
