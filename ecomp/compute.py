@@ -1,7 +1,4 @@
-"""ecompute's entry point: arguments, configuration, signals, exit codes.
-
-h2 and libvirt are imported in the functions that need them, because every spawned worker imports this module again.
-"""
+"""ecompute's entry point. Spawned workers import it again, so functions import h2 and libvirt only where needed."""
 
 from __future__ import annotations
 
@@ -35,10 +32,9 @@ MAX_FAKE_COMPUTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal stops it, and return the exit code.
+    """Run ecompute until a signal, and return the exit code: then 0, but 1 for an interrupted --check.
 
-    `argv` None means sys.argv without the program. With --check or --unit it prints and returns. After a signal the
-    exit code is 0, but 1 for an interrupted --check.
+    With --check or --unit it prints and returns. `argv` None means sys.argv without the program.
     """
     logs.hold_descriptors()
     logs.configure()
@@ -123,10 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Render the unit for ecompute started as `program`, with --config or its default.
-
-    Raises UsageError for any other option.
-    """
+    """Render the unit for ecompute started as `program`, with --config or its default; UsageError for other options."""
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
         raise UsageError('--unit accepts --config alone')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
@@ -134,10 +127,7 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
-    """Print a line a finding, and a summary to stderr; return the exit code.
-
-    Raises UsageError with other options.
-    """
+    """Print a line a finding, and a summary to stderr; return the exit code. UsageError with other options."""
     if has_other_options:
         raise UsageError('--check accepts --config alone')
     from ecomp.agent.checking import check_machine
@@ -168,7 +158,7 @@ def _make_fake_config(
 ) -> ComputeConfig:
     """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1.
 
-    With the default `state` it gets a temporary one, which `at_exit` removes, and no uuid.
+    The default `state` becomes a temporary one, without a uuid, which `at_exit` removes.
     """
     if config.uuid is not None and (count or 1) > 1:
         raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute. Fix: remove it')

@@ -1,8 +1,4 @@
-"""eschedule's entry point: runs one command, prints its output and returns an exit code.
-
-It imports ecomp's modules in its functions, so that Ctrl-C while they load, which is most of a short command's time,
-also prints one line.
-"""
+"""eschedule's entry point. Functions import ecomp's modules, so that Ctrl-C while they load prints one line, too."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ GC_THRESHOLD_OBJECTS = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eschedule and return its exit code; errors of users and backends print no traceback.
-
-    `argv` None means sys.argv without the program. An interrupt returns 1.
-    """
+    """Run eschedule and return its exit code, 1 if interrupted. `argv` None means sys.argv without the program."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -33,10 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run main() as the console script, without the work that a short command can skip.
+    """Run main() as the console script, without the time that garbage collection and Python's shutdown take.
 
-    Garbage collection while modules load, and an orderly shutdown of Python, would add to a claim's time, and the
-    process exits anyway. A long wait makes more objects than GC_THRESHOLD_OBJECTS and does collect.
+    Only a long wait makes more objects than GC_THRESHOLD_OBJECTS and does collect.
     """
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     try:
@@ -75,9 +67,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(argv: list[str]) -> int:
-    """Run the command and return its exit code; without words, print the help and return 2.
+    """Run the command and return its exit code; without arguments, print the help and return 2.
 
-    Raises EcompError for invalid words or configuration; prints the command's own.
+    Raises EcompError for invalid arguments or configuration; prints the command's own.
     """
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, format_help, parse

@@ -1,8 +1,4 @@
-"""systemd: notifications about this service, and the units that start ecomp's services.
-
-Notifications are datagrams to the socket in NOTIFY_SOCKET: sd_notify(3), sd_watchdog_enabled(3). Without that variable
-nothing is sent.
-"""
+"""systemd: notifications of this service, if NOTIFY_SOCKET is set (sd_notify(3), sd_watchdog_enabled(3)), and units."""
 
 from __future__ import annotations
 
@@ -48,10 +44,7 @@ class Service:
         self._notify('STOPPING=1', f'STATUS={status}')
 
     def notify_alive(self) -> float:
-        """Send the watchdog's keep-alive if due; return the seconds until the next.
-
-        It is due at half the watchdog's interval. Without a watchdog, returns math.inf.
-        """
+        """Send the keep-alive if half the watchdog's interval has passed; return the seconds to the next, or inf."""
         now = time.monotonic()
         if self._interval_seconds < math.inf and now >= self._next_notification:
             self._notify('WATCHDOG=1')
@@ -78,10 +71,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
 
 
 def make_command(argv0: str, python: str, module: str) -> list[str]:
-    """Make the first words of a command that runs `argv0` (sys.argv[0]) from any directory.
-
-    An executable is named by its absolute path; a module's file is run by `python -m`.
-    """
+    """Make the command that runs `argv0` (sys.argv[0]) from any directory: its absolute path, or `python -m module`."""
     if os.access(argv0, os.X_OK):
         return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.
@@ -89,10 +79,10 @@ def make_command(argv0: str, python: str, module: str) -> list[str]:
 
 
 def find_unsafe_directory(path: Path) -> Path | None:
-    """Find the first directory on `path` that root without capabilities cannot rely on.
+    """Find the first directory on `path`, or behind its links, that root without capabilities cannot rely on, or None.
 
-    It belongs to another user, who may lock root out or replace programs in it, or root has no right to search it. None
-    means no such directory; missing parts of the path are ignored. The path behind links is checked, too.
+    It belongs to another user, who may lock root out or replace programs in it, or root may not search it. Missing
+    parts of the path are ignored.
     """
     for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for place in (*reversed(variant.parents), variant):
