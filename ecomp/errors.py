@@ -20,8 +20,7 @@
     ├── Unreadable             1  the value of an etcd key is malformed
     └── BuildFailed            1  an instance could not be made: the stage and the reason
 
-A message is one line for a person: what failed, where, how to fix it. Libraries raise these errors; only the entry
-points turn them into an exit code.
+A message is one line for a person: what failed, where, how to fix it. Only entry points turn it into an exit code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,10 +99,9 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """A backend gives no answer, such as `backend` 'etcd at localhost:2379'.
+    """A backend does not answer; `backend` is 'etcd at localhost:2379', or '' if it answers but cannot do this.
 
-    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd. `backend` is '' if the backend
-    answers but cannot do this.
+    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd.
     """
 
     exit_code = 7
@@ -122,10 +120,7 @@ class NoSpace(Unreachable):
 
 
 class StrangeEtcd(Unreachable):
-    """Etcd was wiped, restored or replaced; an operator must accept it before any write.
-
-    A write's own answer may reveal it; that write was carried out.
-    """
+    """Etcd was wiped, restored or replaced; an operator must accept it. A write may be done before it detects this."""
 
 
 class Denied(EcompError):

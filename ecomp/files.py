@@ -1,7 +1,7 @@
 """Watch files that other programs write, write our own atomically, and lock instances and images.
 
-The kernel releases a lock when its holder ends, in any way: one worker per instance, one download per image. A killed
-ecompute's worker dies with it, but perhaps only after the next ecompute has started its own.
+The kernel releases a lock when its holder ends. A killed ecompute's worker may end only after the next ecompute has
+started its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def read_boot_id(path: Path = BOOT_ID) -> str:
 
 
 def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]) -> Callable[[], None]:
-    """Call `on_written(path)` within milliseconds of a file with this suffix being written.
+    """Call `on_written(path)` in another thread, perhaps several times, when a file with this suffix is written.
 
-    It is called in another thread, perhaps several times a write. Returns a function that stops watching. Raises
-    OSError if the directory cannot be watched.
+    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
     """
     # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -99,10 +98,9 @@ LOCK_POLL_SECONDS = 0.05
 
 
 class InstanceLocks:
-    """Locks on instances: a byte of <state>/instances.lock each.
+    """Locks on instances, each a byte of <state>/instances.lock: so no lock file is removed under its holder.
 
-    So no lock file is left over or removed under its holder. The locks belong to the process (fcntl(2), F_SETLK): each
-    process must open its own object, and only one for a state directory.
+    The locks belong to the process (fcntl(2), F_SETLK): each must open its own object, and one only per directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -110,10 +108,7 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the instance's lock. Raises EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS.
-
-        `checkpoint` is called between attempts; its errors pass.
-        """
+        """Hold the lock; EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS, or a `checkpoint` error between attempts."""
         offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
@@ -130,8 +125,7 @@ def wait_for_lock(
 ) -> bool:
     """Retry `acquire` until it raises no BlockingIOError; return False after the timeout.
 
-    Returns True if it was acquired. `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and
-    others of `acquire`, pass.
+    `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and others of `acquire`, pass.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -151,11 +145,10 @@ def _hash_to_offset(name: str) -> int:
 
 
 def try_lock(path: Path, name: str, create: bool = True) -> int | None:
-    """Return a descriptor that holds the lock `name` in the file at `path` until it is closed.
+    """Return a descriptor that holds the lock `name` in the file at `path` until it is closed; None if it is held.
 
-    None if another holder has it. One lock file serves all names and is never removed. The lock belongs to the open
-    file, not to the process as above, so threads exclude each other, too. Raises OSError, also for a missing file
-    without `create`.
+    One file, which is never removed, serves all names. The lock belongs to the open file, not to the process as above,
+    so threads exclude each other, too. Raises OSError, also for a missing file without `create`.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o600)

@@ -1,7 +1,6 @@
-"""Logging to the terminal, configured once per process by a front door or at a worker's start.
+"""Logging to stderr, one line a record: ISO time with zone, level, process id, message.
 
-A record is one line on stderr: ISO time with zone, level, process id, message. Exceptions and line breaks in a message
-are escaped, user and password are removed from URLs, and a closed terminal or a full disk stops nothing.
+Exceptions and line breaks are escaped, passwords are removed from URLs; a closed terminal or a full disk stops nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Replace the log setup: ours from INFO, libraries' from WARNING, to `stream` or stderr.
-
-    urllib3 logs from ERROR on.
-    """
+    """Replace the log setup: ours from INFO, libraries' from WARNING, urllib3's from ERROR, to `stream` or stderr."""
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
@@ -41,10 +37,9 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """Make stdout and stderr accept any text; call it before this process opens anything else.
+    """Make stdout and stderr accept any text, and open closed ones (`>&-`) on /dev/null; call it first of all.
 
-    A descriptor 0, 1 or 2 that is closed (`>&-`) is opened on /dev/null: otherwise its stream is None, and a socket or
-    a lock would get its number, to which any library may write. Characters that the locale lacks are escaped.
+    Otherwise their stream is None, and a socket or a lock gets their number, to which any library may write.
     """
     for number in range(3):
         try:
