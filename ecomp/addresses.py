@@ -9,10 +9,7 @@ from ecomp.model.image import Address, parse_address
 
 
 def resolve_addresses(host: str, flags: int = 0) -> list[Address]:
-    """Resolve a host name or address to its addresses, in the order to try them.
-
-    `flags` are getaddrinfo's. Raises OSError, or ValueError for a malformed address or a name that cannot be encoded.
-    """
+    """Resolve a name to addresses in the order to try, with getaddrinfo's `flags`; OSError, ValueError if malformed."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     return [parse_address(str(sockaddr[0])) for *_, sockaddr in entries]
 
