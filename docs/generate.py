@@ -3,7 +3,7 @@
     python -m docs.generate
 
 It writes docs/reference/*.md, docs/man/* and ecomp/model/command_names.py; tests/unit/test_docs.py compares them with
-the code. Each sentence and name has one source: a row, a docstring or a comment.
+the code.
 """
 
 from __future__ import annotations

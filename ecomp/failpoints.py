@@ -4,9 +4,8 @@
     ECOMP_FAILPOINT=disk-created:kill:1     at the first arrival only, counted in the file of ECOMP_FAILPOINT_FIRED
     ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until it gets SIGCONT
 
-Separate several by commas. Before one fires, it adds a line `name pid` to the file in ECOMP_FAILPOINT_FIRED, so that a
-test can assert that it did. The variables are read when a process first reaches a failpoint; unarmed, each costs one
-lookup.
+Separate several by commas. Before one fires, it adds a line `name pid` to the file in ECOMP_FAILPOINT_FIRED. A process
+reads the variables once; an unarmed failpoint costs one lookup.
 """
 
 from __future__ import annotations
