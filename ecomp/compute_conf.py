@@ -110,7 +110,7 @@ def _parse_class_node(key: Node) -> str:
 def _parse_resource_class(name: str) -> str:
     """Return the name if it is a resource class; else InvalidValue."""
     if not is_class(name):
-        raise InvalidValue('must be a resource class: capital letters, digits and _')
+        raise InvalidValue('must be a resource class: capitals, digits and _')
     return name
 
 

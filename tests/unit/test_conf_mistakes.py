@@ -60,7 +60,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         '- bridge: a b\n- bridge: br0\netcd:\n  endpoints:\n  - a:0\n  - b:1\n  - c\n  insecure: yes\n'
     ) == [
         f'compute.yaml:2: inventory: VCPU: {TOTAL_FORM} 0',
-        'compute.yaml:3: inventory: disk: must be a resource class: capital letters, digits and _',
+        'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
         f'compute.yaml:4: inventory: MEMORY_MB: {TOTAL_FORM} the text "none"',
         'compute.yaml:6: traits: must be text. Fix: put 7 in quotes',
         'compute.yaml:7: traits: must be text. Fix: put 8 in quotes',
@@ -162,10 +162,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
             'allocation_ratios: {}',
             'allocation_ratios: must be a mapping of resource classes to ratios, not an empty mapping',
         ),
-        (
-            'allocation_ratios: {vcpu: 1}',
-            'allocation_ratios: vcpu: must be a resource class: capital letters, digits and _',
-        ),
+        ('allocation_ratios: {vcpu: 1}', 'allocation_ratios: vcpu: must be a resource class: capitals, digits and _'),
         *(
             (
                 f'allocation_ratios: {{VCPU: {ratio}}}',
@@ -180,7 +177,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ),
         ('inventory: {}', 'inventory: must be a mapping of resource classes to totals, not an empty mapping'),
         ('inventory: VCPU', 'inventory: must be a mapping of resource classes to totals, not VCPU'),
-        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capital letters, digits and _'),
+        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capitals, digits and _'),
         *(
             (f'inventory: {{VCPU: {total}}}', f'inventory: VCPU: {TOTAL_FORM} {said}')
             for total, said in (
