@@ -173,10 +173,8 @@ def _explain_choice(choice: PlacementReason | None) -> str:
     if choice.weigh == FROM_QUEUE:
         return 'it waited in a queue, and this compute took it: among computes with room, the idlest takes first'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
-    prefix = f'{choice.of} compute{" could" if choice.of == 1 else "s could"} have taken it then'
-    if choice.weight is None:
-        return f'{prefix}; the order was {choice.weigh} ({meaning})'
-    return f'{prefix}; the order was {choice.weigh} ({meaning}), and this one weighed {choice.weight:g}'
+    prefix = f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
+    return prefix if choice.weight is None else f'{prefix}, and this one had weight {choice.weight:g}'
 
 
 # How long each stage of an instance took: bars on one scale, and percentiles

@@ -111,7 +111,7 @@ def test_refusal_names_the_missing_trait(cluster: Control) -> None:
     assert refused.code == 3
     host = socket.gethostname()
     assert refused.stderr.splitlines() == [
-        'eschedule: no provider has the requested amounts free and all that is required',
+        'eschedule: no provider satisfies the whole query',
         f'eschedule: {host}: lacks MISC_SHARES_VIA_AGGREGATE',
         f'eschedule: the closest host is {host}',
         f'eschedule: the smallest change that fits: remove required=MISC_SHARES_VIA_AGGREGATE (on {host})',
@@ -129,7 +129,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
 
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     first, *reasons = [line.removeprefix('eschedule: ') for line in refused.stderr.splitlines()]
-    assert first == 'no provider has the requested amounts free and all that is required'
+    assert first == 'no provider satisfies the whole query'
     assert reasons[:2] == sorted(
         [
             f'{host} ({small.uuid}): MEMORY_MB short by 1229 (free 512 of 512)',

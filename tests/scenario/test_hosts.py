@@ -292,13 +292,13 @@ def test_disable_by_host_name_and_unknown_hosts(cluster: Control) -> None:
     compute, name = start_named_compute(cluster)
     assert run_host_command(cluster, 'disable', name)[0].startswith(f'{name}: disabled')
     assert expect_refusal(cluster) == [
-        'no provider has the requested amounts free and all that is required',
+        'no provider satisfies the whole query',
         f'{name}: is disabled (eschedule host enable {name})',
         f'the closest host is {name}',
         f'the smallest change that fits: eschedule host enable {name}',
     ]
     assert expect_refusal(cluster, '--on', name, SMALL_QUERY) == [
-        'no provider has the requested amounts free and all that is required',
+        'no provider satisfies the whole query',
         f'{name}: is disabled (eschedule host enable {name})',
         f'the smallest change that fits: eschedule host enable {name}',
     ]

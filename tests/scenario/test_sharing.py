@@ -317,7 +317,7 @@ def test_why_explains_the_placement_of_a_group_member(cluster: Control) -> None:
     assert reasons[0].startswith(f'{first[1]} is on ')
     assert first[0] in reasons[0]
     assert reasons[1] == f'it requested {SMALL_QUERY}'
-    assert reasons[2].startswith('2 computes could have taken it then; the order was spread (the emptiest first), and')
+    assert reasons[2].startswith('2 computes had room then; the order was spread (the emptiest first), and')
     assert reasons[3].endswith(
         f'(strict anti-affinity), apart from the other members: {second[1]} on {make_display_name(second[0])}'
     )
@@ -326,7 +326,7 @@ def test_why_explains_the_placement_of_a_group_member(cluster: Control) -> None:
     assert data['group']['others'] == {first[1]: first[0]}
     # It also explains a gone instance as long as its record exists.
     assert run_in_process(cluster, 'destroy', '--wait', first[1]).code == 0
-    assert '2 computes could have taken it' in run_in_process(cluster, 'why', first[1]).stdout
+    assert '2 computes had room' in run_in_process(cluster, 'why', first[1]).stdout
     assert_one_line(run_in_process(cluster, 'why', 'nobody-1'), 4, 'nobody-1')
     check_settled(cluster, *computes)
 

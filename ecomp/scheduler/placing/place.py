@@ -259,7 +259,7 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
         return f'{problem}, but a guest runs on one. Fix: remove the trait {SHARING_TRAIT} from the one that shares'
     if offer.candidates:  # of another cloud, or computes that etcd does not know
         return 'placement offers providers, but none of them is a living compute'
-    return 'no provider has the requested amounts free and all that is required'
+    return 'no provider satisfies the whole query'
 
 
 def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
