@@ -173,7 +173,9 @@ def _explain_choice(choice: PlacementReason | None) -> str:
     if choice.weigh == FROM_QUEUE:
         return 'it waited in a queue, and this compute took it: among computes with room, the idlest takes first'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
-    prefix = f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
+    prefix = (
+        f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
+    )
     return prefix if choice.weight is None else f'{prefix}, and this one had weight {choice.weight:g}'
 
 
