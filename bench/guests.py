@@ -106,7 +106,7 @@ class Bench:
         """Request instances in one transaction; return the seconds until the last domain runs."""
         instances = [str(uuid.uuid4()) for _ in range(count)]
         for instance in instances:
-            allocations.claim_once(self._placement, instance, {self.compute: SHARE}, 'bench', 'bench')
+            allocations.replace_allocations(self._placement, instance, {self.compute: SHARE}, 'bench', 'bench')
         puts = [self._put(instance, SHARE) for instance in instances]
         start = time.monotonic()
         self._store.commit([], puts)

@@ -66,7 +66,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
     """Render the unit `name` ('ecompute.service') from the files in UNITS; it runs `command`."""
     executable, *arguments = command
     # systemd expands variables only in the arguments, not in the program.
-    words = [quote_word(executable), *(quote_word(argument).replace('$', '$$') for argument in arguments)]
+    words = [quote_argument(executable), *(quote_argument(argument).replace('$', '$$') for argument in arguments)]
     return (UNITS / name).read_text(encoding='utf-8').replace(COMMAND_PLACEHOLDER, ' '.join(words))
 
 
@@ -95,7 +95,7 @@ def find_unsafe_directory(path: Path) -> Path | None:
     return None
 
 
-def quote_word(word: str) -> str:
+def quote_argument(word: str) -> str:
     """Quote a word for ExecStart=, except `$`: systemd.syntax(7), systemd.service(5)."""
     word = word.replace('%', '%%')
     if re.fullmatch(r'[\w@%$+=:,./-]+', word, re.ASCII):

@@ -59,7 +59,7 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.ADDRESS: lambda instances, work: instances.record_addresses(work.instance, work.revision, work.addresses),
     Kind.READY: lambda instances, work: instances.record_ready(work.instance, work.revision),
     Kind.POWER: lambda instances, work: instances.record_power(work.instance, work.revision, work.guest),
-    Kind.RESUME: lambda instances, work: instances.resume(work.instance, work.revision),
+    Kind.START_AFTER_REBOOT: lambda instances, work: instances.start_after_reboot(work.instance, work.revision),
     Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
@@ -239,7 +239,7 @@ class Planner:
             work, finished_at = self._finished.get()
             if work.task.kind is Kind.REFUSE:
                 self._refused_revisions[work.instance] = work.revision
-            elif work.task.kind is Kind.RESUME:
+            elif work.task.kind is Kind.START_AFTER_REBOOT:
                 self._before_reboot -= {work.instance}
             elif work.task.kind is Kind.SHUTDOWN:
                 self._shutdowns.note_request(work.instance, finished_at)

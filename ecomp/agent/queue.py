@@ -53,7 +53,7 @@ from ecomp.placement.allocations import Consumer, claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Exists, Put, Unchanged, list_attempted_instances, withdraw_attempt
+from ecomp.store.client import Delete, Exists, Put, Unchanged, delete_if_unchanged, list_attempted_instances
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
 from ecomp.store.watch import State
 
@@ -317,7 +317,7 @@ class Taker:
 
     def delete_taker_key(self, queue_key: str, taker_revision: int) -> bool:
         """Delete our taker key, so that others may take the request; False if changed or gone."""
-        return withdraw_attempt(self.store, keys.taker(queue_key), taker_revision)
+        return delete_if_unchanged(self.store, keys.taker(queue_key), taker_revision)
 
     def release_claim(self, instance: str) -> bool:
         """Release our claim for a request that is not taken; return True if it holds no claim now.

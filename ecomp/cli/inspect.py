@@ -37,7 +37,7 @@ from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
 from ecomp.model.host import NO_COMPUTES, Computes, RecordFilter
-from ecomp.model.order import SHUT_OFF, SHUTDOWN_ASKED, PowerAction, parse_phase
+from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -120,7 +120,7 @@ def _list(ctx: Context) -> int:
     from ecomp.scheduler.looking.find import list_records
     from ecomp.scheduler.looking.hosts import check_compute_exists, read_computes
 
-    record_filter = _make_pick(ctx)
+    record_filter = _make_filter(ctx)
     with_gone = ctx.options.all or GONE in (record_filter.states or ())
 
     def read() -> tuple[list[Record], Computes, list[EcompError]]:
@@ -161,7 +161,7 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
     return [replace(item, fault=faults[item.instance]) if item.instance in faults else item for item in records]
 
 
-def _make_pick(ctx: Context) -> RecordFilter:
+def _make_filter(ctx: Context) -> RecordFilter:
     """Make the filter from the options; errors of ctx.resolve_compute() for --host."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
@@ -259,7 +259,7 @@ def _wait(ctx: Context) -> int:
 
 
 POWER_PHASE_MEANINGS = {
-    SHUTDOWN_ASKED: 'the guest was asked to shut down',
+    SHUTDOWN_REQUESTED: 'the guest was asked to shut down',
     SHUT_OFF: 'the guest is off and about to start',
 }
 INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)

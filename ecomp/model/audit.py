@@ -346,8 +346,8 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
             sentence = f'{key} has no lease, so no other compute takes the request'
             yield Finding('taker-unleased', keys.get_queued_instance(key), sentence, keys=(key,))
     for instance, queues in sorted(world.queue_entries.items()):
-        wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
-        others = [f'it is requested from compute {", ".join(wishes)}'] if wishes else []
+        requests, record = sorted(world.requests_by_compute.get(instance, {})), world.records.get(instance)
+        others = [f'it is requested from compute {", ".join(requests)}'] if requests else []
         others += [f'its record has state {record.state}'] if record else []
         for flavor, waiting in sorted(queues.items()):
             key = keys.queue(flavor, instance)
@@ -374,9 +374,11 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
         if instance is None:
             yield Finding('name-orphaned', name, f'{key} is malformed', is_repairable=False, keys=(key,))
             continue
-        wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
+        requests, record = world.requests_by_compute.get(instance, {}).values(), world.records.get(instance)
         waiting = world.queue_entries.get(instance, {}).values()
-        if instance in world.malformed_records or any(isinstance(wish, InvalidRequest) for wish in (*wishes, *waiting)):
+        if instance in world.malformed_records or any(
+            isinstance(wish, InvalidRequest) for wish in (*requests, *waiting)
+        ):
             continue  # a malformed record or request may have the name
         entry = world.get_value(key)
         if record is not None and not world.is_living(instance):
@@ -385,7 +387,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
                 continue
             detail = f'whose record has state {record.state}'
         elif name not in world.list_names(instance) and not world.is_in_work(instance):
-            detail = 'which has another name' if record or wishes else 'which has no request and no record'
+            detail = 'which has another name' if record or requests else 'which has no request and no record'
         else:
             continue
         sentence = f'{key} belongs to instance {instance}, {detail}'
@@ -421,7 +423,7 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
         sentence = f'{key} is malformed: {world.malformed_records[instance]}'
         yield Finding('record-unreadable', instance, sentence, keys=(key,))
         return
-    for compute, wish in world.wishes.get(instance, {}).items():
+    for compute, wish in world.requests_by_compute.get(instance, {}).items():
         if isinstance(wish, InvalidRequest):
             key = keys.request(compute, instance)
             key = key if world.get_value(key) else keys.HOSTS + compute  # a key without an instance part
@@ -437,7 +439,7 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
             text = f'its record has state {record.state} on compute {record.compute}, but {conflict}'
             yield Finding('record-doubled', instance, text, compute, keys=(world.get_record_key(instance), other_key))
         else:
-            text = f'{conflict}, but it is requested from compute {", ".join(sorted(world.wishes.get(instance, {})))}'
+            text = f'{conflict}, but it is requested from compute {", ".join(sorted(world.requests_by_compute.get(instance, {})))}'
             yield Finding(
                 'request-misplaced', instance, text, compute, keys=(*world.list_request_keys(instance), other_key)
             )
@@ -449,12 +451,12 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
         home = set()
     else:
         yield from _audit_unrecorded(world, instance)
-        home = set(world.wishes.get(instance, {}))
+        home = set(world.requests_by_compute.get(instance, {}))
     yield from _audit_elsewhere(world, instance, home | world.contradicting_states.get(instance, {}).keys())
 
 
 def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
-    sentence = f'it is requested from computes {", ".join(sorted(world.wishes[instance]))}'
+    sentence = f'it is requested from computes {", ".join(sorted(world.requests_by_compute[instance]))}'
     return Finding('request-doubled', instance, sentence, keys=world.list_request_keys(instance))
 
 
@@ -466,10 +468,10 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     if entry is not None and entry.lease:
         sentence = f'{summary} and is on a lease, so it will be deleted'
         yield Finding('record-leased', instance, sentence, keys=(world.get_record_key(instance),))
-    wishes = world.wishes.get(instance, {})
-    if not wishes:
+    requests = world.requests_by_compute.get(instance, {})
+    if not requests:
         yield Finding('request-missing', instance, f'{summary}, but it has no request', compute)
-    elif len(wishes) > 1:
+    elif len(requests) > 1:
         yield _make_doubled_request(world, instance)
     if world.is_in_work(instance):
         return
@@ -491,7 +493,7 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
-    wish = world.wishes.get(instance, {}).get(record.compute)
+    wish = world.requests_by_compute.get(instance, {}).get(record.compute)
     if not held:
         yield Finding('allocation-missing', instance, f'{summary}, but placement has no claim for it', record.compute)
     elif len(held_on) > 1:
@@ -548,7 +550,7 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
     """Find what remains of an ended instance: requests, an unleased record, address and claim."""
     instance = record.instance
     summary = f'its record has state {record.state}'
-    for compute in world.wishes.get(instance, {}):
+    for compute in world.requests_by_compute.get(instance, {}):
         sentence = f'{summary}, but it is requested from compute {compute}'
         related_keys = (keys.request(compute, instance), *world.list_instance_keys(instance))
         yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
@@ -561,14 +563,14 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Find several requests, domains on requested computes, and traces without a request."""
-    wishes = world.wishes.get(instance, {})
-    if len(wishes) > 1:
+    requests = world.requests_by_compute.get(instance, {})
+    if len(requests) > 1:
         yield _make_doubled_request(world, instance)
-    if not wishes:
+    if not requests:
         yield from _audit_traces(world, instance, 'it has no request and no record')
     elif not world.is_in_work(instance):
         for compute, guest in _find_domains(world, instance).items():
-            if compute in wishes:
+            if compute in requests:
                 condition = 'runs' if guest else 'is defined'
                 sentence = f'it is requested from compute {compute}, its domain {condition}, but it has no record'
                 yield Finding('record-missing', instance, sentence, compute)
@@ -588,7 +590,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     }
     # A guest or a request needs the claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
-    if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
+    if held and not unheard and instance not in world.guests and not world.requests_by_compute.get(instance):
         yield Finding('allocation-orphaned', instance, f'placement has a claim of {_format_held(held)}; {summary}')
 
 
@@ -681,14 +683,16 @@ def audit_groups(world: AuditIndex) -> Iterator[Finding]:
 def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
     """Return True if requested, in flight, living, or with a malformed record."""
     is_requested = (
-        instance in world.in_flight or instance in world.malformed_records or bool(world.wishes.get(instance))
+        instance in world.in_flight
+        or instance in world.malformed_records
+        or bool(world.requests_by_compute.get(instance))
     )
     return is_requested or world.is_living(instance)
 
 
 def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Find requests, but no tombstones, whose group is absent or lacks the instance on their compute."""
-    for compute, wish in world.wishes.get(instance, {}).items():
+    for compute, wish in world.requests_by_compute.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
         group = world.groups.get(wish.group.name)
@@ -719,7 +723,7 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
             continue
         claimed = world.planes.usages.get(project)
         # Not compared while work is in progress: an attempt claims before it delivers, a destroy releases the claim.
-        in_work = world.in_flight or any(map(world.is_in_work, world.wishes))
+        in_work = world.in_flight or any(map(world.is_in_work, world.requests_by_compute))
         difference = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
         if difference:
             sentence = f'{keys.quota(project)} counts {difference[0]}, but placement counts {difference[1]}'
@@ -729,8 +733,8 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
 def _count_requested(world: AuditIndex, project: str) -> dict[str, int]:
     """Return the usage of a project by its queued and delivered requests: {class: amount}."""
     waiting_requests = (waiting for places in world.queue_entries.values() for waiting in places.values())
-    wishes = (wish for by_compute in world.wishes.values() for wish in by_compute.values())
-    return sum_charges(project, (*waiting_requests, *wishes), world.records.get)
+    requests = (wish for by_compute in world.requests_by_compute.values() for wish in by_compute.values())
+    return sum_charges(project, (*waiting_requests, *requests), world.records.get)
 
 
 def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:

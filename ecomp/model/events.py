@@ -17,7 +17,7 @@ from ecomp.model.group import from_json as group_from_json
 from ecomp.model.json_object import is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
     SHUT_OFF,
-    SHUTDOWN_ASKED,
+    SHUTDOWN_REQUESTED,
     InvalidRequest,
     Request,
     parse_name_owner,
@@ -178,7 +178,7 @@ def _describe_record_changes(
         yield f'fault: {after.fault}' if after.fault else f'fault cleared: {old.fault}'
 
 
-_POWER_PHASES = {SHUTDOWN_ASKED: 'guest shutdown requested', SHUT_OFF: 'guest is off, and will be started'}
+_POWER_PHASES = {SHUTDOWN_REQUESTED: 'guest shutdown requested', SHUT_OFF: 'guest is off, and will be started'}
 
 
 def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:

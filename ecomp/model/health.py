@@ -173,7 +173,7 @@ def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
         yield problem, f'set `image_proxy: http://…` in compute.yaml to fetch images through it; otherwise: {unset}'
 
 
-def _check_settings(facts: MachineFacts) -> Iterator[Problem]:
+def _check_refused_settings(facts: MachineFacts) -> Iterator[Problem]:
     """Yield a problem for each setting of compute.yaml that ecompute refuses."""
     for error in facts.refused_settings:
         problem, _, cure = error.partition('. Fix: ')
@@ -209,7 +209,7 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
     'disk': _check_disk,
     'uuid': _check_uuid,
     'proxy': _check_proxy,
-    'configuration': _check_settings,
+    'configuration': _check_refused_settings,
     'images': _check_images,
     'libvirt': _check_libvirt,
 }

@@ -36,7 +36,7 @@ from ecomp.model.json_object import dump, is_supported_version, load_object, loa
 from ecomp.model.text import is_label, make_printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
-SHUTDOWN_ASKED = 'asked'
+SHUTDOWN_REQUESTED = 'asked'
 SHUT_OFF = 'off'
 # Start of the fault in the record of a guest that could not be started.
 START_FAILED = 'it could not be started'
@@ -58,12 +58,12 @@ class PowerAction(NamedTuple):
         return recorded_power == self.id
 
     def format_phase(self, phase: str) -> str:
-        """Return a record's `power` while this action is SHUTDOWN_ASKED or SHUT_OFF."""
+        """Return a record's `power` while this action is SHUTDOWN_REQUESTED or SHUT_OFF."""
         return f'{self.id}:{phase}'
 
 
 def parse_phase(recorded_power: str | None) -> str:
-    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF; '' if done or None."""
+    """Return the phase in a record's `power`: SHUTDOWN_REQUESTED, SHUT_OFF; '' if done or None."""
     return (recorded_power or '').partition(':')[2]
 
 
@@ -89,7 +89,7 @@ class OrderField(NamedTuple):
 
     `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: left out of the JSON if it has
     its default. `recorded`: records contain it, too. `differs` describes an existing order's value if another is
-    requested; None: not compared. `compared`: the attribute to compare instead. The lowest `told` is reported.
+    requested; None: not compared. `compared`: the attribute to compare instead. The lowest `report_rank` is reported.
     """
 
     parse: Callable[[Mapping[str, Any], str], Any]
@@ -98,7 +98,7 @@ class OrderField(NamedTuple):
     recorded: bool = True
     differs: DifferenceDescriber | None = None
     compared: str | None = None
-    told: int = 0
+    report_rank: int = 0
     name: str = ''
 
 
@@ -230,12 +230,12 @@ class Order:
     _: KW_ONLY
     image: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
     user_id: str = _declare_field('', read_text_field, optional=False)
-    project_id: str = _declare_field('', read_text_field, optional=False, differs=_describe_project, told=2)
+    project_id: str = _declare_field('', read_text_field, optional=False, differs=_describe_project, report_rank=2)
     query: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
     stages: Mapping[str, str] = _declare_field(dict, _read_stages, dict, optional=False)
-    name: str | None = _declare_field(None, read_name_field, differs=_describe_name, told=1)
+    name: str | None = _declare_field(None, read_name_field, differs=_describe_name, report_rank=1)
     ssh_keys: tuple[str, ...] | None = _declare_field(
-        None, _read_ssh_keys, list, recorded=False, differs=lambda _: 'with other ssh keys', told=6
+        None, _read_ssh_keys, list, recorded=False, differs=lambda _: 'with other ssh keys', report_rank=6
     )
     user_data_sha256: str | None = _declare_field(None, _read_sha256, recorded=False)
     user_data: bytes | None = _declare_field(
@@ -245,11 +245,11 @@ class Order:
         recorded=False,
         differs=lambda _: 'with other user-data',
         compared='user_data_hash',
-        told=5,
+        report_rank=5,
     )
-    count: int = _declare_field(1, _read_count, recorded=False, differs=_describe_count, told=4)
+    count: int = _declare_field(1, _read_count, recorded=False, differs=_describe_count, report_rank=4)
     group: Membership | None = _declare_field(
-        None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', told=3
+        None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', report_rank=3
     )
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def describe_difference(existing: Order, requested: Order, is_recorded: bool = F
 
     If `is_recorded`, `existing` is from a record: keys, user-data and count, which it lacks, are not compared.
     """
-    for each in sorted(FIELDS, key=lambda each: each.told):
+    for each in sorted(FIELDS, key=lambda each: each.report_rank):
         attribute = each.compared or each.name
         if each.differs is None or (is_recorded and not each.recorded):
             continue

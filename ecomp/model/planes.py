@@ -57,7 +57,7 @@ class Planes(NamedTuple):
 class AuditIndex:
     """The planes, parsed and indexed by instance; malformed values are kept as such.
 
-    By instance: `records` (the trusted one) or `malformed_records` (its error), `wishes` {compute: request}, `guests`
+    By instance: `records` (the trusted one) or `malformed_records` (its error), `requests_by_compute` {compute: request}, `guests`
     {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
     `allocations` {provider: resources}. `groups` and `quotas` by name have the error, a text, for a malformed value.
     `in_flight` are instances that wait in a queue, are being taken or have an attempt. `computes` are those that live,
@@ -90,10 +90,10 @@ class AuditIndex:
                 elif record.state not in (GONE, ERROR) or entries.record is None:
                     self.contradicting_states.setdefault(name, {})[compute] = record.state
             self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
-        self.wishes: dict[str, dict[str, Request | InvalidRequest]] = {}
+        self.requests_by_compute: dict[str, dict[str, Request | InvalidRequest]] = {}
         for key, stored in self.select_prefix(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-            self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, stored.value)
+            self.requests_by_compute.setdefault(name, {})[compute] = parse_request(compute, key, stored.value)
         # The owner of each name; None if the value is malformed.
         self.name_owners: dict[str, str | None] = {}
         for key, stored in self.select_prefix(keys.NAMES).items():
@@ -119,7 +119,7 @@ class AuditIndex:
         self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
-        self.computes |= {compute for by_compute in self.wishes.values() for compute in by_compute}
+        self.computes |= {compute for by_compute in self.requests_by_compute.values() for compute in by_compute}
         self.guests: dict[str, dict[str, Guest]] = {}
         self.metadata: dict[str, dict[str, list[str]]] = {}
         self.seeds: dict[str, set[str]] = {}
@@ -144,7 +144,7 @@ class AuditIndex:
 
         Those only in a queue, or only in an attempt, a name or a group, are left out.
         """
-        instances = {*self.wishes, *self.records, *self.malformed_records, *self.guests}
+        instances = {*self.requests_by_compute, *self.records, *self.malformed_records, *self.guests}
         instances |= {*self.metadata, *self.seeds, *self.reservations}
         instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
         instances |= {
@@ -161,7 +161,7 @@ class AuditIndex:
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of all requests for an instance, also if several computes are asked."""
-        return tuple(keys.request(compute, instance) for compute in sorted(self.wishes.get(instance, {})))
+        return tuple(keys.request(compute, instance) for compute in sorted(self.requests_by_compute.get(instance, {})))
 
     def list_instance_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of the instance's record, whether or not it exists, and of its requests."""
@@ -174,7 +174,7 @@ class AuditIndex:
 
     def list_names(self, instance: str) -> set[str]:
         """Return the names in the record (an older ecompute records none), requests and queues."""
-        requests = self.wishes.get(instance, {}).values()
+        requests = self.requests_by_compute.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
         labels = {entry.name for entry in (*requests, *entries) if not isinstance(entry, InvalidRequest)}
@@ -193,15 +193,15 @@ class AuditIndex:
 
     def is_in_work(self, instance: str) -> bool:
         """Return whether it is being built or destroyed; with a tombstone, unless its record is gone or in error."""
-        record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
-        if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
+        record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
+        if any(isinstance(wish, Request) and wish.is_tombstone for wish in requests):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
         """Return whether there is a record, in which a requested power action is not completed."""
-        record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
-        actions = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
+        record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
+        actions = [wish.power for wish in requests if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
     def list_absent_computes(self) -> dict[str, str]:
@@ -211,7 +211,7 @@ class AuditIndex:
         """
         ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
-        requested = {compute for requested in self.wishes.values() for compute in requested}
+        requested = {compute for requested in self.requests_by_compute.values() for compute in requested}
         forgotten = ended - living - requested - self.planes.providers.keys()
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 

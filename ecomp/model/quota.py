@@ -19,7 +19,7 @@ VERSION = 1
 INSTANCES = 'instances'
 
 
-class Excess(NamedTuple):
+class ExceededLimit(NamedTuple):
     """A limit that the requested amount would exceed."""
 
     name: str
@@ -38,10 +38,11 @@ class Quota(NamedTuple):
     limits: Mapping[str, int] = {}
     used: Mapping[str, int] = {}
 
-    def list_excesses(self, charge: Mapping[str, int]) -> list[Excess]:
+    def list_excesses(self, charge: Mapping[str, int]) -> list[ExceededLimit]:
         """Return the limits that the charge would exceed; one of which the charge has nothing is never exceeded."""
         excesses = (
-            Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
+            ExceededLimit(name, limit, self.used.get(name, 0), charge.get(name, 0))
+            for name, limit in self.limits.items()
         )
         return [excess for excess in excesses if excess.requested and excess.used + excess.requested > excess.limit]
 
@@ -106,7 +107,7 @@ def multiply_amounts(amounts: Mapping[str, int], count: int) -> dict[str, int]:
     return {name: amount * count for name, amount in amounts.items()}
 
 
-def describe_excesses(project: str, excesses: Sequence[Excess]) -> str:
+def describe_excesses(project: str, excesses: Sequence[ExceededLimit]) -> str:
     """Return one sentence that the quota does not allow this."""
     return f'the quota of project {project} does not allow this request: {"; ".join(map(str, excesses))}'
 

@@ -15,7 +15,7 @@ from ecomp.model import keys
 
 READ = 'read'
 WRITE = 'write'
-BOTH = 'readwrite'
+READ_WRITE = 'readwrite'
 # etcd's own user, which authentication needs, and its own role, which may do everything.
 ROOT = 'root'
 SCHEDULER = 'scheduler'
@@ -23,7 +23,7 @@ USER_PREFIXES = ('compute-', 'scheduler-', 'operator-')
 
 
 class Permission(NamedTuple):
-    """READ, WRITE or BOTH for one key or, with `range_end`, for keys from `key` up to that."""
+    """READ, WRITE or READ_WRITE for one key or, with `range_end`, for keys from `key` up to that."""
 
     kind: str
     key: str

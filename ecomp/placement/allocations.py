@@ -1,6 +1,6 @@
 """Candidates, claims and releases. A consumer is an instance, under the same uuid.
 
-claim() and release() know at each step what placement holds (rules 1, 3 and 11); claim_once() and release_once() are
+claim() and release() know at each step what placement holds (rules 1, 3 and 11); replace_allocations() and release_once() are
 single calls. https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
@@ -76,7 +76,7 @@ def read_consumer(placement: Placement, instance: str) -> Consumer:
         raise placement.make_foreign_error() from error
 
 
-def claim_once(
+def replace_allocations(
     placement: Placement,
     instance: str,
     allocations: Allocations,
@@ -93,14 +93,14 @@ def claim_once(
     placement.write('PUT', f'/allocations/{instance}', body)
 
 
-def claim_set_once(
+def replace_set_allocations(
     placement: Placement,
     requested_allocations: Mapping[str, Allocations],
     user_id: str,
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim as claim_once() for several instances in one call, at a third of the cost; a missing generation is None."""
+    """Claim as replace_allocations() for several instances in one call, at a third of the cost; a missing generation is None."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
@@ -117,7 +117,7 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     if not held.allocations:
         return True
     try:
-        claim_once(placement, instance, {}, held.user_id, held.project_id, held.generation)
+        replace_allocations(placement, instance, {}, held.user_id, held.project_id, held.generation)
     except GenerationConflict:
         return False
     return True
@@ -174,7 +174,7 @@ def claim(  # noqa: PLR0913
 
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
-        NoCapacity, Unreachable, Conflict: from claim_once() and `check`.
+        NoCapacity, Unreachable, Conflict: from replace_allocations() and `check`.
         GenerationConflict: after MAX_TRIES. A ConsumerConflict of a set may be about one instance whose consumer was
             left empty; alone, that instance can be claimed.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
@@ -243,12 +243,12 @@ def claim(  # noqa: PLR0913
 def release(
     placement: Placement,
     consumers: Iterable[str],
-    find_wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
+    find_kept: Callable[[Mapping[str, Consumer]], Collection[str]],
     note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
     """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
 
-    Generations are read first; then `find_wanted` returns which of those that hold something are wanted, and the others
+    Generations are read first; then `find_kept` returns which of those that hold something are wanted, and the others
     are released under the generations read (rule 11). Before, `note_generations` gets these, so that no claim uses them
     again (see ecomp.store.sharing); omit it if no process claims again. The first error passes, with some released.
     """
@@ -259,7 +259,7 @@ def release(
         holding = {name: held for name, held in batch.items() if held.allocations}
         # After the generations are read, which closes the race with new claims (rule 11): a process that wants a
         # consumer after this read of etcd also claims after it, which changes the consumer's generation.
-        excluded = find_wanted(holding) if holding else ()
+        excluded = find_kept(holding) if holding else ()
         released = {name: held for name, held in holding.items() if name not in excluded}
         note_generations({name: held.generation for name, held in released.items() if held.generation is not None})
         for name, held in batch.items():
@@ -290,8 +290,8 @@ def _write_claim(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim with one call, for one or more instances; see claim_once()."""
+    """Claim with one call, for one or more instances; see replace_allocations()."""
     if len(requested_allocations) > 1:
-        return claim_set_once(placement, requested_allocations, user_id, project_id, generations)
+        return replace_set_allocations(placement, requested_allocations, user_id, project_id, generations)
     ((instance, allocations),) = requested_allocations.items()
-    return claim_once(placement, instance, allocations, user_id, project_id, generations[instance])
+    return replace_allocations(placement, instance, allocations, user_id, project_id, generations[instance])

@@ -180,7 +180,7 @@ class Connections:
         """Return the error for an answer that is not placement's: another server listens there."""
         return error_type(f'{self.endpoint} answers, but not as placement does (check `placement:`)', self.name)
 
-    def make_lost_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
+    def make_unreachable_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
         """Return the error for a call without an answer."""
         return error_type(f'{self.name} cannot be reached: {reason}', self.name)
 
@@ -188,7 +188,7 @@ class Connections:
         """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
         doubt = ' (it may reject our certificate)' if self.endpoint.startswith('https:') else ''
-        return self.make_lost_error(error_type, f'the connection broke{doubt}')
+        return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
         """Return the error for a late answer: by the timeout, or after `deadline` (monotonic)."""
@@ -252,7 +252,7 @@ class Connections:
         if isinstance(error, TimeoutError):
             return self.make_late_error(no_answer_error, deadline)
         if isinstance(error, ssl.SSLError):
-            return self.make_lost_error(no_answer_error, SENTENCES[classify_tls_error(error)])
+            return self.make_unreachable_error(no_answer_error, SENTENCES[classify_tls_error(error)])
         if isinstance(error, OSError) and not isinstance(error, AnswerTooLong):
             return self.make_broken_error(no_answer_error)
         return self.make_foreign_error(no_answer_error)
@@ -272,7 +272,7 @@ class Connections:
         try:
             sock = connect_tcp(server_name, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
-            raise self.make_lost_error(Unreachable, 'no connection') from error
+            raise self.make_unreachable_error(Unreachable, 'no connection') from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = _Connection(self._host, self._port)
@@ -280,10 +280,10 @@ class Connections:
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self.make_lost_error(Unreachable, SENTENCES[classify_tls_error(error)]) from error
+                raise self.make_unreachable_error(Unreachable, SENTENCES[classify_tls_error(error)]) from error
             if isinstance(error, ConnectionError):
                 raise self.make_broken_error(Unreachable) from error
-            raise self.make_lost_error(Unreachable, 'no connection') from error
+            raise self.make_unreachable_error(Unreachable, 'no connection') from error
         connection.sock.settimeout(self._timeout[1])
         return connection
 
@@ -312,7 +312,7 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self.make_lost_error(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
+            raise self.make_unreachable_error(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
         return context
 
 

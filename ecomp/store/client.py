@@ -156,7 +156,7 @@ def read_pending_instances(store: Store) -> set[str]:
     }
 
 
-def find_wanted_instances(
+def find_requested_instances(
     store: Store, computes_by_instance: Mapping[str, Iterable[str]], include_queued: bool = True
 ) -> set[str]:
     """Return those instances that have an attempt in flight, a queued request or a request key.
@@ -204,7 +204,7 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
     )
 
 
-def withdraw_attempt(store: Store, key: str, revision: int) -> bool:
+def delete_if_unchanged(store: Store, key: str, revision: int) -> bool:
     """Delete the key of an attempt or a taker; return False if gone or of another revision.
 
     It is gone, too, if one of MAX_WITHDRAW_TRIES was carried out without an answer. No delivery, which requires the

@@ -65,7 +65,7 @@ class Hypervisor(Protocol):
     def start(self, spec: GuestSpec) -> None:
         """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
-    def resume(self, instance: str, compute: str) -> None:
+    def start_existing(self, instance: str, compute: str) -> None:
         """Start our domain as defined; no-op if it runs. Raises BuildFailed('started', …), also if it is gone."""
 
     def shutdown(self, instance: str, compute: str) -> None:

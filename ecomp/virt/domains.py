@@ -209,7 +209,7 @@ class Domains:
             failpoint('domain-defined')
             domain.create()
 
-    def resume(self, instance: str, compute: str) -> None:
+    def start_existing(self, instance: str, compute: str) -> None:
         """Start our domain as defined; no-op if it runs. Raises as start(); BuildFailed also if it is missing."""
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
             domains = _find_domains(connection, instance)

@@ -124,7 +124,7 @@ class FakeHypervisor:
             self._save_guest(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
         self._notify_change(f'fake: domain {spec.instance} started')
 
-    def resume(self, instance: str, compute: str) -> None:
+    def start_existing(self, instance: str, compute: str) -> None:
         """Start our guest, clear its `trouble`, notify; BuildFailed('started', …) without domain or disk; Conflict."""
         with self._lock:
             guest = self._get_own_guest(instance, compute)

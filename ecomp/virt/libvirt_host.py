@@ -272,10 +272,10 @@ class Libvirt:
         )
         self._domains.start(spec, description)
 
-    def resume(self, instance: str, compute: str) -> None:
-        """Define missing filters, if that is possible, and start our domain as Domains.resume() does."""
+    def start_existing(self, instance: str, compute: str) -> None:
+        """Define missing filters, if that is possible, and start our domain as Domains.start_existing() does."""
         self._filters.prepare()
-        self._domains.resume(instance, compute)
+        self._domains.start_existing(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
         """Remove seed, overlay and console logs where they exist; Conflict while in use."""

@@ -59,7 +59,7 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     shape = GuestTemplate('qemu', True, DEFAULT_NETWORKS, 'here')
     instances = Instances(ControlPlane(compute, store, client, lambda: NOW), host, shape, memory)
     request = Request(instance, {compute: SIZE}, image='http://h/i', user_id='u', project_id='p')
-    allocations.claim_once(client, instance, request.allocations, 'u', 'p')
+    allocations.replace_allocations(client, instance, request.allocations, 'u', 'p')
     planned = store.commit([], [Put(keys.request(compute, instance), to_json(request))])
     assert planned
     guest = Guest(instance, compute, defined=True, running=True, disk=True)

@@ -25,4 +25,4 @@ def make_uuid() -> str:
 
 
 def claim(client: Placement, instance: str, provider: str, generation: int | None = None, **amounts: int) -> None:
-    allocations.claim_once(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)
+    allocations.replace_allocations(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)

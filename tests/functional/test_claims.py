@@ -72,7 +72,7 @@ def create_empty_consumer(cloud: Cloud, instance: str) -> None:
     Placement creates it before it finds that the provider does not exist.
     """
     with pytest.raises(PlacementRefusal):
-        allocations.claim_once(cloud.placement, instance, {make_uuid(): SMALL}, 'a-user', 'a-project')
+        allocations.replace_allocations(cloud.placement, instance, {make_uuid(): SMALL}, 'a-user', 'a-project')
 
 
 def make_placing_store(cloud: Cloud, action: Callable[[], object]) -> Store:
@@ -88,7 +88,7 @@ def make_delivering_store(cloud: Cloud, compute: str, order: SetOrder) -> Store:
     """
     lease = cloud.store.grant(60)
     start_attempt(cloud, order, lease)
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     fields = {'user_id': 'a-user', 'project_id': 'a-project', 'query': 'query', 'stages': {'requested': 'now'}}
     request = Request(order.instance, {compute: SMALL}, image='image', **fields)
 
@@ -124,7 +124,9 @@ def test_constantly_changed_consumer_is_not_reported_as_no_capacity(
 
     def meddle() -> None:
         consumer = allocations.read_consumer(cloud.placement, instance)
-        allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', consumer.generation)
+        allocations.replace_allocations(
+            cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', consumer.generation
+        )
         intercepted_placement.intercept('PUT', f'/allocations/{instance}', meddle)
 
     meddle()
@@ -149,7 +151,7 @@ def test_late_release_does_not_free_a_claim_that_was_taken_over(cloud: Cloud, th
     With `third`, another process releases it first.
     """
     compute, order = cloud.make_order(**ROOM_FOR_ONE)
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     consumer = allocations.read_consumer(cloud.placement, order.instance)
     assert allocations.read_candidates(cloud.placement, order.query).candidates == []
     if third:
@@ -163,7 +165,7 @@ def test_late_release_does_not_free_a_claim_that_was_taken_over(cloud: Cloud, th
 def test_claim_of_another_query_is_not_taken_over(cloud: Cloud, query: str) -> None:
     compute = cloud.make_compute(**ROOM_FOR_ONE)
     order = cloud.make_order_on(compute, resources=query)
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(ClaimedElsewhere):
         cloud.create(order, resume=True)
     # The claim's compute releases it if no request or attempt owns it.
@@ -175,7 +177,7 @@ def test_lost_claim_that_equals_the_old_one_raises_its_generation(
     cloud: Cloud, intercepted_placement: InterceptedPlacement
 ) -> None:
     compute, instance = cloud.make_compute(), make_uuid()
-    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     consumer = allocations.read_consumer(cloud.placement, instance)
     intercepted_placement.intercept('PUT', f'/allocations/{instance}', lost=True)
     claim(intercepted_placement, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
@@ -191,7 +193,7 @@ def test_no_room_due_to_a_takeover_is_reported_as_conflict(cloud: Cloud) -> None
     def take_over() -> None:
         attempt = read_entry(cloud.store, key)
         assert cloud.store.commit([Unchanged(key, attempt.revision)], [Put(key, text, attempt.lease)])
-        allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+        allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
 
     with pytest.raises(Conflict, match='another eschedule took it over'):
         cloud.create(order, resume=True, store=make_placing_store(cloud, take_over))
@@ -200,7 +202,7 @@ def test_no_room_due_to_a_takeover_is_reported_as_conflict(cloud: Cloud) -> None
 
 def test_room_released_after_the_offer_is_used(cloud: Cloud) -> None:
     compute, order = cloud.make_order(**ROOM_FOR_ONE)
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     offer = allocations.read_candidates(cloud.placement, order.query)
     assert offer.candidates == []
     consumer = allocations.read_consumer(cloud.placement, order.instance)
@@ -234,7 +236,7 @@ def test_release_claim_sent_late_does_not_free_a_newer_claim(cloud: Cloud, count
 
 def test_claim_is_not_released_if_its_note_fails(cloud: Cloud) -> None:
     compute, instance = cloud.make_compute(), make_uuid()
-    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
 
     def note(generations: Mapping[str, int]) -> None:
         assert generations == {instance: 1}
@@ -249,7 +251,7 @@ def test_many_claims_are_released_in_portions(cloud: Cloud) -> None:
     compute, portions = cloud.make_compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
     instances = [make_uuid() for _ in range(2 * allocations.MAX_RELEASE_BATCH + 1)]
     requested = {instance: {compute: SMALL} for instance in instances}
-    allocations.claim_set_once(cloud.placement, requested, 'a-user', 'a-project', {})
+    allocations.replace_set_allocations(cloud.placement, requested, 'a-user', 'a-project', {})
     kept_instance = instances[0]
 
     def keep_one(holding: Mapping[str, allocations.Consumer]) -> set[str]:
@@ -268,7 +270,7 @@ def test_claim_keeper_keeps_claim_taken_over_during_its_check(
     cloud: Cloud, intercepted_placement: InterceptedPlacement
 ) -> None:
     compute, order = cloud.make_order()
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     keeper = ClaimKeeper(compute, cloud.store, intercepted_placement)
     keeper.check_claims([], 0.0)
     intercepted_placement.intercept('GET', f'/allocations/{order.instance}', lambda: cloud.create(order, resume=True))
@@ -339,7 +341,7 @@ def test_forget_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
 def test_forget_releases_claim_of_dead_taker_but_keeps_queue_entry(cloud: Cloud) -> None:
     compute, order = cloud.make_order(alive=False)
     cloud.etcd.put(f'{keys.QUEUES}small/{order.instance}', '{}')
-    allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(Conflict, match='--fenced'):
         forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
     forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
@@ -359,7 +361,7 @@ def test_repair_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
 
 def create_orphan(cloud: Cloud, compute: str) -> str:
     instance = make_uuid()
-    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     return instance
 
 
@@ -423,7 +425,9 @@ def test_claim_moved_to_another_compute_is_not_released(cloud: Cloud) -> None:
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     keeper.check_claims([], 0.0)
     consumer = allocations.read_consumer(cloud.placement, instance)
-    allocations.claim_once(cloud.placement, instance, {other: SMALL}, 'a-user', 'a-project', consumer.generation)
+    allocations.replace_allocations(
+        cloud.placement, instance, {other: SMALL}, 'a-user', 'a-project', consumer.generation
+    )
     keeper.check_claims([], CONFIRMATION_SECONDS)
     keeper.check_claims([], 2 * CONFIRMATION_SECONDS)
     assert cloud.server.read_allocations(instance) == {other: SMALL}

@@ -365,7 +365,7 @@ def test_republish_skips_instance_claimed_by_another_compute(
     other = cloud.make_compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     consumer = allocations.read_consumer(cloud.placement, instance)
     moved = {other: request.allocations[toy_compute.compute]}
-    allocations.claim_once(cloud.placement, instance, moved, 'a-user', 'a-project', consumer.generation)
+    allocations.replace_allocations(cloud.placement, instance, moved, 'a-user', 'a-project', consumer.generation)
     guests = () if state == BUILDING else (instance,)
     toy_compute.republish(guests)
     assert cloud.store.read(places) == {}

@@ -262,7 +262,7 @@ def test_guest_has_these_filter_rules(
             # The filters are unused now and can be removed manually; they are defined again when they are needed.
             for name in xml.FILTERS:
                 connection.nwfilterLookupByName(name).undefine()
-            real_libvirt.resume(spec.instance, COMPUTE)
+            real_libvirt.start_existing(spec.instance, COMPUTE)
     finally:
         real_libvirt.destroy(spec.instance, COMPUTE)
         host.run_inside(['ip', 'link', 'del', 'br0'])

@@ -95,7 +95,7 @@ def test_seed_is_removed_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) 
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_seed(instance)
     hypervisor.switch_off(instance, COMPUTE)
-    hypervisor.resume(instance, COMPUTE)
+    hypervisor.start_existing(instance, COMPUTE)
     assert hypervisor.list_guests() == {instance: running_guest}
     hypervisor.destroy(instance, COMPUTE)
     assert hypervisor.list_seeds() == {instance}
@@ -197,15 +197,15 @@ def test_resume_starts_a_guest_that_is_off(
     instance = spec.instance
     build(hypervisor, spec)
     running_guest = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
-    hypervisor.resume(instance, COMPUTE)
+    hypervisor.start_existing(instance, COMPUTE)
     assert hypervisor.list_guests() == {instance: running_guest}
     power_off(instance)
     assert not hypervisor.list_guests()[instance].running
     with pytest.raises(Conflict, match=COMPUTE):
-        hypervisor.resume(instance, str(uuid4()))
+        hypervisor.start_existing(instance, str(uuid4()))
     assert not hypervisor.list_guests()[instance].running
     for _ in range(2):
-        hypervisor.resume(instance, COMPUTE)
+        hypervisor.start_existing(instance, COMPUTE)
         assert hypervisor.list_guests() == {instance: running_guest}
 
 
@@ -219,7 +219,7 @@ def test_switch_off_keeps_the_domain(hypervisor: Hypervisor, spec: GuestSpec) ->
         hypervisor.switch_off(instance, COMPUTE)
         assert hypervisor.list_guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
         assert not hypervisor.is_running(instance)
-    hypervisor.resume(instance, COMPUTE)
+    hypervisor.start_existing(instance, COMPUTE)
     assert hypervisor.list_guests()[instance].running
 
 
@@ -240,7 +240,7 @@ def test_shutdown_presses_the_power_button(hypervisor: Hypervisor, spec: GuestSp
         wait_until(shut_down, 60, 'the guest has turned itself off')
         assert hypervisor.list_guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
         hypervisor.shutdown(instance, COMPUTE)
-        hypervisor.resume(instance, COMPUTE)
+        hypervisor.start_existing(instance, COMPUTE)
 
 
 def test_operations_without_a_guest_are_no_ops(hypervisor: Hypervisor, spec: GuestSpec) -> None:
@@ -259,10 +259,10 @@ def test_operations_without_a_guest_are_no_ops(hypervisor: Hypervisor, spec: Gue
 
 def test_resume_without_a_domain_fails(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed, match='started: its domain is gone'):
-        hypervisor.resume(spec.instance, COMPUTE)
+        hypervisor.start_existing(spec.instance, COMPUTE)
     hypervisor.create_disk(spec)
     with pytest.raises(BuildFailed, match='started: its domain is gone'):
-        hypervisor.resume(spec.instance, COMPUTE)
+        hypervisor.start_existing(spec.instance, COMPUTE)
     assert not hypervisor.list_guests()[spec.instance].defined
 
 

@@ -203,10 +203,12 @@ def test_claim_over_two_providers_is_all_or_nothing(
 ) -> None:
     other = placement.make_provider(DISK_GB=1)
     with pytest.raises(NoCapacity):
-        allocations.claim_once(client, make_uuid(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
+        allocations.replace_allocations(
+            client, make_uuid(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT
+        )
     assert placement.read_consumers(provider) == placement.read_consumers(other) == {}
     instance = make_uuid()
-    allocations.claim_once(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
+    allocations.replace_allocations(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
     consumer = allocations.read_consumer(client, instance)
     assert consumer.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
     assert (consumer.user_id, consumer.project_id) == (USER, PROJECT)

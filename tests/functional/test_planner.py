@@ -248,7 +248,7 @@ def test_malformed_record_after_a_reboot_blocks_no_other_guest(toy_compute: ToyC
     cloud.etcd.put(key, '{"version": 99}')
     toy_compute.reboot()
     for instance in (running, off):  # resumed outside ecomp
-        toy_compute.hypervisor.resume(instance, toy_compute.compute)
+        toy_compute.hypervisor.start_existing(instance, toy_compute.compute)
     for _ in range(2):
         toy_compute.step()
     for instance in (running, off):
@@ -272,7 +272,7 @@ def test_task_in_flight_after_a_reboot_blocks_no_other_guest(toy_compute: ToyCom
     for work in (starting, other):
         toy_compute.planner.begin(work)
     toy_compute.planner.carry_out(other)
-    toy_compute.hypervisor.resume(starting.instance, toy_compute.compute)
+    toy_compute.hypervisor.start_existing(starting.instance, toy_compute.compute)
     toy_compute.step()
     toy_compute.hypervisor.switch_off(other.instance, toy_compute.compute)
     toy_compute.hypervisor.switch_off(starting.instance, toy_compute.compute)  # and ecompute is killed
@@ -364,7 +364,7 @@ def test_address_is_recorded_after_the_clock_was_set_back(cloud: Cloud, tmp_path
         correct_clock, toy_compute.instances.now = toy_compute.instances.now, lambda: NOW.replace('T09', 'T10')
         toy_compute.hypervisor.switch_off(instance, toy_compute.compute)
         assert toy_compute.step() == [f'power {instance}']
-        toy_compute.hypervisor.resume(instance, toy_compute.compute)
+        toy_compute.hypervisor.start_existing(instance, toy_compute.compute)
         assert toy_compute.step() == [f'power {instance}']
         toy_compute.instances.now = correct_clock
         assert toy_compute.step() == [f'address {instance}']

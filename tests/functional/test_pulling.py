@@ -104,7 +104,7 @@ def test_dead_attempt_s_claim_is_released_after_other_changes(cloud: Cloud, flav
     """Check a restarted compute that reads others' requests before its queues."""
     compute = QueueCompute(cloud, flavor, **SINGLE_TOTALS)
     instance = compute.enqueue()
-    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     other_request = keys.request(compute.uuid, make_uuid())
     cloud.etcd.put(other_request, '{}')
     assert compute.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(compute.uuid)).entries)
@@ -118,7 +118,7 @@ def test_dead_attempt_s_claim_is_released_after_other_changes(cloud: Cloud, flav
 def test_dead_attempt_s_claim_is_released_after_another_taker(cloud: Cloud, flavor: Flavor) -> None:
     compute = QueueCompute(cloud, flavor, **SINGLE_TOTALS)
     instance = compute.enqueue()
-    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
     cloud.etcd.put(mark, taker_to_json(make_uuid()))
     compute.read_changes()
@@ -339,7 +339,7 @@ def test_foreign_claim_is_marked_once_and_then_only_read(
         claim(waiting, mark)
 
     monkeypatch.setattr(compute.taker, '_claim', claim_after_reading_the_mark)
-    allocations.claim_once(cloud.placement, instance, {other: SMALL}, 'u', 'p')
+    allocations.replace_allocations(cloud.placement, instance, {other: SMALL}, 'u', 'p')
     compute.read_changes()
     compute.step_later()
     before = cloud.store.snapshot('/').revision
@@ -357,7 +357,7 @@ def test_claim_of_a_running_guest_is_not_released(cloud: Cloud, flavor: Flavor) 
     """Check a compute that lost its state directory while a restored queue names its own guest."""
     compute = QueueCompute(cloud, flavor)
     instance = compute.enqueue()
-    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     compute.read_changes()
     compute.puller.list_guests = lambda: {instance}
     compute.puller._read_room(compute.offers.backlog or Backlog())

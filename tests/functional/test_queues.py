@@ -116,7 +116,7 @@ def test_changed_flavor_is_a_conflict(cloud: Cloud, flavor: Flavor) -> None:
 def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor) -> None:
     compute, place = cloud.make_compute(), queue_request(cloud, flavor)
     instance, taker_key = place.entry.instance, keys.taker(place.entry.key)
-    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     lease = cloud.store.grant(60)
     cloud.store.commit([Unchanged(taker_key, 0)], [Put(taker_key, taker_to_json(compute), lease)])
     assert instance in read_pending_instances(cloud.store)
@@ -157,7 +157,7 @@ def test_abandon_keeps_the_claim_of_a_taker_of_the_same_uuid(cloud: Cloud, flavo
 def test_abandon_releases_the_claim_of_a_waiting_uuid(cloud: Cloud, flavor: Flavor) -> None:
     compute, place = cloud.make_compute(), queue_request(cloud, flavor)
     instance = place.entry.instance
-    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     assert abandon(cloud.store, cloud.placement, [instance], instance, 1)
     assert_waiting(cloud, place.entry)
 
@@ -361,7 +361,7 @@ class InterruptedPlacement(Placement):
 
 def test_taker_keeps_the_claim_of_a_dead_attempt(cloud: Cloud, flavor: Flavor) -> None:
     compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-    allocations.claim_once(cloud.placement, place.entry.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, place.entry.instance, {compute: SMALL}, 'a-user', 'a-project')
     outcomes: list[bool] = []
     slow = InterruptedPlacement(cloud.server.url, lambda: outcomes.append(make_taker(cloud, compute).take(place)))
     assert not make_taker(cloud, compute, placement=slow).release_claim(place.entry.instance)

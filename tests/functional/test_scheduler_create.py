@@ -212,7 +212,7 @@ def test_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) ->
     first, second, silent = cloud.make_compute(), cloud.make_compute(), cloud.make_compute(alive=False)
     for compute in (first, silent):
         order = cloud.make_order_on(second)
-        allocations.claim_once(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
+        allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
         with pytest.raises(ClaimedElsewhere, match=f'claimed on {compute}'):
             cloud.create(order, resume=True)
         assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
@@ -226,13 +226,13 @@ def test_set_is_placed_without_an_instance_claimed_on_a_silent_compute(
     compute, silent = cloud.make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10), cloud.make_compute(alive=False)
     order = replace(cloud.make_order_on(compute), count=3, minimum=2)
     blocked, *remaining = order.instances
-    allocations.claim_once(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
+    allocations.replace_allocations(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
     placed = cloud.create_all(order, resume=True)
     assert list(placed) == remaining
     assert f'{blocked} is claimed on {silent}, which is silent' in caplog.text
     assert cloud.server.read_allocations(blocked) == {silent: SMALL}
     complete_order = replace(cloud.make_order_on(compute), count=2, minimum=2)
-    allocations.claim_once(
+    allocations.replace_allocations(
         cloud.placement, next(iter(complete_order.instances)), {silent: SMALL}, 'a-user', 'a-project'
     )
     with pytest.raises(ClaimedElsewhere):

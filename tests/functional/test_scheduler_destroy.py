@@ -16,7 +16,7 @@ from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_ASKED, START, STOP, Holdings, PowerAction, Request
+from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, make_record, to_json
 from ecomp.scheduler.changing.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
@@ -385,7 +385,7 @@ def test_wait_reports_the_steps_of_a_reboot(cloud: Cloud) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
         wait_until(lambda: is_waiting_for('its compute to accept it'), 10, 'nobody is at it')
-        write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_ASKED))
+        write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_REQUESTED))
         wait_until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
         write_record(cloud, compute, instance, STOPPED, reboot.format_phase(SHUT_OFF))
         wait_until(lambda: is_waiting_for('its domain to start'), 10, 'it is off')

@@ -82,7 +82,7 @@ def test_guest_that_failed_to_start_is_not_called_crashed(real_libvirt: Libvirt,
     real_libvirt.switch_off(spec.instance, COMPUTE)
     get_disk_path(real_libvirt, spec).unlink()
     with pytest.raises(BuildFailed):
-        real_libvirt.resume(spec.instance, COMPUTE)
+        real_libvirt.start_existing(spec.instance, COMPUTE)
     assert real_libvirt.list_guests()[spec.instance].trouble == ''
 
 

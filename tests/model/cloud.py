@@ -132,7 +132,7 @@ class Cloud:
         presence.ensure_published()
 
     def claim(self, instance: str, compute: str) -> None:
-        allocations.claim_once(self.placement, instance, {compute: SIZE}, 'u', 'p')
+        allocations.replace_allocations(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def set_instance_limit(self, instances: int) -> None:
         self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])

@@ -54,7 +54,7 @@ CLAIM = {
         *('release_beside_resume', 'claim_keeper'),
     ),
     'attempts are read after requests': make_bug(
-        'ecomp.store.client:find_wanted_instances',
+        'ecomp.store.client:find_requested_instances',
         replace_return(
             '{name for name, on in computes_by_instance.items() if any(store.get(keys.request(at, name)) for at in on)}'
             ' | (computes_by_instance.keys() & (read_pending_instances(store) if include_queued'
@@ -107,7 +107,7 @@ CLAIM = {
     ),
     'a compute without queues keeps what it claimed for them': make_bug(
         'ecomp.agent.host.claims:ClaimKeeper._select_kept',
-        drop_argument('find_wanted_instances', 'include_queued'),
+        drop_argument('find_requested_instances', 'include_queued'),
         'queues_off',
     ),
     'the keeper releases at the first look': make_bug(
@@ -135,7 +135,7 @@ DELIVERY = {
     ),
     'a lost delivery is only looked for': make_bug(
         'ecomp.scheduler.placing.claim:deliver',
-        replace_condition('store.get(attempt_key)', 'withdraw_attempt'),
+        replace_condition('store.get(attempt_key)', 'delete_if_unchanged'),
         'late_delivery',
     ),
     'a set and one of its instances are delivered at once': make_bug(

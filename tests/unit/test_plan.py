@@ -44,7 +44,7 @@ from ecomp.model.order import (
     ACTIONS,
     REBOOT,
     SHUT_OFF,
-    SHUTDOWN_ASKED,
+    SHUTDOWN_REQUESTED,
     START,
     START_FAILED,
     STOP,
@@ -255,7 +255,7 @@ def test_reboot_resumes_only_guests_that_ran() -> None:
         for before in ([], [INSTANCE]):
             observations = replace(NO_OBSERVATIONS, guests=guests, before_reboot=before)
             tasks = plan({INSTANCE: REQUEST}, {INSTANCE: make_record(state)}, observations)
-            resumed = Kind.RESUME in [task.kind for task in tasks]
+            resumed = Kind.START_AFTER_REBOOT in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
     off = GUESTS['is off']
@@ -329,10 +329,10 @@ FROZEN = replace(RUNS, trouble=NO_SPACE)
 RECORDED_POWERS = (
     None,
     EARLIER_ACTION,
-    f'{EARLIER_ACTION}:{SHUTDOWN_ASKED}',
+    f'{EARLIER_ACTION}:{SHUTDOWN_REQUESTED}',
     f'{EARLIER_ACTION}:{SHUT_OFF}',
     THIS_ACTION,
-    f'{THIS_ACTION}:{SHUTDOWN_ASKED}',
+    f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}',
     f'{THIS_ACTION}:{SHUT_OFF}',
 )
 
@@ -341,8 +341,8 @@ RUNNING_KINDS: dict[str, dict[str | None, Kind]] = {
     STOP: dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN),
     START: {
         **dict.fromkeys(RECORDED_POWERS, Kind.DONE),
-        f'{EARLIER_ACTION}:{SHUTDOWN_ASKED}': Kind.SHUTDOWN,
-        f'{THIS_ACTION}:{SHUTDOWN_ASKED}': Kind.SHUTDOWN,
+        f'{EARLIER_ACTION}:{SHUTDOWN_REQUESTED}': Kind.SHUTDOWN,
+        f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}': Kind.SHUTDOWN,
     },
     REBOOT: {**dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN), f'{THIS_ACTION}:{SHUT_OFF}': Kind.DONE},
 }
@@ -416,7 +416,7 @@ def test_unbuilt_instance_is_built_before_any_power_action(state: str) -> None:
 
 
 def test_pending_shutdown_does_not_block_a_fault() -> None:
-    recorded_power, stop = f'{THIS_ACTION}:{SHUTDOWN_ASKED}', PowerAction(STOP, THIS_ACTION)
+    recorded_power, stop = f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', PowerAction(STOP, THIS_ACTION)
     assert plan_power(stop, recorded_power, RUNS, ShutdownAction.WAIT) == []
     assert plan_power(stop, recorded_power, FROZEN, ShutdownAction.WAIT) == [Kind.POWER]  # its fault is recorded
 
@@ -425,14 +425,14 @@ def test_stopped_guest_stays_off_after_a_host_reboot() -> None:
     assert plan_power(PowerAction(STOP, THIS_ACTION), THIS_ACTION, IS_OFF, state=STOPPED, before_reboot=True) == []
     # The host's reboot turned it off before the stop did, so the stop is done.
     assert plan_power(
-        PowerAction(STOP, THIS_ACTION), f'{THIS_ACTION}:{SHUTDOWN_ASKED}', IS_OFF, state=ACTIVE, before_reboot=True
+        PowerAction(STOP, THIS_ACTION), f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', IS_OFF, state=ACTIVE, before_reboot=True
     ) == [Kind.DONE]
     for action in (START, REBOOT):
         assert plan_power(
             PowerAction(action, THIS_ACTION), EARLIER_ACTION, IS_OFF, state=ACTIVE, before_reboot=True
         ) == [Kind.START]
     assert plan_power(PowerAction(STOP, EARLIER_ACTION), EARLIER_ACTION, IS_OFF, state=ACTIVE, before_reboot=True) == [
-        Kind.RESUME
+        Kind.START_AFTER_REBOOT
     ]
 
 
@@ -456,8 +456,8 @@ def test_failed_start_is_a_fault_until_the_guest_runs() -> None:
 def test_action_id_and_phase() -> None:
     assert [
         parse_phase(power)
-        for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUTDOWN_ASKED}', f'{THIS_ACTION}:{SHUT_OFF}')
-    ] == ['', '', SHUTDOWN_ASKED, SHUT_OFF]
+        for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', f'{THIS_ACTION}:{SHUT_OFF}')
+    ] == ['', '', SHUTDOWN_REQUESTED, SHUT_OFF]
     assert [parse_action_id(power) for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUT_OFF}')] == [
         '',
         THIS_ACTION,

@@ -89,7 +89,7 @@ def test_abstract_socket_address() -> None:
     ],
 )
 def test_command_argument_is_quoted(word: str, quoted_word: str) -> None:
-    assert systemd.quote_word(word) == quoted_word
+    assert systemd.quote_argument(word) == quoted_word
 
 
 def test_program_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ecomp.model import keys
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store, find_wanted_instances, list_attempted_instances, read_pending_instances
+from ecomp.store.client import Store, find_requested_instances, list_attempted_instances, read_pending_instances
 from ecomp.store.sharing import note_released
 
 # How long the computes of one process share an answer of placement about all providers.
@@ -145,4 +145,4 @@ class ClaimKeeper:
         """Return those that hold nothing here, and those that are wanted, for which etcd is read."""
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
         computes_of = {consumer: held.allocations for consumer, held in holding.items()}
-        return elsewhere | find_wanted_instances(self._store, computes_of, include_queued=self._takes_from_queues)
+        return elsewhere | find_requested_instances(self._store, computes_of, include_queued=self._takes_from_queues)

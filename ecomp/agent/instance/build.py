@@ -63,7 +63,7 @@ class Resume(Step):
     """Starts a guest whose domain is defined; no-op if it runs. Raises BuildFailed."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        hypervisor.resume(self.instance, self.compute)
+        hypervisor.start_existing(self.instance, self.compute)
 
 
 class Shutdown(Step):

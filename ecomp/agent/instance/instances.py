@@ -47,7 +47,7 @@ from ecomp.model.guest import (
 )
 from ecomp.model.order import (
     SHUT_OFF,
-    SHUTDOWN_ASKED,
+    SHUTDOWN_REQUESTED,
     START_FAILED,
     Holdings,
     InvalidRequest,
@@ -485,7 +485,7 @@ class Instances:
         )
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
-    def resume(self, instance: str, revision: int) -> None:
+    def start_after_reboot(self, instance: str, revision: int) -> None:
         """Start a guest that ran when the host went down; a failure becomes its fault. Raises as start()."""
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
@@ -496,7 +496,7 @@ class Instances:
 
     def shut_down(self, request: Request, revision: int) -> None:
         """Ask a guest to shut down; log a failure, as if the guest had ignored the request. Unreachable passes."""
-        if self._record_phase(request, revision, SHUTDOWN_ASKED):
+        if self._record_phase(request, revision, SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
             self._run_power_step(Shutdown(request.instance, self.compute))
@@ -507,7 +507,7 @@ class Instances:
 
     def switch_off(self, request: Request, revision: int) -> None:
         """Switch off a guest that did not shut down when asked; the next plan finds it off."""
-        self._record_phase(request, revision, SHUTDOWN_ASKED)
+        self._record_phase(request, revision, SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 

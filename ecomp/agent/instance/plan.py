@@ -13,7 +13,7 @@ from ecomp.model.boots import find_previous_stop
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED, Address, Guest
 from ecomp.model.order import (
     SHUT_OFF,
-    SHUTDOWN_ASKED,
+    SHUTDOWN_REQUESTED,
     START,
     START_FAILED,
     STOP,
@@ -35,7 +35,7 @@ class Kind(Enum):
     REFUSE = 'refuse'
     CLEAR = 'clear'
     POWER = 'power'
-    RESUME = 'resume'
+    START_AFTER_REBOOT = 'resume'
     SHUTDOWN = 'shutdown'
     SWITCH_OFF = 'switch off'
     START = 'start'
@@ -125,7 +125,7 @@ def _plan_power(
     if not guest.running:
         return (Kind.DONE, f'it is off: {reason}') if power.action == STOP else (Kind.START, reason)
     # A guest that was asked to shut down may do so late, so a newer request waits until it is off.
-    goes_off = power.action == STOP or parse_phase(record.power) == SHUTDOWN_ASKED
+    goes_off = power.action == STOP or parse_phase(record.power) == SHUTDOWN_REQUESTED
     if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
     if shutdown_action is ShutdownAction.SWITCH_OFF:
@@ -136,7 +136,7 @@ def _plan_power(
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
     """Return the task that makes guest and record agree, power actions aside; None if they do.
 
-    The first of BUILD (not active or stopped), VANISHED, RESUME, POWER (state or fault differs), ADDRESS, READY.
+    The first of BUILD (not active or stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault differs), ADDRESS, READY.
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
@@ -146,7 +146,7 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
     running = guest is not None and guest.running
     ran_before_reboot = instance in observations.before_reboot and record.state == ACTIVE
     if ran_before_reboot and guest is not None and guest.defined and guest.disk and not running:
-        return Kind.RESUME, 'it ran when the host went down'
+        return Kind.START_AFTER_REBOOT, 'it ran when the host went down'
     fault = find_fault(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
         return Kind.POWER, fault or ('it runs' if running else 'it is off')

@@ -559,7 +559,9 @@ def _ensure_claim(placement: Placement, request: Request) -> str:
             return describe_difference(request.allocations, consumer.allocations) or ''
         owner = request.user_id, request.project_id
         try:
-            allocations.claim_once(placement, request.instance, request.allocations, *owner, consumer.generation)
+            allocations.replace_allocations(
+                placement, request.instance, request.allocations, *owner, consumer.generation
+            )
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:

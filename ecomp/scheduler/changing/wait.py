@@ -13,7 +13,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable, Unreadable
 from ecomp.model import boots, keys
 from ecomp.model.host import ConsumerLookup
-from ecomp.model.order import SHUT_OFF, SHUTDOWN_ASKED, STOP, PowerAction, parse_action_id, parse_phase
+from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, STOP, PowerAction, parse_action_id, parse_phase
 from ecomp.model.record import (
     ACTIVE,
     DESTROYING,
@@ -287,7 +287,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 def _describe_power_wait(record: Record | None) -> str:
     """Describe what a pending power change waits for, by the phase in the record (None: none)."""
     how_far = parse_phase(record.power if record else None)
-    return {SHUTDOWN_ASKED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
+    return {SHUTDOWN_REQUESTED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
         how_far, 'its compute to accept it'
     )
 

@@ -31,7 +31,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.sharing import recount_quota
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_wanted_instances, read_pending_instances
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_requested_instances, read_pending_instances
 from ecomp.store.sharing import (
     commit_with_shared,
     has_unfinished_record,
@@ -294,7 +294,7 @@ class _Repairs:
     def _claim(self, finding: Finding) -> str:
         """Claim again for an instance without a claim; CHANGED_SINCE if it has one, or no valid unchanged request."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
-        wish = self.world.wishes.get(instance, {}).get(finding.compute)
+        wish = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
         held = allocations.read_consumer(self.placement, instance)
         entry = self.store.get(key)
@@ -303,7 +303,7 @@ class _Repairs:
         if entry is None or entry.revision != self.world.get_revision(key):
             return CHANGED_SINCE
         owner = wish.user_id, wish.project_id
-        allocations.claim_once(self.placement, instance, wish.allocations, *owner, held.generation)
+        allocations.replace_allocations(self.placement, instance, wish.allocations, *owner, held.generation)
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
@@ -317,7 +317,7 @@ class _Repairs:
 
     def _join_group(self, finding: Finding) -> str:
         """Add the instance to its request's group; as _commit()."""
-        wish = self.world.wishes[finding.subject][finding.compute]
+        wish = self.world.requests_by_compute[finding.subject][finding.compute]
         if not isinstance(wish, Request) or wish.group is None:
             return CHANGED_SINCE
         conditions, operations = rejoin_group(self.store, wish.group, finding.subject, finding.compute)
@@ -371,7 +371,9 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
         computes[:] = sorted(holding[instance].allocations)
         return (
-            {instance} if has_unfinished_record(store, instance) else find_wanted_instances(store, {instance: computes})
+            {instance}
+            if has_unfinished_record(store, instance)
+            else find_requested_instances(store, {instance: computes})
         )
 
     if not release(placement, [instance], find_needed, partial(note_released, store))[instance]:

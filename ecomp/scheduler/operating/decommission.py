@@ -35,7 +35,7 @@ from ecomp.store.client import (
     Delete,
     Store,
     Unchanged,
-    find_wanted_instances,
+    find_requested_instances,
     is_alive,
     list_attempted_instances,
     read_silence_condition,
@@ -339,7 +339,7 @@ class _Removal:
                 return holding
             # Only this compute would have taken a queued request here, so one that waits does not keep its claim.
             claims = {consumer: () if is_destroyed else holders}
-            if is_alive(self.store, self.compute) or find_wanted_instances(self.store, claims, False):
+            if is_alive(self.store, self.compute) or find_requested_instances(self.store, claims, False):
                 raise _StaleReadError
             return ()
 

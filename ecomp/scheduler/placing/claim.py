@@ -37,7 +37,7 @@ from ecomp.model.text import format_suggestion
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, Unchanged, read_taken_instances, withdraw_attempt
+from ecomp.store.client import Delete, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
 from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released
 
 
@@ -313,7 +313,7 @@ def deliver(
     except UnknownOutcome as error:
         first, instance = deliveries[0][0], deliveries[0][1].instance
         try:
-            if withdraw_attempt(store, attempt_key, revision):
+            if delete_if_unchanged(store, attempt_key, revision):
                 return False
             # All or none: one request stands for all.
             if store.get(keys.request(first, instance)) is not None:

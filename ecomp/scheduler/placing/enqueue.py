@@ -23,7 +23,7 @@ from ecomp.scheduler.operating.sharing import list_flavor_names, make_no_such_fl
 from ecomp.scheduler.placing.claim import announce, prepare_user_data, read_settled_group, read_terms
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, withdraw_attempt
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -173,7 +173,7 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
     Raises Conflict as check_same(), and UnknownOutcome if etcd gives no answer again.
     """
     try:
-        withdraw_attempt(store, keys.attempt(queue_entry.instance), revision)
+        delete_if_unchanged(store, keys.attempt(queue_entry.instance), revision)
         return _is_enqueued(store, queue_entry)
     except Unreachable as error:
         cure = f'the same command with --uuid {queue_entry.instance}'
