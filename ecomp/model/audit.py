@@ -439,7 +439,8 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
             text = f'its record has state {record.state} on compute {record.compute}, but {conflict}'
             yield Finding('record-doubled', instance, text, compute, keys=(world.get_record_key(instance), other_key))
         else:
-            text = f'{conflict}, but it is requested from compute {", ".join(sorted(world.requests_by_compute.get(instance, {})))}'
+            requested_from = ', '.join(sorted(world.requests_by_compute.get(instance, {})))
+            text = f'{conflict}, but it is requested from compute {requested_from}'
             yield Finding(
                 'request-misplaced', instance, text, compute, keys=(*world.list_request_keys(instance), other_key)
             )

@@ -1,7 +1,7 @@
 """Candidates, claims and releases. A consumer is an instance, under the same uuid.
 
-claim() and release() know at each step what placement holds (rules 1, 3 and 11); replace_allocations() and release_once() are
-single calls. https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
+claim() and release() know at each step what placement holds (rules 1, 3 and 11); the other functions are single calls.
+https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def replace_set_allocations(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim as replace_allocations() for several instances in one call, at a third of the cost; a missing generation is None."""
+    """Claim as replace_allocations() does, for several instances in one call; a missing generation is None."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))

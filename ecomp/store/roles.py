@@ -19,7 +19,7 @@ from typing import Any
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable, UsageError
 from ecomp.model.roles import (
-    BOTH,
+    READ_WRITE,
     READ,
     ROOT,
     WRITE,
@@ -50,7 +50,7 @@ from etcd3 import etcdrpc
 from etcd3.etcdrpc import auth_pb2
 
 METADATA = (('hasleader', 'true'),)
-_TYPES = {READ: auth_pb2.Permission.READ, WRITE: auth_pb2.Permission.WRITE, BOTH: auth_pb2.Permission.READWRITE}
+_TYPES = {READ: auth_pb2.Permission.READ, WRITE: auth_pb2.Permission.WRITE, READ_WRITE: auth_pb2.Permission.READWRITE}
 _KINDS = {number: kind for kind, number in _TYPES.items()}
 
 _NOT_CONNECTED = 'failed to connect to all addresses; last error: '

@@ -112,7 +112,7 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
     old = Permission(roles.WRITE, '/instances/', '/instances0')
     with closing(Accounts(load_etcd_config(cloud.certs, 'operator-ann'))) as accounts:
         accounts.apply(roles.GrantPermission('compute-hv1', old))
-        accounts.apply(roles.GrantPermission('scheduler', Permission(roles.BOTH, '/hosts/', '/hosts0')))
+        accounts.apply(roles.GrantPermission('scheduler', Permission(roles.READ_WRITE, '/hosts/', '/hosts0')))
         accounts.apply(roles.AddRole('compute-gone'))
         for user in ('compute-gone', 'operator-gone', 'backup'):
             accounts.apply(roles.AddUser(user))

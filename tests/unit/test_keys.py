@@ -155,7 +155,7 @@ def is_allowed(permissions: Permissions, kind: str, key: str) -> bool:
     See https://etcd.io/docs/v3.4/learning/design-auth-v3/.
     """
     return any(
-        grant.kind in (kind, roles.BOTH)
+        grant.kind in (kind, roles.READ_WRITE)
         and (grant.key == key or (grant.range_end and grant.key <= key < grant.range_end))
         for grant in permissions
     )
@@ -226,7 +226,7 @@ LAYOUTS = [
         {'compute-a': frozenset({'root', 'compute-a'}), 'root': frozenset()},
         {
             'compute-a': frozenset(
-                {make_prefix_permission('/', roles.BOTH), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')}
+                {make_prefix_permission('/', roles.READ_WRITE), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')}
             )
         },
     ),
@@ -234,7 +234,7 @@ LAYOUTS = [
         {},
         {
             'compute-a': frozenset(
-                {make_prefix_permission('/', roles.BOTH), make_prefix_permission(f'/hosts/{OWN}/', roles.READ)}
+                {make_prefix_permission('/', roles.READ_WRITE), make_prefix_permission(f'/hosts/{OWN}/', roles.READ)}
             )
         },
     ),
@@ -294,7 +294,7 @@ def test_without_role_lists_computes_without_a_role() -> None:
         (RevokeRole('u', 'r'), 'user u: no longer has role r'),
         (GrantPermission('r', make_prefix_permission('/hosts/')), 'role r: may write /hosts/'),
         (GrantPermission('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
-        (RevokePermission('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no longer readwrite /a to /b'),
+        (RevokePermission('r', Permission(roles.READ_WRITE, '/a', '/b')), 'role r: may no longer readwrite /a to /b'),
     ],
 )
 def test_described_change_as_text(change: Change, words: str) -> None:

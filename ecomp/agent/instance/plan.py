@@ -136,7 +136,8 @@ def _plan_power(
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
     """Return the task that makes guest and record agree, power actions aside; None if they do.
 
-    The first of BUILD (not active or stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault differs), ADDRESS, READY.
+    The first of BUILD (not active or stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault differs), ADDRESS,
+    READY.
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
