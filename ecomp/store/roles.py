@@ -19,8 +19,8 @@ from typing import Any
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable, UsageError
 from ecomp.model.roles import (
-    READ_WRITE,
     READ,
+    READ_WRITE,
     ROOT,
     WRITE,
     AddRole,

@@ -103,7 +103,7 @@ def test_examples_are_valid_and_have_every_key(
     # Each example has the key's default value, unless the comment above it names the default.
     for block in (TOP / name).read_text().split('\n\n'):
         for key in keys & set(re.findall(r'(?m)^#(\w+):', block)):
-            assert re.search(r'(?i)by(?: |\n# )default', block) or getattr(config, key) == getattr(default, key), key
+            assert re.search(r'Default:\s', block) or getattr(config, key) == getattr(default, key), key
     assert config.placement == default.placement
 
 

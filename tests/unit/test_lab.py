@@ -325,7 +325,7 @@ def test_down_removes_a_linked_lab_with_its_link(root: Path, capsys: pytest.Capt
     (target / 'link').symlink_to(foreign)
     for name in ('one', 'two'):
         assert main(['down', '--name', name]) == 0
-        assert f'lab {name} is gone' in capsys.readouterr().err
+        assert f'lab {name} is removed' in capsys.readouterr().err
     assert not root.exists()
     assert not target.exists()
     assert (foreign / 'images/file').exists()

@@ -120,7 +120,7 @@ def test_taker_turns_an_entry_into_a_request() -> None:
         (change_value(flavor='large'), "but its value has 'large'"),
         (change_value(query=None), 'lacks query'),
         (change_value(query='resources=VCPU:1'), 'lacks MEMORY_MB, DISK_GB'),
-        (change_value(query='resources=VCPU:1&in_tree=x'), 'a flavor has resources'),
+        (change_value(query='resources=VCPU:1&in_tree=x'), 'a flavor accepts only resources='),
         (change_value(query=7), 'query: expected text'),
         (change_value(image=None), 'lacks image'),
         (change_value(image='ftp://x/y'), 'ftp'),

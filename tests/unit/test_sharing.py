@@ -54,7 +54,9 @@ def test_first_member_defines_the_group() -> None:
     assert resolve_group(None, Membership('web', AFFINITY, False)) == Group('web', AFFINITY, False)
     for later in (Membership('web'), Membership('web', ANTI_AFFINITY), Membership('web', None, True)):
         assert resolve_group(ANTI_AFFINITY_GROUP, later) is ANTI_AFFINITY_GROUP
-    with pytest.raises(UsageError, match='no group web yet: --policy affinity or anti-affinity'):
+    with pytest.raises(
+        UsageError, match='group web does not exist. Fix: add --policy affinity or --policy anti-affinity'
+    ):
         resolve_group(None, Membership('web'))
     for other in (Membership('web', AFFINITY), Membership('web', None, False)):
         with pytest.raises(Conflict, match='group web is strict anti-affinity, and its policy cannot change'):

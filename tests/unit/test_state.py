@@ -93,7 +93,7 @@ def test_other_process_is_named_and_its_end_frees_the_directory(tmp_path: Path) 
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == 'held\n'
-            with pytest.raises(Conflict, match=f'pid {holder.pid}:'):
+            with pytest.raises(Conflict, match=f'pid {holder.pid}\\.'):
                 Identity(tmp_path)
         finally:
             holder.kill()
