@@ -18,7 +18,7 @@ from ecomp import log as logs
 from ecomp import systemd
 from ecomp.arguments import Parser
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
-from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.errors import EcompError, Unreachable, UsageError, put_before_fix
 from ecomp.model.text import make_lines_printable, make_printable
 from ecomp.version import read_version
 from ecomp.yaml_file import describe_source, parse_config_option
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EcompError as error:
         backend_failed = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
         config_source = f' ({make_printable(describe_source("compute.yaml", config.path))})' if backend_failed else ''
-        _print_message(f'{error}{config_source}')
+        _print_message(put_before_fix(str(error), config_source))
         return error.exit_code
     except OSError as error:
         with suppress(OSError):

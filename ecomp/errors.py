@@ -23,8 +23,15 @@
 A message is one line for a person: what failed, where, how to fix it. Only entry points turn it into an exit code.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def put_before_fix(message: str, clause: str) -> str:
+    """Return `message` with `clause` before its first Fix: or Try:, or else at its end; keep only the first cure."""
+    text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
+    return text + (re.split(r'\. (?:Fix|Try): ', clause)[0] + cure[0] if cure else clause)
 
 
 class EcompError(Exception):

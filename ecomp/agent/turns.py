@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from ecomp.errors import EcompError, StrangeEtcd, Unreachable
+from ecomp.errors import EcompError, StrangeEtcd, Unreachable, put_before_fix
 from ecomp.model.backoff import Backoff
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,8 @@ class FailureLog:
             is_known = loss in self._failing.values()
             self._failing[activity] = loss
         if not is_known:
-            log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
+            clause = f'; trying again until it {"is back" if backend else "works"}'
+            log.warning('%s', put_before_fix(str(error), clause))
 
     def report_success(self, activity: str) -> bool:
         """End and log an activity's failure, for all activities; call on_recovery(). Return whether there was one."""

@@ -19,7 +19,7 @@ from ecomp.cli.options import (
     is_image,
     parse_command_line,
 )
-from ecomp.errors import UsageError
+from ecomp.errors import UsageError, put_before_fix
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
@@ -161,7 +161,7 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
     try:
         return QUERY, COMMANDS[QUERY].parse_words(QUERY, words)
     except UsageError as error:
-        raise UsageError(f'{error}{make_hint(words)}') from error
+        raise UsageError(put_before_fix(str(error), make_hint(words))) from error
 
 
 def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:

@@ -29,7 +29,17 @@ from ecomp.cli.options import (
 )
 from ecomp.cli.terminal import make_timestamp
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import (
+    EcompError,
+    NoCapacity,
+    OverQuota,
+    StillGoing,
+    TooFew,
+    UnknownOutcome,
+    Unreachable,
+    UsageError,
+    put_before_fix,
+)
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
 from ecomp.model.choose import SPREAD
@@ -130,7 +140,7 @@ def _place(ctx: Context, order: Order) -> int:
         ctx.out.say(f'interrupted: {subject} may have been placed. {hint}')
         return EcompError.exit_code
     except UnknownOutcome as error:
-        ctx.out.say(f'{error}. {advice}')
+        ctx.out.say(put_before_fix(str(error), f'. {advice}'))
         return UnknownOutcome.exit_code
     rows: list[NewInstance] = [
         {'instance': uuid, 'compute': outcome.compute, 'host': None, 'name': set_order.instances[uuid]}

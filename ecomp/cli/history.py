@@ -17,7 +17,7 @@ from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.options import JSON, TABLE, parse_any_instances
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, Column, Listing, OutputStyle, Row, render_listing, shorten_uuids
 from ecomp.cli.terminal import make_timestamp
-from ecomp.errors import NotFound, UsageError
+from ecomp.errors import NotFound, UsageError, put_before_fix
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.boots import Boot, find_boot
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
@@ -110,10 +110,10 @@ def format_explanation(explanation: Explanation) -> str:
     record, choice, its_group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
     name, stage = record.name or record.instance, 'requested' if explanation.waiting else 'scheduled'
     since_text = f'since {record.stages.get(stage, "an unknown time")}'
-    if record.error is not None:
-        error = record.error
+    if (error := record.error) is not None:
         where = f'on {naming.format_name(record.compute)} ' if record.compute else ''
-        lines = [f'{name} is in error {where}at stage {error.stage}: {error.reason} ({error.cleaned})']
+        reason = put_before_fix(error.reason, f' ({error.cleaned})')
+        lines = [f'{name} is in error {where}at stage {error.stage}: {reason}']
     elif explanation.waiting is None:
         lines = [f'{name} is on {naming.format_name(record.compute)}, {since_text}']
     else:

@@ -34,7 +34,7 @@ from ecomp.cli.tables import (
     render_listing,
 )
 from ecomp.cli.terminal import Drawing, make_style, watch
-from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
+from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
 from ecomp.model.host import NO_COMPUTES, Computes, RecordFilter
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
@@ -313,8 +313,8 @@ def _describe_problem(record: Record) -> str | None:
         return record.fault
     subject, _, cause = record.error.reason.partition(': ')
     if cause and '/' in subject and ' ' not in subject:  # a URL or a file
-        return f'{cause} (stage {record.error.stage}: {subject})'
-    return f'{record.error.reason} (stage {record.error.stage})'
+        return put_before_fix(cause, f' (stage {record.error.stage}: {subject})')
+    return put_before_fix(record.error.reason, f' (stage {record.error.stage})')
 
 
 def make_record_details(record: Record, known_computes: Computes = NO_COMPUTES) -> Details:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import EcompError, Unreachable, put_before_fix
 from ecomp.model.record import format_time
 from ecomp.model.text import make_printable
 
@@ -42,7 +42,7 @@ class Terminal(NamedTuple):
     def format_error(self, error: EcompError) -> str:
         """Return the text of an error; for an unreachable backend also which file named it."""
         is_backend_away = isinstance(error, Unreachable) and error.backend and self.config_source
-        return f'{error} ({make_printable(self.config_source)})' if is_backend_away else str(error)
+        return put_before_fix(str(error), f' ({make_printable(self.config_source)})' if is_backend_away else '')
 
 
 def make_style(options: Options) -> OutputStyle:

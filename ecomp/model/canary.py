@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl
 
+from ecomp.errors import put_before_fix
 from ecomp.model.record import SCHEDULED, STAGES, Record
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ def format_line(canary: Canary) -> str:
     if canary.name is None:
         return f'{canary.compute}: no canary: {canary.reason}'
     end = f'it may still exist: {canary.leftover_reason}' if canary.leftover_reason else 'gone'
+    reason = put_before_fix(canary.reason, f'; {end}')
     if canary.reached == ENTERED:
         return f'{canary.compute}: {canary.name} accepted a login after {canary.seconds:.1f} s; {end}'
     if canary.seconds is None:
-        return f'{canary.compute}: {canary.name}: {canary.reason}; {end}'
+        return f'{canary.compute}: {canary.name}: {reason}'
     how_far = 'booted' if canary.reached in (BOOTED, READY) else f'reached {canary.reached}'
-    return f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, no login: {canary.reason}; {end}'
+    return f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, no login: {reason}'
 
 
 def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:

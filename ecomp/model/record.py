@@ -25,6 +25,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
 from ecomp.model import keys
 from ecomp.model.allocation import MAX_AMOUNT, Resources, is_amount
@@ -387,7 +388,8 @@ def describe_failure(record: Record) -> str:
     if record.error is None:
         return f'{record.instance}: failed'
     error = record.error
-    return f'{record.instance}: failed at stage ' + make_printable(f'{error.stage}: {error.reason} ({error.cleaned})')
+    failure = put_before_fix(error.reason, f' ({error.cleaned})')
+    return f'{record.instance}: failed at stage ' + make_printable(f'{error.stage}: {failure}')
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:

@@ -21,6 +21,7 @@ from ecomp.errors import (
     PlacementRefusal,
     UnknownOutcome,
     Unreachable,
+    put_before_fix,
 )
 from ecomp.model.allocation import Allocations, describe_difference, find_compute, parse_allocations, to_wire
 from ecomp.model.choose import Offer
@@ -201,9 +202,8 @@ def claim(  # noqa: PLR0913
         except Unreachable as failure:
             if isinstance(error, GenerationConflict):
                 raise
-            raise UnknownOutcome(
-                f'{failure}; it is unknown whether {summarize_instances(requested_allocations)} holds its claim'
-            ) from failure
+            doubt = f'; it is unknown whether {summarize_instances(requested_allocations)} holds its claim'
+            raise UnknownOutcome(put_before_fix(str(failure), doubt)) from failure
         # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
         # and one of the two claims finds that the generation has changed.
         check()

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import EcompError, Unreachable, put_before_fix
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, get_prefix_range_end
@@ -175,7 +175,7 @@ class History:
             if not self._follow:
                 raise
             if not self._is_lost:
-                self._report(f'{error}; trying again until it is back')
+                self._report(put_before_fix(str(error), '; trying again until it is back'))
             self._is_lost = True
             return
         if revision < self._next_revision - 1:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, StrangeEtcd
+from ecomp.errors import EcompError, StrangeEtcd, put_before_fix
 from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import MAX_VALUE_BYTES
 from ecomp.model.text import make_printable
@@ -282,7 +282,7 @@ class Follower:
         watch.on_state(dict(watch.cache.entries))
 
     def _log_loss(self, error: EcompError) -> None:
-        log.warning('%s; trying again until it is back', error)
+        log.warning('%s', put_before_fix(str(error), '; trying again until it is back'))
 
     def _log_return(self) -> None:
         log.info('etcd at %s is back', self._store.endpoints)

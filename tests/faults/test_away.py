@@ -176,7 +176,7 @@ def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, inst
             proxy.lose_request(b'"allocations"', stay_away=True)
         result = run_eschedule_process(config, SMALL_QUERY, '--uuid', instance, timeout=ETCD_SECONDS)
         assert proxy.has_lost
-    unknown = f'it is not known whether {instance} was delivered', f'the same command with --uuid {instance}'
+    unknown = f'it is unknown whether {instance} was delivered', f'the same command with --uuid {instance}'
     assert_one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
     assert result.stdout == ''
     assert bool(own_control.etcd.get(key)) is arrived

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreachable, Unreadable, put_before_fix
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
@@ -59,7 +59,7 @@ def retry_until_accepted(
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
     Its argument is True once a write had no answer: it then reads whether that was carried out. Raises Conflict after
-    MAX_TRIES, Unreachable if nothing was written, UnknownOutcome with `cure` if such a write cannot be read back.
+    MAX_TRIES, Unreachable if nothing was written, UnknownOutcome with a cure if such a write cannot be read back.
     """
     is_unknown = False
     for _ in range(MAX_TRIES):
@@ -69,10 +69,10 @@ def retry_until_accepted(
             is_unknown = True
         except Unreachable as error:
             if not is_unknown:
-                message = f'{error}; the {change} of {instance} is not accepted'
+                message = put_before_fix(str(error), f'; the {change} of {instance} is not accepted')
                 raise type(error)(message, error.backend) from error
-            doubt = f'it is not known whether the {change} of {instance} is accepted. Try: {cure}'
-            raise UnknownOutcome(f'{error}; {doubt}', error.backend) from error
+            doubt = f'; it is not known whether the {change} of {instance} is accepted. Try: {cure}'
+            raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
         else:
             if answer is not None:
                 return answer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
+from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
@@ -244,7 +244,8 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
     try:
         places_by_instance = resolve_places(store, entries)
     except EcompError as error:  # placement is unreachable
-        errors.append(EcompError(f'{error}; of two requests for one instance, the older one is shown'))
+        clause = '; of two requests for one instance, the older one is shown'
+        errors.append(EcompError(put_before_fix(str(error), clause)))
         places_by_instance = group_by_instance(entries)
     for instance, places in places_by_instance.items():
         try:

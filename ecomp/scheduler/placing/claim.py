@@ -23,6 +23,7 @@ from ecomp.errors import (
     PlacementRefusal,
     UnknownOutcome,
     UsageError,
+    put_before_fix,
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
@@ -75,7 +76,7 @@ def read_settled_group(store: Store, membership: Membership | None) -> Group | N
         return resolve_group(existing, membership)
     except UsageError as error:
         names = map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries)
-        raise UsageError(f'{error}{format_suggestion(membership.name, names)}') from error
+        raise UsageError(put_before_fix(str(error), format_suggestion(membership.name, names))) from error
 
 
 log = logging.getLogger(__name__)
@@ -324,7 +325,8 @@ def deliver(
             records = store.read([keys.record(first, instance), keys.old_record(instance)])
             return any(first in places.records for places in group_by_instance(records.items()).values())
         except EcompError:
-            raise UnknownOutcome(f'{error}; it is not known whether {attempt} was delivered') from error
+            message = put_before_fix(str(error), f'; it is unknown whether {attempt} was delivered')
+            raise UnknownOutcome(message) from error
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable, put_before_fix
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute, sum_allocations
@@ -467,4 +467,4 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
 
 def _add_state(error: Unreachable, state: str) -> Unreachable:
     """Return an error of the same type with the state of the request added to its message."""
-    return type(error)(f'{error}; {state}', error.backend)
+    return type(error)(put_before_fix(str(error), f'; {state}'), error.backend)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError, put_before_fix
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute, list_missing_classes
@@ -177,8 +177,8 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
         return _is_enqueued(store, queue_entry)
     except Unreachable as error:
         cure = f'the same command with --uuid {queue_entry.instance}'
-        doubt = f'it is not known whether {queue_entry.instance} is queued. Try: {cure}'
-        raise UnknownOutcome(f'{error}; {doubt}', error.backend) from error
+        doubt = f'; it is not known whether {queue_entry.instance} is queued. Try: {cure}'
+        raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
 
 
 def _commit(
