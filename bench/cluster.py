@@ -160,7 +160,7 @@ class Computes(Server):
             assert self.is_running, f'{self.name} ended while starting:\n{self.tail_log()}'
             # Other lines may follow: the process works on waiting requests immediately. The pid excludes the line of an
             # earlier process.
-            return f' {self.pid} {self._count} computes are ready' in self.log.read_text(errors='replace')
+            return f' {self.pid} ready computes: {self._count}' in self.log.read_text(errors='replace')
 
         wait_until(ready, 900, f'{self._count} computes are ready (see {self.log})')
 

@@ -227,7 +227,7 @@ class Planner:
     def retry_now(self) -> None:
         """Retry deferred tasks now. From any thread."""
         self.deferrals.clear()
-        self.wake_up('deferred tasks are retried')
+        self.wake_up('trying deferred tasks again')
 
     def _finish(self, work: Work) -> None:
         with self._changed:
@@ -262,7 +262,10 @@ class Planner:
         self._save_unhandled(records, guests, busy)
         unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._wishes.keys()
         for stranger in sorted(self._unmanaged - unmanaged_before):
-            log.warning('instance %s has a guest but no request: kept, and unmanaged. Try: eschedule audit', stranger)
+            log.warning(
+                'instance %s has a guest but no request: the guest is kept, and unmanaged. Try: eschedule audit',
+                stranger,
+            )
         sightings = Observations(
             guests=guests_with_record,
             addresses=addresses,

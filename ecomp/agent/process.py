@@ -176,7 +176,7 @@ class Process:
         for compute in self._computes if self._environment.is_familiar_etcd else ():
             ready.info('ready: %s', compute if self.count is None else f'compute {compute.uuid}, {compute}')
         if self.count is not None:
-            log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._started_at)
+            log.info('ready computes: %d, after %.1f s', self.count, time.monotonic() - self._started_at)
         self.service.notify_ready(self._status())
         self._computes[0].daemon.run(self.service.notify_alive)
         self.service.notify_stopping('tasks in flight finish; guests keep running')
@@ -255,7 +255,7 @@ class Process:
         for future in futures:
             future.result()
         if self.count is not None:
-            log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - started_at)
+            log.info('stopped computes: %d, after %.1f s', len(self._computes), time.monotonic() - started_at)
 
 
 def _check_limits(compute_count: int) -> None:
@@ -264,7 +264,7 @@ def _check_limits(compute_count: int) -> None:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < minimum:
-            raise UsageError(f'this process is limited to {soft} {unit}, but needs {minimum}. Fix: raise {where}')
+            raise UsageError(f'this process is limited to {soft} {unit}, but needs {minimum}. Fix: increase {where}')
 
 
 def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:

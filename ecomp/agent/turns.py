@@ -147,7 +147,7 @@ class FailureLog:
             self._failing = {other: other_loss for other, other_loss in self._failing.items() if other_loss != loss}
             if loss.is_backend:
                 self._recovered_at[loss] = time.monotonic()
-        log.info('%s is back' if loss.is_backend else 'works again after this failure: %s', loss.subject)
+        log.info('%s is back' if loss.is_backend else 'this failure has ended: %s', loss.subject)
         self.on_recovery()
         return True
 

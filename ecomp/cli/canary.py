@@ -177,7 +177,7 @@ def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exceptio
         waits = WAIT_REASONS[SCHEDULED] if stage == SCHEDULED else describe_wait(record)
         canary = canary._replace(reason=f'timed out after {ctx.options.wait_seconds:g} s, still waiting for {waits}')
         for console_line in read_last_lines(ctx, record) if record else ():
-            ctx.out.say(f"{canary.name}'s console: {console_line}")
+            ctx.out.say(f'console of {canary.name}: {console_line}')
     return canary._replace(failed_stage=stage)
 
 

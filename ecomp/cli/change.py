@@ -124,7 +124,7 @@ def wait_and_report(
         from ecomp.cli.enter import read_last_lines
 
         for line in read_last_lines(ctx, record):
-            ctx.out.say(f"{record.name or record.instance}'s console: {line}")
+            ctx.out.say(f'console of {record.name or record.instance}: {line}')
 
     def wait(word: str, deadline: Deadline) -> None:
         def record_status(record: Record) -> None:
@@ -152,7 +152,7 @@ def wait_and_report(
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
-            'Remove an instance for good: its domain, its DISK with all data on it, and its claim in placement. '
+            'Remove an instance permanently: its domain, its DISK with all data on it, and its claim in placement. '
             '(`virsh destroy` only switches a guest off; here that is `eschedule stop`.) The command returns once the '
             'destroy is accepted. The compute then carries it out, or does so once it is up again. For an instance in '
             'error, the record is removed.',

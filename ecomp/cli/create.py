@@ -255,7 +255,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
         if not is_new:
             yield f'{instance} was requested before: nothing is changed'
         elif no_taker is not None:
-            yield f'{ctx.options.name or instance} waits in the queue: {no_taker}'
+            yield f'{ctx.options.name or instance} waits in a queue, but {no_taker}'
 
     return _report_and_wait(ctx, [{'instance': instance, **place, 'name': ctx.options.name}], make_remarks)
 
@@ -320,7 +320,7 @@ def _check_flavor_suffices(flavor: str, query: str) -> None:
     lacking = list_missing_classes(amounts)
     if lacking:
         advice = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
-        raise UsageError(f'flavor {flavor}: lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
+        raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
 
 
 def describe_owner(order: Order) -> dict[str, object]:
@@ -339,7 +339,7 @@ def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, Deli
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: nothing is changed' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
-        yield f'{len(outcomes)} of {set_order.count} are placed: there is no room or quota for more'
+        yield f'only {len(outcomes)} of {set_order.count} could be placed: there is no room or quota for more'
     memory = re.search(r'\bMEMORY_MB:(\d+)', set_order.query or '')
     if memory and int(memory[1]) < MIN_MEMORY_MB:
         yield f'{memory[0]}: a cloud image needs at least {MIN_MEMORY_MB} MiB to boot'
@@ -534,20 +534,21 @@ def _check_queue(words: Sequence[str], options: Options) -> None:
     if options.flavor is None:
         raise UsageError('--queue needs --flavor: each flavor has its own queue')
     if words[0]:
-        raise UsageError('--queue: a query is not accepted, because the flavor is the whole query')
+        raise UsageError('a query is not accepted with --queue, because the flavor is the whole query')
     for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
         if value is not None:
-            raise UsageError(f'--{option} is not accepted with --queue: a compute takes the request by itself')
+            why = 'it queues one request, and the computes decide which of them takes it'
+            raise UsageError(f'--{option} is not accepted with --queue: {why}')
 
 
 _TIMEOUT_HELP = (
-    'wait at most this long once it is placed or queued, then exit 6; the operation continues. '
+    'wait at most this long after the instance is placed or queued, then exit 6; the operation continues. '
     f'Default: {DEFAULT_WAIT_SECONDS:.0f}'
 )
 # Options of create that `plan` accepts and ignores, so that the same command line works.
 _IGNORED_OPTIONS = {
-    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'ignored by plan'),
-    'wait': 'ignored by plan, also with =STAGE',
+    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'ignored by `plan`'),
+    'wait': 'ignored by `plan`, with and without =STAGE',
 }
 
 # fmt: off
@@ -557,9 +558,9 @@ COMMANDS: Sequence[Command] = (
             'The quoted query is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, '
             'memory in MiB), optionally with &required=TRAIT and other parameters of placement. IMAGE_URL is the disk '
             'image, http:// or https://; with #sha256=DIGITS at its end, other bytes are refused. Default: the image '
-            "of schedule.yaml. The command prints NOTIFIED TARGET, the compute's uuid, OF INSTANCE and the instance's, "
-            'once the request is delivered to the compute. If no compute has room, it prints NO ALLOCATIONS LEFT, and '
-            'on stderr what each compute lacks.',
+            "of schedule.yaml. The command prints NOTIFIED TARGET, the compute's uuid, OF INSTANCE and the instance's "
+            'uuid, once the request is delivered to the compute. If no compute has room, it prints NO ALLOCATIONS '
+            'LEFT, and on stderr what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
                      'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,

@@ -76,10 +76,10 @@ COMMANDS: Sequence[Command] = (
             'With --canary a small guest is booted, logged in to and destroyed on every compute that is up, all '
             f'concurrently. Its query is that of the command or --flavor, by default {DEFAULT_QUERY}; its image is '
             'URL, by default that of schedule.yaml. With an ssh key the guest has to report that it is ready, and the '
-            'login trusts only the host keys that it reported; otherwise it has to get an address. stderr reports how '
-            'far each guest came and why no further, also for computes that are not up or have no room, which is not a '
-            'finding. Every guest is destroyed at the end, also after Ctrl-C; a finding names each one that could not '
-            'be, with the command that destroys it.',
+            'login trusts only the host keys that it reported; otherwise it has to get an address. stderr reports '
+            'the last stage of each guest and why it did not reach the next one, also for computes that are not up or '
+            'have no room; those are not findings. Every guest is destroyed at the end, also after Ctrl-C; a finding '
+            'names each guest that could not be destroyed, with the command that destroys it.',
             parse_optional_query_and_image, _diagnose,
             {**DOCUMENT_OPTIONS, **select_options('canary flavor identity'),
              'on': 'with --canary: test only this compute: its host name, its uuid, or the beginning of its uuid',

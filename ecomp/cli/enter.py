@@ -168,7 +168,7 @@ def _print_log(ctx: Context) -> int:
     if code == reach.NO_FILE_STATUS:
         raise NotFound(f'{instance}: the console on {host} has no output yet')
     if code:
-        raise Unreachable(f'{host}: {make_printable(command[0], 200)} (reach in schedule.yaml) exited with {code}')
+        raise Unreachable(f'{host}: {make_printable(command[0], 200)} (`reach` in schedule.yaml) exited with {code}')
     return 0
 
 
@@ -240,8 +240,9 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
         elif not accepted.exists():
             if not _is_without_keys(access.record):
                 raise make_not_ready(access.record)
-            why = 'its guest has not reported its host keys, so it is unverified'
-            raise EcompError(f'{access.display_name}: {why}. Fix: --accept-new accepts the first key that it shows')
+            why = 'its guest has not reported its host keys, so the guest cannot be verified'
+            cure = 'give --accept-new, which accepts the first key that the guest shows'
+            raise EcompError(f'{access.display_name}: {why}. Fix: {cure}')
         return reach.make_ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
     known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_if_changed(known_hosts, ''.join(f'{instance} {key}\n' for key in keys))
@@ -290,7 +291,7 @@ def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
 
 def _make_missing_program_error(program: str) -> EcompError:
     return EcompError(
-        f'{make_printable(program, 200)} is not installed. Fix: install it, or change reach in schedule.yaml'
+        f'{make_printable(program, 200)} is not installed. Fix: install it, or change `reach` in schedule.yaml'
     )
 
 
@@ -302,8 +303,8 @@ def _decode_line(line: bytes) -> str:
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
-            'Become ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly if it is on a '
-            "bridge. USER is by default schedule.yaml's ssh_user. Only the host keys that the guest itself reported "
+            'Run ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly if it is on a '
+            "bridge. Default of USER: ssh_user of schedule.yaml. Only the host keys that the guest itself reported "
             "when its cloud-init had finished are trusted. A CMD of one word is a command line for the guest's shell; "
             'several words reach the guest unchanged. The exit code is that of ssh.',
             parse_instance_and_command, _run_ssh, select_options('accept_new identity'), (4, 5, 6),
@@ -313,7 +314,7 @@ COMMANDS: Sequence[Command] = (
             'Default: entries for all guests that run and have reported their host keys.',
             parse_any_instances, _print_ssh_config, exit_codes=(4, 5, 6), example='eschedule ssh-config web1 web2'),
     Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
-            "Become `virsh console` of the guest, on the host that `reach` of schedule.yaml leads to. The guest's "
+            "Run `virsh console` for the guest, on the host that `reach` of schedule.yaml reaches. The guest's "
             'output goes to the terminal unfiltered. ^] leaves the console.',
             parse_one_instance, _open_console, exit_codes=(4, 5, 6), example='eschedule console web1'),
     Command('log', 'log <id>', "print the output of a guest's console",

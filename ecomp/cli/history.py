@@ -126,10 +126,10 @@ def format_explanation(explanation: Explanation) -> str:
     if its_group is not None:
         rule = 'with' if its_group.policy == AFFINITY else 'apart from'
         others = (
-            (explanation.instance_names.get(key, key), naming.format_name(on) or 'no host yet')
+            (explanation.instance_names.get(key, key), f'on {naming.format_name(on)}' if on else 'in a queue')
             for key, on in _list_other_members(explanation).items()
         )
-        where = ', '.join(f'{name} on {host}' for name, host in others) or 'none'
+        where = ', '.join(f'{name} {place}' for name, place in others) or 'none'
         lines.append(f'it is in group {its_group.name} ({its_group.rule}), {rule} the other members: {where}')
     return '\n'.join(map(make_printable, lines))
 
@@ -140,19 +140,19 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
         return [f'{naming.format_name(queue_wait.taker)} is taking the request']
     if queue_wait.is_flavorless:
         problem = f'flavor {queue_wait.flavor} does not exist, so no compute takes the request'
-        return [f'{problem}. Fix: `eschedule flavor set` it again, or `eschedule destroy` the instance']
+        return [f'{problem}. Fix: set the flavor again, or destroy the instance']
     if queue_wait.claimed_on is not None:
         host = naming.format_name(queue_wait.claimed_on)
         if queue_wait.claimed_on in naming.living:
             outcome = f'within 2 minutes {host} takes the request or releases the claim'
             return [f'{host} has the claim of a dead attempt: {outcome}']
-        return [f'claimed on {host}, which is silent and may be running it. Fix: {describe_silent_fix(host)}']
+        return [f'it is claimed on {host}, which is silent and may be running it. Fix: {describe_silent_fix(host)}']
     lines = [f'{naming.format_name(compute)}: {shortage}' for compute, shortage in queue_wait.lacks.items()]
     for host in sorted(map(naming.format_name, naming.stored_hostnames.keys() - naming.living.keys())):
-        restriction = 'computes that did not see the request arrive do not take it'
+        restriction = 'a compute that first saw or accepted this etcd after the request does not take it'
         lines.append(f'{host} is silent: until {host} is back or forgotten, {restriction}')
     if queue_wait.unknown_reason is not None:
-        lines.append(f'what the computes that take from queues lack is unknown: {queue_wait.unknown_reason}')
+        lines.append(f'what the computes that take queued requests lack is unknown: {queue_wait.unknown_reason}')
     return [naming.no_taker_reason] if naming.no_taker_reason else lines
 
 
@@ -171,12 +171,12 @@ def _explain_choice(choice: PlacementReason | None) -> str:
     if choice is None:
         return 'how its compute was chosen is unknown: an older or another client requested it'
     if choice.weigh == FROM_QUEUE:
-        return 'it waited in a queue, and this compute took it: among computes with room, the idlest takes first'
+        return 'it waited in a queue, and this compute took the request: of those with room, the least used takes first'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
     prefix = (
         f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
     )
-    return prefix if choice.weight is None else f'{prefix}, and this one had weight {choice.weight:g}'
+    return prefix if choice.weight is None else f'{prefix}, and this compute had weight {choice.weight:g}'
 
 
 # How long each stage of an instance took: bars on one scale, and percentiles
@@ -342,9 +342,8 @@ def _print_events(ctx: Context) -> int:
     from ecomp.store.history import History
 
     if ctx.form not in (TABLE, JSON):
-        raise UsageError(
-            f'-f {ctx.form} is not accepted by this command: events are printed one by one. Fix: -f table or -f json'
-        )
+        problem = f'-f {ctx.form} is not accepted by this command: events are printed one by one'
+        raise UsageError(f'{problem}. Fix: give -f table or -f json')
     words = {resolve(ctx.store, word): word for word in ctx.words}
     unseen = set(words)
     last, watches = ctx.options.lines, ctx.options.watch

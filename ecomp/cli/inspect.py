@@ -79,7 +79,7 @@ def _print_address(ctx: Context) -> int:
     except (NotFound, Unreachable) as error:
         if isinstance(error, NotFound):
             short = f' (a uuid needs at least {MIN_PREFIX_DIGITS} digits)' if len(word) < MIN_PREFIX_DIGITS else ''
-            problem = f'no instance and no command has this name{short}'
+            problem = f'is neither a command nor an instance{short}'
             raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
         suggestion = suggest([word])
         problem = f'{word} is not a command ({suggestion}), and cannot be looked up as an instance'
@@ -217,8 +217,8 @@ def _print_timeline(ctx: Context) -> int:
 
 
 def _describe_boot_numbers(numbers: Sequence[int]) -> str:
-    """Return 'only 2 to 5 are' or 'only 1 is', from consecutive numbers, one at least."""
-    return f'only {numbers[0]} to {numbers[-1]} are' if len(numbers) > 1 else f'only {numbers[0]} is'
+    """Return 'only boots 2 to 5 are kept' or 'only boot 1 is kept', from consecutive numbers, one at least."""
+    return f'only boots {numbers[0]} to {numbers[-1]} are kept' if numbers[1:] else f'only boot {numbers[0]} is kept'
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
@@ -405,7 +405,7 @@ COMMANDS: Sequence[Command] = (
     Command('why', 'why <id>…', 'explain why an instance is on its compute',
             'Explain why an instance is on its compute: what it requested, how many computes could have taken it, in '
             'which order they were tried, and where the other members of its group are. For an instance in a queue: '
-            'since when it has waited, behind how many others, and what each compute that takes from queues lacks.',
+            'since when it has waited, behind how many others, and what each compute that takes queued requests lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
     Command('timeline', 'timeline <id>…', 'show how long each stage of a boot took',
             'Draw how long each stage of an instance took, in seconds, as bars on one scale, for the last boot or the '
@@ -416,9 +416,9 @@ COMMANDS: Sequence[Command] = (
             example='eschedule timeline web1 web2'),
     Command('wait', 'wait <id>…', 'wait until an instance has its address',
             'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
-            'After a start or a reboot, the stage of the boot that it causes counts; while a guest is off, that of its '
-            'next boot. A line on the terminal shows what the instance waits for. The wait ends early if the stage '
-            'cannot be reached: exit 1 if the instance failed, 4 if it is being destroyed.',
+            'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for the '
+            'stage of its next boot. A line on the terminal shows what the instance waits for. The wait ends early if '
+            'the stage cannot be reached: exit 1 if the instance failed, 4 if it is being destroyed.',
             parse_instances, _wait, select_options('stage timeout format'), (4, 5, 6),
             example='eschedule wait web1 --for ready --timeout 120'),
 )

@@ -94,7 +94,7 @@ def _forget_hosts(ctx: Context) -> int:
             report, fenced = partial(outcomes.report, word), ctx.options.fenced
             forget(ctx.store, ctx.placement, target, word, make_timestamp, report, fenced)
         except Unreachable as error:
-            problem = f'{word}: only what is reported above was removed; the same command continues'
+            problem = f'{word}: only what is reported above was removed, and the same command removes the rest'
             raise type(error)(f'{problem}: {error}', error.backend) from error
 
     return outcomes.run(forget_one)
@@ -182,7 +182,8 @@ def _summarize(report: Report) -> list[str]:
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
     ]
     cures = (
-        f'{row.code}. Fix: ' + (f'eschedule audit --fix ({row.fix})' if row.fix else row.how) for row in report.findings
+        f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how)
+        for row in report.findings
     )
     count = len(report.findings)
     unserved = filter(None, [report.world.describe_unserved()])
@@ -242,10 +243,10 @@ COMMANDS: Sequence[Command] = (
             'Place no new instances on a compute; those that run there continue.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>', 'disable a compute and list its instances',
-            'Place no new instances on a compute, and list those that are there. Nothing is destroyed or moved; that '
-            'is up to the owners of the instances.',
+            'Place no new instances on a compute, and list those that are there. Nothing is destroyed or moved: '
+            'the owners of the instances do that.',
             parse_compute, _change_host_status,
-            {**make_wait_options('no instance is there or on its way there'), **DOCUMENT_OPTIONS},
+            {**make_wait_options('no instance is on the host or requested there'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>', 'place new instances on a compute again',
             'Place new instances on a compute again.',

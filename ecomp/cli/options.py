@@ -61,7 +61,7 @@ def parse_uuid(word: str) -> str:
 def parse_nothing(name: str, words: Sequence[str]) -> Words:
     """Accept no words; raise UsageError if there are any."""
     if words:
-        raise UsageError(f'{name} takes no further arguments, but got {" ".join(words)!r}')
+        raise UsageError(f'{name}: unexpected argument {" ".join(words)!r}')
     return ()
 
 
@@ -156,7 +156,9 @@ def parse_optional_query_and_image(name: str, words: Sequence[str]) -> Words:
     """Parse as parse_query_and_image(), but UsageError if the second word is no image URL."""
     query, *image = parse_query_and_image(name, words)
     if not all(is_image(word) for word in image):
-        raise UsageError(f'{name}: {image[0]!r} is not an image URL. Try: put the query in quotes')
+        raise UsageError(
+            f'{name}: {image[0]!r} is not an image URL. Fix: give a URL that starts with http://, https:// or file:///'
+        )
     return (query, *image)
 
 
@@ -169,12 +171,14 @@ def _make_word_parser(
 ) -> Callable[[str, Sequence[str]], Words]:
     """Make a parser of min to max words; else UsageError with `complaint`, after "{name}: ".
 
-    `complaint` is a format string: {name} is the command, {what} its first word.
+    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota.
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
         if not min_count <= len(words) <= max_count:
-            raise UsageError(f'{name}: ' + complaint.format(name=name, what=name.partition(' ')[0]))
+            raise UsageError(
+                f'{name}: ' + complaint.format(name=name, what=name.partition(' ')[0].replace('quota', 'project'))
+            )
         return tuple(map(parse_word, words))
 
     return parse_words
@@ -183,7 +187,7 @@ def _make_word_parser(
 parse_flavor_and_query = _make_word_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
-parse_names = _make_word_parser(1, 10**9, 'missing argument: the names of one or more {what}s')
+parse_names = _make_word_parser(1, 10**9, 'missing argument: one or more {what}s, by name')
 parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
 
@@ -191,7 +195,8 @@ parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more host
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
     """Check the project; return all words, the limits unparsed. UsageError also without limits."""
     if len(words) < 2 or '=' in words[0]:
-        raise UsageError(f'{name}: needs a project and its limits. Try: eschedule {name} web VCPU=10 instances=5')
+        problem = f'{name}: missing argument: a project and its limits'
+        raise UsageError(f'{problem}. Try: eschedule {name} web VCPU=10 instances=5')
     check_project(words[0])
     return tuple(words)
 
@@ -200,7 +205,7 @@ def check_project(project: str) -> None:
     """Raise UsageError for a project name that is empty, too long or not printable."""
     if not 1 <= len(project) <= MAX_PROJECT_LENGTH or not project.isprintable():
         raise UsageError(
-            f'{project[:80]!r} is not a valid project: it has 1 to {MAX_PROJECT_LENGTH} printable characters'
+            f'{project[:80]!r} is not a valid project: a project has 1 to {MAX_PROJECT_LENGTH} printable characters'
         )
 
 
@@ -296,7 +301,7 @@ class Options(NamedTuple):
         _make_option(
             '--flavor',
             'NAME',
-            "request what this flavor does. The amounts of a query replace those of the flavor; the query's "
+            "request what this flavor requests. The amounts of a query replace those of the flavor; the query's "
             'other conditions are added',
         ),
     ] = None
@@ -462,7 +467,9 @@ class Options(NamedTuple):
     fenced: Annotated[
         bool,
         _make_option(
-            '--fenced', '', 'confirm that the machine is off for good and none of its guests runs: release its claims'
+            '--fenced',
+            '',
+            'confirm that the machine never comes back and none of its guests runs, and release its claims',
         ),
     ] = False
     fix: Annotated[
@@ -476,7 +483,9 @@ class Options(NamedTuple):
     ] = False
     canary: Annotated[
         bool,
-        _make_option('--canary', '', 'boot, enter and destroy a small guest on every host, on all hosts concurrently'),
+        _make_option(
+            '--canary', '', 'boot a small guest on every host, log in to it and destroy it, on all hosts concurrently'
+        ),
     ] = False
     follow: Annotated[
         bool,
@@ -593,7 +602,7 @@ def _check_waiting(name: str, options: Options, accepted_fields: Container[str])
     A --wait with a stage needs a command that accepts --count, because others wait for one thing.
     """
     if options.wait and 'size' not in accepted_fields:
-        raise UsageError(f'{name}: --wait takes no value. Fix: --wait')
+        raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
     if options.timeout is not None:
         if options.wait is None and 'wait' in accepted_fields:
             raise UsageError('--timeout needs --wait')

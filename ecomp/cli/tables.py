@@ -407,7 +407,7 @@ def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
     matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]
     if len(matches) != 1:
         names = ', '.join(column.name for column in columns)
-        problem = f'{len(matches)} columns begin with this' if matches else 'no such column'
+        problem = f'{len(matches)} columns begin with this text' if matches else 'no such column'
         raise UsageError(f'{option} {make_printable(name, 80)}: {problem}. Fix: give one of {make_printable(names)}')
     return matches[0]
 

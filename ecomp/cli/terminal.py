@@ -160,7 +160,7 @@ def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
     """Fit a drawing to the terminal, if any: a long table loses its end, not the messages below it."""
     messages = [
         *map(make_printable, drawing.messages),
-        *(f'the table is out of date, retrying: {make_printable(error)}' for error in errors),
+        *(f'the table is out of date; trying again: {make_printable(error)}' for error in errors),
     ]
     lines, below = (
         drawing.table.split('\n'),

@@ -30,7 +30,7 @@ EXIT_FINDINGS = 8
 class Repair(Enum):
     """A repair of `audit --fix`, in words; ecomp.scheduler.operating.audit carries it out."""
 
-    RELEASE = 'releases it'
+    RELEASE = 'releases the claim'
     CLAIM = 'repeats the claim of the request'
     DELETE = 'deletes the key'
     DELETE_REQUEST = 'deletes the request'
@@ -40,7 +40,7 @@ class Repair(Enum):
     JOIN_GROUP = 'adds it to the group, on its compute'
     LEAVE_GROUP = 'removes these members'
     RECOUNT = 'counts the usage again'
-    CLEAR = 'its compute removes it'
+    CLEAR = 'asks its compute to remove it'
 
 
 class Code(NamedTuple):

@@ -268,7 +268,7 @@ def test_etcd_lost_during_destroy(own_control: Control, compute: Ecompute, arriv
             proxy.lose_request(pattern, stay_away=True)
         result = run_eschedule_process(config, 'destroy', instance, timeout=ETCD_SECONDS)
         assert proxy.has_lost
-    unknown = f'it is not known whether the destroy of {instance} is accepted', 'the same command again'
+    unknown = f'it is unknown whether the destroy of {instance} is accepted', 'the same command again'
     assert_one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *unknown)
     assert is_tombstoned() is arrived
     assert_one_line(own_control.eschedule('destroy', instance), 0, instance, 'already' if arrived else 'accepted')

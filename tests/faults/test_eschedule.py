@@ -217,7 +217,7 @@ def test_frozen_until_another_attempt_took_over(cluster: Control, step: str) -> 
             eschedule.resume()
             result = eschedule.wait()
             assert (result.code, result.stdout) == (5, ''), result
-            assert 'took it over' in result.stderr, result
+            assert 'took over this uuid' in result.stderr, result
             assert cluster.placement.read_allocations(instance) == {}
         taken_over = cluster.eschedule(*words)
         other = parse_notice(taken_over)[0]
@@ -227,7 +227,7 @@ def test_frozen_until_another_attempt_took_over(cluster: Control, step: str) -> 
             eschedule.resume()
             result = eschedule.wait()
             assert (result.code, result.stdout) == (5, ''), result
-            assert 'took it over' in result.stderr, result
+            assert 'took over this uuid' in result.stderr, result
     assert cluster.placement.read_allocations(instance).keys() == {other}
     status = require_record(cluster, instance)
     assert (status['state'], status['compute'], status['addresses'][0]['address']) == ('active', other, before)
@@ -332,7 +332,7 @@ def test_host_forget_killed_is_completed_by_a_repeat(cluster: Control, step: str
         wait_state(cluster, instance, 'gone')
     record_keys = {f'/instances/{compute.uuid}/{instance}' for instance in instances}
     assert set(read_lasting_keys(cluster)) - {'/cluster'} == record_keys
-    assert_one_line(cluster.eschedule('host', 'forget', '--fenced', compute.uuid), 4, 'no such compute')
+    assert_one_line(cluster.eschedule('host', 'forget', '--fenced', compute.uuid), 4, 'no host has this name or uuid')
     check_settled(cluster)
 
 

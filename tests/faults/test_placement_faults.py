@@ -212,8 +212,8 @@ def test_refusal_stands_without_its_reasons(cluster: Control, tmp_path: Path) ->
     for kind, (result, seconds) in results.items():
         assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), (kind, result)
         refusal, reason = result.stderr.splitlines()
-        assert 'no provider satisfies the whole query' in refusal, (kind, result)
-        assert reason.startswith('eschedule: what each compute lacks is not known'), (kind, result)
+        assert 'no compute satisfies the whole query' in refusal, (kind, result)
+        assert reason.startswith('eschedule: what each compute lacks is unknown'), (kind, result)
         assert seconds < 40, (kind, seconds)
 
 

@@ -192,7 +192,7 @@ def test_wiped_or_restored_etcd_repeats_no_power_change(own_control: Control, co
     assert own_control.eschedule('start', '--wait', running).code == 0
     started = len(find_log_lines(compute, 'START INSTANCE'))
     compute.stop()
-    assert_one_line(own_control.eschedule('stop', unread), 0, '(it is silent)')
+    assert_one_line(own_control.eschedule('stop', unread), 0, 'once this compute is no longer silent')
     if older is not None:
         older.restore()
     else:

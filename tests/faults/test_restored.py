@@ -368,9 +368,9 @@ def test_instance_destroyed_in_a_restored_queue_vanishes(own_control: Control, k
     assert result.code == 0, result
     if sees_claim:
         assert 'holds a claim for it' in result.stderr, result
-        assert 'once it is back (it is silent)' in result.stderr, result
+        assert 'once this compute is no longer silent' in result.stderr, result
     else:
-        assert 'not known' in result.stderr, result
+        assert 'it is unknown whether' in result.stderr, result
         own_control.placement.start()
     restart_accepting_etcd(first)
     wait_state(own_control, instance, 'gone')

@@ -195,7 +195,7 @@ def test_no_room_due_to_a_takeover_is_reported_as_conflict(cloud: Cloud) -> None
         assert cloud.store.commit([Unchanged(key, attempt.revision)], [Put(key, text, attempt.lease)])
         allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
 
-    with pytest.raises(Conflict, match='another eschedule took it over'):
+    with pytest.raises(Conflict, match='another eschedule took over this uuid'):
         cloud.create(order, resume=True, store=make_placing_store(cloud, take_over))
     assert cloud.server.read_consumers(compute).keys() == {order.instance}
 

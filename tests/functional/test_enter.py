@@ -201,8 +201,8 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     guest.start_sshd('host')
     guest.write_record(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
     result = guest.run_ssh('--', 'true')
-    reason = 'its guest has not reported its host keys, so it is unverified'
-    fix = 'Fix: --accept-new accepts the first key that it shows'
+    reason = 'its guest has not reported its host keys, so the guest cannot be verified'
+    fix = 'Fix: give --accept-new, which accepts the first key that the guest shows'
     assert result == (1, '', f'eschedule: {guest.record.instance}: {reason}. {fix}\n')
     assert guest.run_eschedule('ssh-config', guest.record.instance).code == 1
     all_guests = guest.run_eschedule('ssh-config')
@@ -220,11 +220,11 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
 @pytest.mark.parametrize(
     ('changed', 'lacks'),
     [
-        ({}, 'not ready yet: active, waiting for: cloud-init to finish'),
-        ({'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:-2], 't')}, 'no address yet: active, waiting for: '
+        ({}, 'not ready yet: active, waiting for cloud-init to finish'),
+        ({'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:-2], 't')}, 'no address yet: active, waiting for '
          'DHCP lease'),
         ({'state': BUILDING, 'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:2], 't')}, 'not started yet: '
-         'building, waiting for: its image'),
+         'building, waiting for its image'),
     ],
 )  # fmt: skip
 def test_booting_guest_is_refused_with_advice_to_wait(
@@ -320,7 +320,7 @@ def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
             1,
             'the address in its record is malformed',
         ),
-        ({'console': '-oProxyCommand=id:/x'}, 1, 'the name of its host is not known'),
+        ({'console': '-oProxyCommand=id:/x'}, 1, 'the name of its host is unknown'),
     ],
 )
 def test_unusable_record_is_refused(guest: SshGuest, changes: dict[str, object], code: int, said: str) -> None:
@@ -376,7 +376,7 @@ def test_wait_that_times_out_prints_the_last_console_lines(guest: SshGuest) -> N
     result = guest.run_eschedule('wait', instance, '--for', 'ready', '--timeout', '0')
     assert result.code == 6
     lines = [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
-    assert lines[:-1] == [f"{instance}'s console: line {number}" for number in range(4, 9)]
+    assert lines[:-1] == [f'console of {instance}: line {number}' for number in range(4, 9)]
     for reach in ('sh -c "sleep 600 & sleep 600" {host}', 'no-such-program {host}', 'false {host}'):
         write_config(guest.config, guest.etcd.endpoint, 'http://127.0.0.1:1', reach=reach)
         result = guest.run_eschedule('wait', instance, '--for', 'ready', '--timeout', '0')

@@ -269,7 +269,7 @@ def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
         assert cloud.create(order, resume=True) == DeliveryOutcome(quick)
         # Only now the first attempt gets placement's answer, which names another compute.
         candidates.set_result((cloud.placement, Offer([{slow: SMALL}], queried_at=time.monotonic())))
-        with pytest.raises(Conflict, match='another eschedule took it over'):
+        with pytest.raises(Conflict, match='another eschedule took over this uuid'):
             first.result(SLOWDOWN_FACTOR * 30)
     cloud.assert_placed(quick, order)
     assert cloud.server.read_consumers(slow) == {}
@@ -442,7 +442,7 @@ def test_wrong_hints_lead_to_a_query_about_all_computes(cluster: SampledCluster)
 def test_refusal_is_preceded_by_a_query_about_all_computes(cluster: SampledCluster) -> None:
     for _ in range(5):
         cluster.make_compute(used=4, hint=0)
-    with pytest.raises(NoCapacity, match='no provider satisfies the whole query'):
+    with pytest.raises(NoCapacity, match='no compute satisfies the whole query'):
         cluster.create()
     assert len(cluster.queries) == MAX_STALE_HINTS + 1
     assert cluster.queries[-1] == 'all'
@@ -523,7 +523,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert cluster.create(large=None) == alive
     messages = [record.message for record in caplog.records if 'not alive' in record.message]
     assert len(messages) == MAX_LOGGED_COMPUTES + 1
-    assert messages[-1] == '3 more skipped: not alive'
+    assert messages[-1] == '3 more not alive: skipped'
     # Three calls more than with live computes only: the computes, and two pages of host names.
     assert cluster.store.request_count == 10
 

@@ -72,7 +72,7 @@ def test_instance_that_ends_during_destroy_is_not_destroyed_again(cloud: Cloud, 
 
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
     store = interpose(store, call, end_instance, lambda what, *_: call == 'commit' or request in what)
-    with pytest.raises(NotFound, match='gone since just now'):
+    with pytest.raises(NotFound, match='has been gone since just now'):
         destroy(store, instance)
     assert cloud.etcd.get(keys.request(compute, instance)) is None
 
@@ -82,7 +82,7 @@ def test_destroy_waits_for_a_silent_compute(cloud: Cloud) -> None:
     compute, order = cloud.make_order()
     cloud.create(order)
     cloud.etcd.delete(keys.compute(compute))
-    assert destroy(cloud.store, order.instance).endswith('once it is back (it is silent)')
+    assert destroy(cloud.store, order.instance).endswith('once this compute is no longer silent')
     assert cloud.read_request(compute, order.instance).is_tombstone
 
 
@@ -303,7 +303,7 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     assert cloud.read_request(compute, instance).power == stop
     cloud.etcd.delete(keys.compute(compute))
     assert change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())).message.endswith(
-        'once it is back (it is silent)'
+        'once this compute is no longer silent'
     )
 
 
@@ -380,13 +380,13 @@ def test_wait_reports_the_steps_of_a_reboot(cloud: Cloud) -> None:
     config = EtcdConfig((cloud.etcd.endpoint,))
 
     def is_waiting_for(event: str) -> bool:
-        return any(f'waiting for: {event}' in message for message in messages)
+        return any(f'waiting for {event}' in message for message in messages)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
         wait_until(lambda: is_waiting_for('its compute to accept it'), 10, 'nobody is at it')
         write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_REQUESTED))
-        wait_until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
+        wait_until(lambda: is_waiting_for('the guest to shut down'), 10, 'it is asked')
         write_record(cloud, compute, instance, STOPPED, reboot.format_phase(SHUT_OFF))
         wait_until(lambda: is_waiting_for('its domain to start'), 10, 'it is off')
         write_record(cloud, compute, instance, ACTIVE, reboot.id)
@@ -401,7 +401,7 @@ def test_wait_for_a_failed_power_action_ends(cloud: Cloud) -> None:
     def wait(seconds: float = 20) -> Record:
         return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
-    with pytest.raises(StillGoing, match='still waiting for its compute to accept it; it continues'):
+    with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for its compute to accept it$'):
         wait(0.1)
     write_record(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
     with pytest.raises(EcompError, match='it could not be started: no room') as caught:

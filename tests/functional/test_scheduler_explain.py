@@ -103,7 +103,7 @@ def test_every_failing_constraint_of_every_compute_is_listed(world: ExplainedClu
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
         'hv3: DISK_GB short by 1 (free 0 of 25)',
         'the closest host is hv3',
-        f'the smallest change that fits: request MEMORY_MB:512, remove required={AVX2} (on hv2)',
+        f'Try: request MEMORY_MB:512, remove required={AVX2}, which fits on hv2',
     ]
 
 
@@ -134,7 +134,7 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
     assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
     assert lines[5:] == [
         f'the closest host is {nameless}',
-        f'the smallest change that fits: remove required={SHARING_TRAIT} (on {nameless})',
+        f'Try: remove required={SHARING_TRAIT}, which fits on {nameless}',
     ]
 
 
@@ -142,7 +142,7 @@ def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
     world.make_compute('hv1')
     world.make_compute('hv2', MEMORY_MB=128)
     assert world.explain(GUEST_QUERY) == [
-        'hv1: has room now: try again',
+        'hv1: has room now. Try: the same command again',
         'hv2: MEMORY_MB short by 128 (free 128 of 128)',
     ]
 
@@ -150,7 +150,7 @@ def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
 def test_compute_excluded_by_the_limit_is_explained(world: ExplainedCluster) -> None:
     named_compute, _ = world.make_compute('hv1'), world.make_compute('hv2')
     assert world.explain(f'{GUEST_QUERY}&limit=1', named=[named_compute]) == [
-        'hv1: has room now: try again',
+        'hv1: has room now. Try: the same command again',
         'hv2: has room, but limit=1 makes placement offer other computes. Fix: remove limit=1',
     ]
     web = Group('web', ANTI_AFFINITY, True, {'a': named_compute})
@@ -171,7 +171,7 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
 
 def test_granular_nested_and_shared_providers_are_not_explained(world: ExplainedCluster) -> None:
     assert world.explain('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
-        'what each compute lacks is not explained for this query: it has granular groups (resources1)'
+        'what each compute lacks is unknown: it has granular groups (resources1)'
     ]
     flat, tree, near = world.make_compute('hv1'), world.make_compute('hv2'), world.make_compute('hv3')
     world.make_compute('child', alive=False, parent=tree)
@@ -187,7 +187,7 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
     ]
     assert lines[-2:] == [
         'the closest host is hv1',
-        f'the smallest change that fits: remove required={AVX2} (on hv1)',
+        f'Try: remove required={AVX2}, which fits on hv1',
     ]
 
 
@@ -217,9 +217,9 @@ def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch
     assert world.explain(query) == [
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
-        '5 more not shown: not closer, or not alive',
+        '5 more not shown, because they are not closer or not alive',
         'the closest host is hv5',
-        f'the smallest change that fits: request MEMORY_MB:228, remove in_tree={dead} (on hv5)',
+        f'Try: request MEMORY_MB:228, remove in_tree={dead}, which fits on hv5',
     ]
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
     assert len(world.explain(query)) == 9
@@ -232,12 +232,12 @@ def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCl
     query = f'{GUEST_QUERY}&in_tree={first}'
     assert world.explain(query, on='hv1') == [
         'hv1: VCPU short by 1 (free 0 of 4)',
-        'the smallest change that fits: remove --on hv1 (on hv2)',
+        'Try: remove --on hv1, which fits on hv2',
     ]
-    assert world.explain(query, on=first[:8])[1].startswith(f'the smallest change that fits: remove --on {first[:8]} ')
+    assert world.explain(query, on=first[:8])[1].startswith(f'Try: remove --on {first[:8]} ')
     unknown = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&in_tree={unknown}', on=unknown) == [
-        f'{unknown}: there is no such compute', f'the smallest change that fits: remove --on {unknown} (on hv2)'
+        f'{unknown}: no host has this name or uuid', f'Try: remove --on {unknown}, which fits on hv2'
     ]  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_disabled_compute_requested_with_on_suggests_enabling_it(world: Explaine
     world.set_traits(first, 'COMPUTE_STATUS_DISABLED')
     assert world.explain(f'{GUEST_QUERY}&in_tree={first}', on='hv1') == [
         'hv1: is disabled (eschedule host enable hv1)',
-        'the smallest change that fits: eschedule host enable hv1, or remove --on hv1 (on hv2)',
+        'Try: eschedule host enable hv1, or remove --on hv1, which fits on hv2',
     ]
 
 
@@ -300,7 +300,7 @@ def test_totals_of_a_full_compute_come_from_its_hint(world: ExplainedCluster) ->
     assert lines == [
         f'hv1: {full}',
         f'hv2: is disabled (eschedule host enable hv2); {full}',
-        '2 more not shown: not closer, or not alive',
+        '2 more not shown, because they are not closer or not alive',
         'the closest host is hv1',
         'no change of the query alone fits: free 1 VCPU and 256 MEMORY_MB and 1 DISK_GB on hv1',
     ]
@@ -310,10 +310,7 @@ def test_fitting_change_is_verified_on_one_compute(world: ExplainedCluster) -> N
     for index in range(60):
         world.make_compute(f'hv{index:02}', VCPU=2)
     world.placement.calls.clear()
-    assert (
-        world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))[-1]
-        == 'the smallest change that fits: request VCPU:2 (on hv00)'
-    )
+    assert world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))[-1] == 'Try: request VCPU:2, which fits on hv00'
     assert [call.rpartition('/')[2].partition('?')[0] for call in world.placement.calls] == [
         'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
     ]  # fmt: skip
@@ -329,7 +326,7 @@ def test_max_unit_set_outside_ecomp_is_explained(world: ExplainedCluster) -> Non
     world.placement.calls.clear()
     lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
     assert lines[:2] == [f'hv{number}: VCPU:3 is above max_unit 2' for number in (1, 2)]
-    assert lines[-1] == 'the smallest change that fits: request VCPU:2 (on hv1)'
+    assert lines[-1] == 'Try: request VCPU:2, which fits on hv1'
     assert len(world.placement.calls) == 5
 
 

@@ -137,7 +137,7 @@ def test_lost_delivery_keeps_name_and_claim_consistent(
         assert cloud.create(order, store=shaky_store) == DeliveryOutcome(compute)
         cloud.assert_placed(compute, order)
     else:
-        with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and its claim is released'):
+        with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and the claim is released'):
             cloud.create(order, store=shaky_store)
         cloud.assert_not_placed(order, compute)
     assert etcd_proxy.has_lost

@@ -51,7 +51,7 @@ def begin_wait(messages: list[str], *call: Any) -> Iterator[Future[Any]]:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(*call)
         wait_until(
-            lambda: any(not message.startswith('waiting for: etcd to') for message in messages),
+            lambda: any(not message.startswith('waiting for etcd to') for message in messages),
             10,
             'etcd has answered it',
         )
@@ -64,7 +64,7 @@ def test_wait_reports_each_stage(cloud: Cloud, messages: list[str]) -> None:
     config = EtcdConfig((cloud.etcd.endpoint,))
 
     def is_waiting_for(event: str) -> bool:
-        return any(f'waiting for: {event}' in message for message in messages)
+        return any(f'waiting for {event}' in message for message in messages)
 
     with begin_wait(
         messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'addressed'
@@ -97,7 +97,7 @@ def test_wait_reports_the_progress_of_a_download(cloud: Cloud, messages: list[st
         progress = Progress('image', 34_000_000, 600_000_000)
         cloud.etcd.put_record(to_json(replace(record, progress=progress)))
         wait_until(
-            lambda: any(message.startswith('waiting for: image, 34 of 600 MB, ') for message in messages),
+            lambda: any(message.startswith('waiting for image, 34 of 600 MB, ') for message in messages),
             10,
             'it is told',
         )
@@ -120,7 +120,7 @@ def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:
     assert wait_for_stage(Wait(config, existing, deadline, messages.append), 'started').instance == existing
     stages = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
-    with pytest.raises(StillGoing, match='DHCP lease; it continues'):
+    with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for DHCP lease$'):
         wait_for_stage(Wait(config, existing, deadline, messages.append), 'addressed')
 
 
@@ -155,11 +155,13 @@ def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messa
 def test_wait_reports_an_unreachable_etcd(messages: list[str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
-    with pytest.raises(StillGoing, match=r': timed out after 0\.5 s, and etcd did not answer; it continues$'):
+    with pytest.raises(
+        StillGoing, match=r': timed out after 0\.5 s \(the operation continues\), and etcd did not answer$'
+    ):
         wait_for_stage(Wait(config, make_uuid(), Deadline(0.5), messages.append), 'started')
     # The wait does not know the instance's stage, so it reports only etcd.
     assert messages
-    assert {message.partition(',')[0] for message in messages} == {'waiting for: etcd to answer'}
+    assert {message.partition(',')[0] for message in messages} == {'waiting for etcd to answer'}
 
 
 def test_wait_for_the_end_of_an_instance(cloud: Cloud, messages: list[str]) -> None:
@@ -253,7 +255,7 @@ def test_two_records_are_not_trusted_until_placement_answers(cloud: Cloud, messa
         cloud.etcd.put(keys.request(taker, instance), '{}')
         cloud.etcd.put(keys.record(taker, instance), to_json(record))
         cloud.etcd.put(keys.record(other, instance), to_json(foreign.enter_state(ACTIVE, 't', 'started')))
-        wait_until(lambda: messages[-1].startswith('waiting for: placement to answer'), 10, 'it says whom it waits for')
+        wait_until(lambda: messages[-1].startswith('waiting for placement to answer'), 10, 'it says whom it waits for')
         is_away.clear()
         record = record.enter_state(ACTIVE, 't', 'started')
         cloud.etcd.put(keys.record(taker, instance), to_json(record))
@@ -294,7 +296,7 @@ def test_wait_reports_an_unreachable_placement(cloud: Cloud, messages: list[str]
         cloud.etcd.put(keys.request(compute, instance), '{}')
     with pytest.raises(StillGoing, match='and placement did not answer'):
         wait_for_stage(Wait(config, instance, Deadline(0.2), messages.append, claims=raise_unreachable), 'started')
-    assert messages[0].startswith('waiting for: placement to answer')
+    assert messages[0].startswith('waiting for placement to answer')
     for compute in computes:
         cloud.etcd.delete(keys.request(compute, instance))
 

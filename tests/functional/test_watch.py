@@ -508,7 +508,7 @@ def test_first_seen_revision_and_old_acceptance_are_remembered(tmp_path: Path) -
     assert KnownEtcd(tmp_path).read_accepted() == 0
     for name, read in (('accepted', memory.read_accepted), ('first-seen', memory.read_first_seen)):
         (tmp_path / name).write_text('rubbish')
-        with pytest.raises(UsageError, match=f'{name}: .*Fix: restore it, or `ecompute --accept-new-etcd`'):
+        with pytest.raises(UsageError, match=f'{name}: .*Fix: restore the file, or run `ecompute --accept-new-etcd`'):
             read()
 
 

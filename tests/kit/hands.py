@@ -150,7 +150,9 @@ def count_losses(compute: Ecompute, backend: str) -> tuple[int, int]:
     """Count the log lines that report `backend` lost, and those that report it back."""
     lines = [line for line in read_log(compute) if backend in line]
     lost_count = sum('trying again until' in line for line in lines)
-    back_count = sum('trying again' not in line and ('is back' in line or 'works again' in line) for line in lines)
+    back_count = sum(
+        'trying again' not in line and ('is back' in line or 'this failure has ended' in line) for line in lines
+    )
     return lost_count, back_count
 
 

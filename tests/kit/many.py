@@ -36,7 +36,7 @@ class ManyComputes(Server):
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:
-        return f' {self.pid} {self.count} computes are ready' in self.tail_log()
+        return f' {self.pid} ready computes: {self.count}' in self.tail_log()
 
     @property
     def computes(self) -> set[str]:

@@ -101,7 +101,7 @@ def test_forget_removes_a_lone_presence_key(cloud: Cloud) -> None:
     cloud.store.commit([], [Put(key, '{"hostname":"hv1"}')])
     assert forget_compute(cloud) == [f'{key}: removed: it had no lease']
     assert key not in cloud.etcd.entries
-    with pytest.raises(NotFound, match='no such compute'):
+    with pytest.raises(NotFound, match='no host has this name or uuid'):
         forget_compute(cloud)
 
 
@@ -122,7 +122,7 @@ def test_forget_carries_out_a_destroy_of_a_nameless_compute(cloud: Cloud) -> Non
     host.plan(3)
     silence_compute(cloud)
     cloud.store.commit([], [Delete(keys.hostname(A))])
-    assert destroy(cloud.store, U) == f'{U}: destroy accepted; {A} carries it out once it is back (it is silent)'
+    assert destroy(cloud.store, U) == f'{U}: destroy accepted; {A} carries it out once this compute is no longer silent'
     assert len(forget_compute(cloud)) == 3
     assert U not in cloud.model.held
     assert not {keys.compute(A), keys.request(A, U)} & cloud.etcd.entries.keys()
@@ -135,7 +135,7 @@ def test_forget_refuses_a_compute_that_comes_back(cloud: Cloud) -> None:
     def bring_back(_: str) -> None:
         host.keep_presence()
 
-    with pytest.raises(Conflict, match='came back while it was being forgotten'):
+    with pytest.raises(Conflict, match='was started while it was being forgotten'):
         forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, bring_back, fenced=True)
     assert cloud.etcd.entries[keys.compute(A)].lease
     assert keys.hostname(A) in cloud.etcd.entries
@@ -152,7 +152,7 @@ def test_commands_report_that_a_silent_compute_acts_later(cloud: Cloud) -> None:
         == 'hv1: enabled; instances are placed there once its ecompute is started'
     )
     message = change_power(cloud.store, U, PowerAction(STOP, W)).message
-    assert message == f'{U}: stop accepted; {A} carries it out once it is back (it is silent)'
+    assert message == f'{U}: stop accepted; {A} carries it out once this compute is no longer silent'
 
 
 def test_fix_removes_the_hostname_of_an_unregistered_compute(cloud: Cloud) -> None:
@@ -309,5 +309,5 @@ def test_why_explains_a_queue_entry_of_a_deleted_flavor(cloud: Cloud) -> None:
     assert text.splitlines()[1:] == [
         f'it requested {QUERY}',
         f'flavor {FLAVOR} does not exist, so no compute takes the request. '
-        'Fix: `eschedule flavor set` it again, or `eschedule destroy` the instance',
+        'Fix: set the flavor again, or destroy the instance',
     ]

@@ -16,7 +16,7 @@ from tests.model.truth import find_false_sentences
 
 pytestmark = pytest.mark.fast
 
-UNDONE = 'nothing was placed, and its claim is released'
+UNDONE = 'nothing was placed, and the claim is released'
 LIES = {
     'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
     'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),

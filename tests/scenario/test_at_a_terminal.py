@@ -177,7 +177,7 @@ def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Eco
     _, instance = place(cluster)
     terminal = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, with_stderr=True)
     terminal.end()
-    assert re.search(r'waiting for: its compute to accept it, [01] s', terminal.output), terminal.output
+    assert re.search(r'waiting for its compute to accept it, [01] s', terminal.output), terminal.output
     compute.resume()
 
 

@@ -120,7 +120,7 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', booted)}
     messages = table.stderr.splitlines()
     assert all(line.startswith('eschedule: ') for line in messages), table
-    assert 'eschedule: allocation-orphaned. Fix: eschedule audit --fix (releases it)' in messages
+    assert 'eschedule: allocation-orphaned. Fix: eschedule audit --fix, which releases the claim' in messages
     assert any(line.startswith('eschedule: booted-differs. Fix: ') for line in messages)
     assert messages[-1].endswith(': 2 findings')
     findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}

@@ -62,10 +62,10 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['completion'], 'needs exactly one shell'),
         (['completion', 'ksh'], 'needs exactly one shell. Fix: give one of bash, zsh, fish'),
         (['host', 'show'], 'missing argument: one or more hosts'),
-        (['flavor', 'show'], 'missing argument: the names of one or more flavors'),
-        (['quota', 'show'], 'missing argument: the names of one or more quotas'),
-        (['quota', 'set', 'web'], 'needs a project and its limits'),
-        (['quota', 'set', 'VCPU=1', 'web'], 'needs a project and its limits'),
+        (['flavor', 'show'], 'missing argument: one or more flavors, by name'),
+        (['quota', 'show'], 'missing argument: one or more projects, by name'),
+        (['quota', 'set', 'web'], 'missing argument: a project and its limits'),
+        (['quota', 'set', 'VCPU=1', 'web'], 'missing argument: a project and its limits'),
         (['quota', 'set', 'p', 'VCPU=1', 'VCPU=2'], 'VCPU is given more than once'),
         (['flavor', 'set', 'x', 'resources=VCPU:99999999999999999999'], 'is not a whole number from 1 to 2147483647'),
         (['destroy'], 'missing argument: one or more instances'),
@@ -106,7 +106,7 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['--min', '2', SMALL_QUERY], '--min needs --count'),
         (['--count', '101', SMALL_QUERY], '1 to 100'),
         (['--project', 'x' * 300, SMALL_QUERY], 'is not a valid project'),
-        (['audit', 'x'], "audit takes no further arguments, but got 'x'"),
+        (['audit', 'x'], "audit: unexpected argument 'x'"),
         (['audit', '--all'], '--all is not accepted by this command'),
         (['list', '--fix'], '--fix is not accepted by this command'),
         (['--count', '2', 'list'], '--count is not accepted by this command'),
@@ -258,10 +258,10 @@ def test_quota_and_flavor_warn_of_unknown_custom_names(cluster: Control) -> None
     assert_one_line(
         cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'),
         0,
-        'lacks MEMORY_MB, DISK_GB, which each order has to add',
+        'lacks MEMORY_MB, DISK_GB, which each request has to add',
     )
     # The amounts do not matter here: without DISK_GB no guest can be built.
-    lacking = "flavor part: lacks DISK_GB, which every guest needs. Fix: add 'resources=DISK_GB:…'"
+    lacking = "flavor part lacks DISK_GB, which every guest needs. Fix: add 'resources=DISK_GB:…'"
     assert_one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)
     # A limit may be removed even if its name is unknown: it was set at some time.
     assert_one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')

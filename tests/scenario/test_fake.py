@@ -111,10 +111,10 @@ def test_refusal_names_the_missing_trait(cluster: Control) -> None:
     assert refused.code == 3
     host = socket.gethostname()
     assert refused.stderr.splitlines() == [
-        'eschedule: no provider satisfies the whole query',
+        'eschedule: no compute satisfies the whole query',
         f'eschedule: {host}: lacks MISC_SHARES_VIA_AGGREGATE',
         f'eschedule: the closest host is {host}',
-        f'eschedule: the smallest change that fits: remove required=MISC_SHARES_VIA_AGGREGATE (on {host})',
+        f'eschedule: Try: remove required=MISC_SHARES_VIA_AGGREGATE, which fits on {host}',
     ]
 
 
@@ -129,7 +129,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
 
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     first, *reasons = [line.removeprefix('eschedule: ') for line in refused.stderr.splitlines()]
-    assert first == 'no provider satisfies the whole query'
+    assert first == 'no compute satisfies the whole query'
     assert reasons[:2] == sorted(
         [
             f'{host} ({small.uuid}): MEMORY_MB short by 1229 (free 512 of 512)',
@@ -139,7 +139,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
     assert reasons[2:] == [
         f'{host} ({dead.uuid}): is closed: its ecompute was stopped',
         f'the closest host is {host} ({small.uuid})',
-        f'the smallest change that fits: request MEMORY_MB:512 (on {host} ({small.uuid}))',
+        f'Try: request MEMORY_MB:512, which fits on {host} ({small.uuid})',
     ]
     # The suggested change does fit.
     assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid

@@ -71,12 +71,12 @@ def test_forget_refuses_living_used_and_foreign_providers(cluster: Control, comp
     compute.start()
     kill_and_lapse(cluster, compute)
     expect_refusal(5, f'it still has instance {instance}', 'Fix: destroy')
-    expect_refusal(4, 'no such compute', of=UNKNOWN_UUID)
+    expect_refusal(4, 'no host has this name or uuid', of=UNKNOWN_UUID)
     # Providers of other services are not computes of ecomp, empty or not.
     other = str(uuid.uuid4())
     cluster.placement.call('POST', '/resource_providers', {'uuid': other, 'name': 'nova-compute-7'})
-    expect_refusal(4, 'no such compute', 'nova-compute-7', of=other)
-    expect_refusal(4, 'no such compute', of=cluster.placement.make_provider(DISK_GB=1000))
+    expect_refusal(4, 'no host has this name or uuid', 'nova-compute-7', of=other)
+    expect_refusal(4, 'no host has this name or uuid', of=cluster.placement.make_provider(DISK_GB=1000))
     providers = cluster.placement.call('GET', '/resource_providers')['resource_providers']
     assert len(providers) == 3
     compute.start()
@@ -125,7 +125,7 @@ def test_empty_compute_is_forgotten_once(cluster: Control, how: str) -> None:
     assert list_states(cluster) == {compute.uuid: how}
     assert forget(cluster, compute.uuid) == [f'{compute.uuid}: its resource provider is removed']
     expect_forgotten(cluster, compute.uuid)
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, compute.uuid, 'no such compute')
+    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, compute.uuid, 'no host has this name or uuid')
     check_invariants(cluster)
 
 
@@ -138,7 +138,7 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     cluster.etcd.put(f'/hosts/{compute.uuid}/by-hand', '')
     for instance in (seen_instance, unseen_instance):
         assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'it still has instance')
-        assert_one_line(cluster.eschedule('destroy', instance), 0, 'once it is back')
+        assert_one_line(cluster.eschedule('destroy', instance), 0, 'once this compute is no longer silent')
     shown = list_hosts(cluster)[compute.uuid]
     assert (shown['state'], shown['instances'], shown['resources']['VCPU']['used']) == ('silent', 0, 3)
 
@@ -174,7 +174,7 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
         f'/instances/{compute.uuid}/{destroyed}' for destroyed in (seen_instance, unseen_instance)
     }
     check_invariants(cluster)
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
+    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no host has this name or uuid')
 
 
 def test_claim_made_during_forget_keeps_the_provider(cluster: Control) -> None:
@@ -200,7 +200,7 @@ def test_foreign_allocations_on_foreign_providers_stay(cluster: Control) -> None
     inventories = {'resource_provider_generation': 0, 'inventories': {'VCPU': {'total': 8}}}
     cluster.placement.call('PUT', f'/resource_providers/{other}/inventories', inventories)
     put_claim(cluster, UNKNOWN_UUID, other, amounts={'VCPU': 2})
-    assert_one_line(cluster.eschedule('host', 'forget', other), 4, 'no such compute', 'nova-compute-7')
+    assert_one_line(cluster.eschedule('host', 'forget', other), 4, 'no host has this name or uuid', 'nova-compute-7')
     cluster.etcd.put(f'/hosts/{other}/by-hand', '')
     assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute carries it out']
     assert cluster.placement.read_consumers(other) == {UNKNOWN_UUID: {'VCPU': 2}}
@@ -218,7 +218,9 @@ def test_forgotten_compute_that_returns_keeps_its_guest(cluster: Control) -> Non
     # It registers again, keeps and reports the unmanaged guest, and accepts new instances.
     assert list_states(cluster) == {compute.uuid: 'up'}
     assert read_reserved(cluster, compute.uuid) == 0
-    wait_until(lambda: find_log_lines(compute, instance, 'kept, and unmanaged'), 20, 'the guest is reported')
+    wait_until(
+        lambda: find_log_lines(compute, instance, 'the guest is kept, and unmanaged'), 20, 'the guest is reported'
+    )
     assert read_guests(compute)[instance]['running']
     boot(cluster)
     assert read_record(cluster, instance)['state'] == 'gone'  # type: ignore[index]

@@ -110,14 +110,17 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     (listed,) = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
     assert listed == json.loads(run_in_process(cluster, 'show', 'web1', '-f', 'json').stdout)
     assert listed['name'] == 'web1'
-    assert_one_line(run_in_process(cluster, 'web2'), 4, 'web2: no instance and no command has this name')
+    assert_one_line(run_in_process(cluster, 'web2'), 4, 'web2: is neither a command nor an instance')
     assert_one_line(
-        run_in_process(cluster, 'lists'), 4, 'lists: no instance and no command', 'did you mean eschedule list?'
+        run_in_process(cluster, 'lists'),
+        4,
+        'lists: is neither a command nor an instance',
+        'did you mean eschedule list?',
     )
     assert_one_line(
         run_in_process(cluster, '5ca'),
         4,
-        '5ca: no instance and no command has this name (a uuid needs at least 4 digits)',
+        '5ca: is neither a command nor an instance (a uuid needs at least 4 digits)',
     )
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
     assert_one_line(
@@ -203,7 +206,7 @@ def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
     boot(cluster, SMALL_QUERY, '--name', 'web1')
     compute.kill()
     cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would expire in half a minute
-    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, '(it is silent)')
+    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'once this compute is no longer silent')
     assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
     assert cluster.etcd.list_keys('/names/') == []
 

@@ -94,7 +94,9 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     (shown,) = report['instances']
     assert (shown['boot'], shown['reason']) == (2, 'reboot')
     assert [stage['stage'] for stage in shown['stages']] == ['started', 'addressed']
-    assert_one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: only 1 to 3 are')
+    assert_one_line(
+        cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: only boots 1 to 3 are kept'
+    )
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
     assert rows['since'] == boots[2]['stages']['started']
 
@@ -134,12 +136,12 @@ def test_only_built_instances_can_be_switched(cluster: Control, compute: Ecomput
 def test_silent_compute_carries_out_the_last_action_later(cluster: Control, compute: Ecompute) -> None:
     instance = boot(cluster)
     compute.stop()
-    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'once it is back (it is silent)')
+    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'once this compute is no longer silent')
     timed_out = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
     assert timed_out.code == 6
     repeated, waited = timed_out.stderr.splitlines()
     assert f'{instance}: stop was requested before; {socket.gethostname()} is carrying it out' in repeated
-    assert 'timed out after 0 s, still waiting for its compute to accept it; it continues' in waited
+    assert 'timed out after 0 s (the operation continues), still waiting for its compute to accept it' in waited
     # Only the last request counts; a request that never began has no effect.
     assert_one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
     assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')

@@ -73,7 +73,7 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
     wait_result = small_cluster.eschedule('wait', 'web1', '--timeout', '0.2')
     assert wait_result.code == 6
     assert wait_result.stderr.endswith(
-        'web1: timed out after 0.2 s, still waiting for a compute to take it; it continues\n'
+        'web1: timed out after 0.2 s (the operation continues), still waiting for a compute to take it\n'
     )
     for result in (query_result, wait_result, small_cluster.eschedule('list'), small_cluster.eschedule('audit')):
         assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
@@ -98,7 +98,7 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
-        'eschedule: web1 waits in the queue: no compute takes from queues. Fix: set `queues: True` in the '
+        'eschedule: web1 waits in a queue, but no compute takes from queues. Fix: set `queues: True` in the '
         'compute.yaml of a host, and restart its ecompute\n'
     )
     first, no_taker, query = (
@@ -196,7 +196,7 @@ def test_queued_user_data_is_stored_once_by_its_hash(small_cluster: Control) -> 
 def test_wrong_queue_options_are_refused(small_cluster: Control) -> None:
     for words, message in {
         (SMALL_QUERY,): '--queue needs --flavor',
-        (SMALL_QUERY, '--flavor', 'small'): '--queue: a query is not accepted',
+        (SMALL_QUERY, '--flavor', 'small'): 'a query is not accepted with --queue',
         ('--flavor', 'small', '--on', 'hv1'): '--on is not accepted with --queue',
         ('--flavor', 'small', '--weigh', 'pack'): '--weigh is not accepted with --queue',
         ('--flavor', 'small', '--count', '2'): '--count is not accepted with --queue',

@@ -65,7 +65,9 @@ def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: 
     refused = cluster.eschedule(SMALL_QUERY)
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
-    assert_one_line(cluster.eschedule('destroy', destroyed), 0, 'destroy accepted', '(it is silent)')
+    assert_one_line(
+        cluster.eschedule('destroy', destroyed), 0, 'destroy accepted', 'once this compute is no longer silent'
+    )
     assert cluster.eschedule(guest).stdout == f'{address}\n'  # the guests keep running
     check_invariants(cluster)
 

@@ -392,7 +392,7 @@ def test_five_computes_in_one_process(cluster: Control) -> None:
     assert many.stop() == 0
     assert many.computes == set()
     assert [read_reserved(cluster, compute) for compute in computes] == [4] * 5
-    assert '5 computes are stopped' in many.tail_log()
+    assert 'stopped computes: 5' in many.tail_log()
     assert list(cluster.directory.glob('ecompute-fake-*')) == []
 
 

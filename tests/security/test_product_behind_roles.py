@@ -168,7 +168,7 @@ def test_operator_adds_drains_and_forgets_a_host(cloud: Product) -> None:
     entry = cloud.operator.get(f'/computes/{compute.uuid}')
     assert entry is not None
     cloud.operator.revoke(entry.lease)  # as its expiry would
-    assert 'once it is back' in cloud.run_eschedule('destroy', dying).stderr
+    assert 'once this compute is no longer silent' in cloud.run_eschedule('destroy', dying).stderr
     cloud.run_successfully('host', 'forget', '--fenced', compute.uuid, user=OPERATOR)
     assert compute.uuid not in cloud.run_successfully('hosts')
     assert cloud.read_entries(f'/hosts/{compute.uuid}/') == cloud.read_entries('/names/') == {}

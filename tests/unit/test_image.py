@@ -192,7 +192,7 @@ def test_unreachable_server_is_reported_with_its_reason(
         (10, 'its certificate has expired'),
         (18, 'its certificate is not trusted by this host'),
         (62, 'its certificate is made out to another name'),
-        (64, 'its certificate is made out to another address'),
+        (64, 'its certificate is for another address'),
     ],
 )
 def test_invalid_certificate_is_reported_with_its_reason(code: int, reason: str) -> None:

@@ -105,7 +105,7 @@ def test_columns_are_selected_by_prefix_and_in_order() -> None:
     ('look', 'message'),
     [
         (OutputStyle(columns=('names',)), '-c names: no such column. Fix: give one of INSTANCE, NAME'),
-        (OutputStyle(columns=('re',)), '-c re: 2 columns begin with this'),
+        (OutputStyle(columns=('re',)), '-c re: 2 columns begin with this text'),
         (OutputStyle(columns=('',)), '-c : no such column'),
         (OutputStyle(sort='\x1b[2J'), '--sort \\x1b[2J: no such column'),
     ],
@@ -235,7 +235,8 @@ def test_possible_columns_of_details_do_not_depend_on_values() -> None:
     assert render_details([two], OutputStyle('value', columns=('gone',)), False) == '-'
     for form in ('table', 'csv', 'value'):
         with pytest.raises(
-            UsageError, match=r'-c g: 2 columns begin with this\. Fix: give one of state, group, gone, boot 1, name$'
+            UsageError,
+            match=r'-c g: 2 columns begin with this text\. Fix: give one of state, group, gone, boot 1, name$',
         ):
             render_details([one], OutputStyle(form, columns=('g',)), False)
         with pytest.raises(UsageError, match='-c boots: no such column'):
@@ -310,9 +311,9 @@ def test_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, 'isatty', lambda: True)
     monkeypatch.setenv('COLUMNS', '20')
     with LiveLine() as show:
-        show('waiting for: its image, 34 of 600 MB')
-        show('waiting for: x, 1 s')
-    assert stream.getvalue() == '\r\x1b[Kwaiting for: its i…\r\x1b[Kwaiting for: x, 1 s\r\x1b[K'
+        show('waiting for its image, 34 of 600 MB')
+        show('waiting for x, 1 s')
+    assert stream.getvalue() == '\r\x1b[Kwaiting for its im…\r\x1b[Kwaiting for x, 1 s\r\x1b[K'
 
 
 # Untrusted text in a terminal: one line, without codes that move the cursor.

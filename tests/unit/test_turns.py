@@ -348,7 +348,7 @@ def test_other_failure_is_logged_once_per_text(info_log: pytest.LogCaptureFixtur
         complaints.report_failure('one', EcompError(text), time.monotonic())
     assert info_log.messages == ['no; trying again until it works', 'never; trying again until it works']
     assert complaints.report_success('one')
-    assert info_log.messages[-1] == 'works again after this failure: never'
+    assert info_log.messages[-1] == 'this failure has ended: never'
 
 
 def test_attempt_logs_failure_and_return(info_log: pytest.LogCaptureFixture) -> None:

@@ -96,7 +96,7 @@ def serve_metadata(
     bridge = libvirt.find_bridge()
     if bridge is None:
         if is_required:
-            reason = 'none of `networks:` has a bridge that libvirt made'
+            reason = 'no network in `networks:` has a bridge of libvirt'
             log.warning('no metadata is served: %s. Fix: set `metadata: iso` in compute.yaml', reason)
         return lambda: None
     server = MetadataServer(state / 'metadata', config_directory, bridge)
@@ -164,7 +164,7 @@ class MetadataServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 conf = self._config_directory / 'mdserver.conf'
-                raise EcompError(f'the metadata server did not start: its reason is logged above. Try: correct {conf}')
+                raise EcompError(f'the metadata server did not start: the reason is logged above. Try: correct {conf}')
             time.sleep(0.05)
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
 

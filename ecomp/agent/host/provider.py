@@ -322,7 +322,8 @@ def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
     except FileNotFoundError:
         data = {}
     except ValueError as error:
-        raise UsageError(f'{path}: is malformed: {error}. Fix: remove it; the traits in it stay') from error
+        problem = f'is malformed: {error}; without this file the provider keeps the names in it'
+        raise UsageError(f'{path}: {problem}. Fix: remove the file') from error
     if data.get('compute') != compute:
         data = {}  # `uuid:` was changed: these are another provider's
     listed = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}

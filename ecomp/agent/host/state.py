@@ -354,7 +354,9 @@ class KnownEtcd:
         except FileNotFoundError:
             pass
         except ValueError as error:
-            raise UsageError(f'{self._path}: {error}. Fix: restore it, or `ecompute --accept-new-etcd`') from error
+            raise UsageError(
+                f'{self._path}: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
+            ) from error
         return self._cluster
 
     def read_accepted(self) -> int:
@@ -382,7 +384,7 @@ class KnownEtcd:
         except FileNotFoundError:
             return 0
         except ValueError as error:
-            raise UsageError(f'{path}: {error}. Fix: restore it, or `ecompute --accept-new-etcd`') from error
+            raise UsageError(f'{path}: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`') from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write this within WRITE_INTERVAL_SECONDS, if it has an identity."""

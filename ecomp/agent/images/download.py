@@ -50,7 +50,7 @@ TUNNEL_FAILURE = re.compile('Tunnel connection failed: ([0-9]{3}) ')
 # Messages about an image server's certificate, to which `ca_cert` does not apply.
 IMAGE_SERVER_SENTENCES = {
     **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
-    TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another address',
+    TlsFailure.OTHER_ADDRESS: 'its certificate is for another address',
     TlsFailure.TOO_WEAK: SENTENCES[TlsFailure.TOO_WEAK],
     TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not trusted by this host',
     TlsFailure.UNTRUSTED: 'its certificate is not trusted by this host',
@@ -539,7 +539,9 @@ class Transfer:
             again = self._download(stream, file, None)
         fix = 'add #sha256=… to its URL'
         if again.sha256 != first.sha256:
-            raise BuildFailed('image', f'{self.url}: changed during the download. Fix: create again, or {fix}')
+            raise BuildFailed(
+                'image', f'{self.url}: changed during the download. Fix: create the instance again, or {fix}'
+            )
         log.warning('%s: downloaded twice: its server reports another version each time. Fix: %s', self.url, fix)
         modified = again.version.modified if again.version.modified == first.version.modified else ''
         return replace(again, version=replace(again.version, etag='', modified=modified))

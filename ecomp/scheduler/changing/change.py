@@ -71,7 +71,7 @@ def retry_until_accepted(
             if not is_unknown:
                 message = put_before_fix(str(error), f'; the {change} of {instance} is not accepted')
                 raise type(error)(message, error.backend) from error
-            doubt = f'; it is not known whether the {change} of {instance} is accepted. Try: {cure}'
+            doubt = f'; it is unknown whether the {change} of {instance} is accepted. Try: {cure}'
             raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
         else:
             if answer is not None:
@@ -173,7 +173,7 @@ def _prepare_destroy(
         unchanged.append(Unchanged(record_key, record_revision))
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
-        message += ' once it is back (it is silent)'
+        message += ' once this compute is no longer silent'
     return partial(store.commit, unchanged, [Put(request_key, tombstone)]), message
 
 
@@ -214,10 +214,10 @@ def _prepare_dequeue(
     try:
         compute = find_claiming_compute(instance)
     except EcompError as error:
-        message += f'; it is not known whether a compute holds a claim for it and may run it: {error}'
+        message += f'; it is unknown whether a compute holds a claim for it and may run it: {error}'
     else:
         if compute:
-            back = '' if is_alive(store, compute) else ' once it is back (it is silent)'
+            back = '' if is_alive(store, compute) else ' once this compute is no longer silent'
             message += f'; {compute} holds a claim for it, and releases the claim or destroys the instance{back}'
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
@@ -235,7 +235,7 @@ POWER_REFUSALS = {
     'scheduled': 'is not built yet. Fix: wait until it is active',
     'building': 'is being built. Fix: wait until it is active',
     'destroying': 'is being destroyed',
-    ERROR: 'is in error, and only its record remains. Fix: `eschedule destroy` removes the record',
+    ERROR: 'is in error, and only its record remains. Fix: remove the record with `eschedule destroy`',
 }
 
 
@@ -322,7 +322,7 @@ def _make_acceptance(store: Store, entries: InstanceEntries, power_change: Power
     instance, compute = entries.record.instance, entries.record.compute
     message = f'{instance}: {power_change.action} accepted; {compute} carries it out'
     if not is_alive(store, compute):
-        message += ' once it is back (it is silent)'
+        message += ' once this compute is no longer silent'
     return Acceptance(message, power_change, _list_previous_ids(entries))
 
 

@@ -287,7 +287,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 def _describe_power_wait(record: Record | None) -> str:
     """Describe what a pending power change waits for, by the phase in the record (None: none)."""
     how_far = parse_phase(record.power if record else None)
-    return {SHUTDOWN_REQUESTED: 'the guest to turn itself off', SHUT_OFF: 'its domain to start'}.get(
+    return {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}.get(
         how_far, 'its compute to accept it'
     )
 
@@ -364,10 +364,10 @@ class Wait:
                         else f'and {follower.silent_backend} did not answer'
                     )
                     raise StillGoing(
-                        f'{self.instance}: timed out after {deadline.seconds:g} s, {progress}; it continues'
+                        f'{self.instance}: timed out after {deadline.seconds:g} s (the operation continues), {progress}'
                     )
                 self.report(
-                    f'waiting for: {describe_current(record) if has_answer else f"{follower.silent_backend} to answer"}'
+                    f'waiting for {describe_current(record) if has_answer else f"{follower.silent_backend} to answer"}'
                     f', {spent:.0f} s'
                 )
                 follower.wait(min(TICK_SECONDS, limit - spent))

@@ -170,7 +170,7 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
         return
     actual_name = f'is called {make_printable(entries.name)}' if entries.name else 'has no name'
     mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
-    raise Conflict(f'{mismatch}. Fix: give the uuid of the right instance (`eschedule audit` reports such keys)')
+    raise Conflict(f'{mismatch} (`eschedule audit` reports such keys). Fix: give the uuid of the right instance')
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
@@ -221,7 +221,7 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
     if entries.record.state == GONE:
-        raise NotFound(f'{instance}: gone since {entries.record.stages.get("gone", "an unknown time")}')
+        raise NotFound(f'{instance}: has been gone since {entries.record.stages.get("gone", "an unknown time")}')
     return entries
 
 

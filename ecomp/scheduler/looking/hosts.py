@@ -135,7 +135,7 @@ def find_claims_on_silent(store: Store, known_computes: Computes, instances: Col
         ):
             held = store.claims(compute) if store.claims else ()
             claims |= {
-                name: f'claimed on {known_computes.format_name(compute)}, which is silent'
+                name: f'it is claimed on {known_computes.format_name(compute)}, which is silent'
                 for name in instances
                 if name in held
             }
@@ -226,14 +226,14 @@ def find_running(store: Store, instance: str) -> Record:
         raise make_not_ready(record)
     if record.state != ACTIVE:
         cure = f'. Fix: eschedule start {instance}' if record.state == STOPPED else ''
-        raise Conflict(f'{instance}: is {record.state}: only a guest that runs can be entered{cure}')
+        raise Conflict(f'{instance}: is {record.state}: only a guest that runs accepts a login{cure}')
     return record
 
 
 def make_not_ready(record: Record) -> StillGoing:
     """Make the error for a guest that has not started, or has no address, yet."""
     lack = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
-    problem = f'{record.instance}: {lack} yet: {record.state}, waiting for: {describe_wait(record)}'
+    problem = f'{record.instance}: {lack} yet: {record.state}, waiting for {describe_wait(record)}'
     return StillGoing(f'{problem}. Try: eschedule wait {record.instance} --for ready')
 
 
@@ -255,7 +255,7 @@ def find_host_name(store: Store, record: Record) -> str:
     """Return an instance's host name, from its compute or its console; EcompError if neither has a valid one."""
     name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
-        raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not alive')
+        raise EcompError(f'{record.instance}: the name of its host is unknown: compute {record.compute} is not alive')
     return name
 
 

@@ -120,12 +120,11 @@ def wait_until_drained(
         )
         if all_announced and not (remaining or placing or taking):
             return
-        rest = f'{_format_count(len(remaining))} to leave' if remaining else 'requests in flight that may be for it'
+        rest = f'{_format_count(len(remaining))} to leave' if remaining else 'requests that may still be placed there'
         if deadline.elapsed >= deadline.seconds:
-            raise StillGoing(
-                f'{display_name}: timed out after {deadline.seconds:g} s, still waiting for {rest}; it stays disabled'
-            )
-        report(f'waiting for: {rest}, {deadline.elapsed:.0f} s')
+            problem = f'{display_name}: timed out after {deadline.seconds:g} s, still waiting for {rest}'
+            raise StillGoing(f'{problem}; the host stays disabled')
+        report(f'waiting for {rest}, {deadline.elapsed:.0f} s')
         time.sleep(max(min(POLL_SECONDS, deadline.seconds - deadline.elapsed), 0))
 
 
@@ -140,11 +139,10 @@ def _check_provider(placement: Placement, compute: str, display_name: str) -> No
     """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
     if name is None:
-        raise NotFound(f'{display_name}: no such compute')
+        raise NotFound(f'{display_name}: no host has this name or uuid')
     if name != compute:
-        raise NotFound(
-            f'{display_name}: no such compute: placement has this provider, {name}, but no ecompute created it'
-        )
+        why = f'placement has this provider, {name}, but no ecompute created it'
+        raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
 
 
 def _format_count(number: int) -> str:
@@ -226,7 +224,7 @@ def forget(  # noqa: PLR0913
             report(f'{display_name}: its name is removed')
     # The compute may have started after the last read; it registers its provider at its start only.
     if is_alive(store, compute):
-        raise Conflict(f'compute {display_name} came back while it was being forgotten. Fix: restart its ecompute')
+        raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
@@ -255,19 +253,20 @@ def _check_allowed(
         raise Conflict(f'compute {display_name} is not forgotten: {reason}')
     if (planes.consumers or planes.may_run_queued) and not fenced:
         named = join_some(list(map(planes.survey.etcd.format_instance, sorted(planes.consumers))), MAX_QUOTED_INSTANCES)
-        waits = 'after a restore it may run instances that wait in a queue'
+        waits = 'it may run queued requests'
         may_run = f'it holds claims and may run {named}' if named else waits
-        cure = f'bring it back or, if the machine is off for good, `eschedule host forget {display_name} --fenced`'
+        start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
+        cure = f'{start}; if the machine never comes back: `eschedule host forget {display_name} --fenced`'
         raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
     remaining = find_leftovers(compute, planes.survey.etcd, planes.consumers)
     provider = planes.provider
     is_remembered = compute in planes.survey.etcd.computes.stored_hostnames
     has_key = silent is not None and silent.revision > 0
     if remaining == Leftovers() and provider is None and not is_remembered and not has_key:
-        raise NotFound(f'{display_name}: no such compute')
+        raise NotFound(f'{display_name}: no host has this name or uuid')
     if remaining == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
         why = f'placement has this provider, {provider.name}, but no ecompute created it'
-        raise NotFound(f'{display_name}: no such compute: {why}')
+        raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
     return remaining
 
 
@@ -352,8 +351,8 @@ def _format_undecodable_key(compute: str, display_name: str) -> str:
     """Format the error about a request's key that is not UTF-8, with the command to find it."""
     prefix = keys.request_prefix(compute)
     return (
-        f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8. Fix: remove it with etcdctl '
-        f'(`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it)'
+        f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
+        f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
     )
 
 
@@ -362,7 +361,8 @@ def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> R
     record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):
-            raise EcompError(f'{instance}: neither a record nor a request')  # find_leftovers() lists no such instance
+            # find_leftovers() lists no such instance.
+            raise EcompError(f'{instance}: has neither a record nor a request')
         record = make_record(compute, request, now)
     # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
     return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT)

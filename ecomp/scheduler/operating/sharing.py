@@ -78,8 +78,8 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), value.encode())
     lacking = ', '.join(list_missing_classes(flavor.resources))
-    remark = f'; it lacks {lacking}, which each order has to add in a query' if lacking else ''
-    remark += f'; {unknown.yet}: no compute can take it yet' if unknown.yet else ''
+    remark = f'; it lacks {lacking}, which each request has to add in a query' if lacking else ''
+    remark += f'; {unknown.yet}: no compute can run its instances yet' if unknown.yet else ''
     return f'flavor {name}: {"changed" if previous else "created"}; existing instances stay as they are{remark}'
 
 
@@ -185,10 +185,10 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 
     changed = recount_quota(store, project, merge_limits)
     if changed is None:
-        return f'quota of project {make_printable(project)}: it no longer has limits'
+        return f'quota of project {make_printable(project)}: the project no longer has limits'
     exceeded = [name for name, maximum in changed.limits.items() if changed.used.get(name, 0) > maximum]
-    more = f'; its usage of {" and ".join(exceeded)} already exceeds the limit, and stays' if exceeded else ''
-    return f'quota of project {make_printable(project)}: {format_quota(changed)}{more}'
+    more = f'; its usage of {" and ".join(exceeded)} exceeds the limit; existing instances stay as they are'
+    return f'quota of project {make_printable(project)}: {format_quota(changed)}{more if exceeded else ""}'
 
 
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:

@@ -173,7 +173,7 @@ class Claimer:
     def check(self, instances: str) -> None:
         """Raise Conflict unless the attempt is ours; `instances` names it in the message."""
         if not self.is_attempt_ours():
-            raise Conflict(f'{instances}: another eschedule took it over, or this one was too slow')
+            raise Conflict(f'{instances}: another eschedule took over this uuid, or this one was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
         """Return False if one of its providers was removed, by `host forget`, since the offer."""
@@ -284,7 +284,7 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
         if is_older and ours & parse_attempt_instances(key, entry.value):
-            cure = 'try again when it has finished'
+            cure = 'repeat the command when the older attempt has finished'
             raise Conflict(f'{attempt}: the older attempt {keys.get_last_part(key)} is in flight. Fix: {cure}')
 
 

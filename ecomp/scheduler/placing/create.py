@@ -86,9 +86,9 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
     """Raise Conflict unless the instance lives (not gone, failed or being destroyed) and was ordered alike."""
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
-        raise Conflict(f'{instance}: gone since {record.stages.get("gone")}: {REUSED_UUID}')
+        raise Conflict(f'{instance}: has been gone since {record.stages.get("gone")}: {REUSED_UUID}')
     if record.state == ERROR:
-        raise Conflict(f'{instance}: it failed. Fix: destroy it, then use another uuid')
+        raise Conflict(f'{instance}: is in error. Fix: destroy the instance, then use another uuid')
     if entries.is_destroying:
         raise Conflict(f'{instance}: is being destroyed: {REUSED_UUID}')
     existing = entries.order
@@ -126,7 +126,7 @@ log = logging.getLogger(__name__)
 
 # The outcome of a failed request, in messages.
 UNCHANGED = 'nothing was changed'
-UNDONE = 'nothing was placed, and its claim is released'
+UNDONE = 'nothing was placed, and the claim is released'
 
 
 def create(  # noqa: PLR0913
@@ -305,7 +305,7 @@ class Attempt:
         if not deliver(
             self.store, deliveries, order.instance, self.revision, order.shared_user_data, make_shared_change
         ):
-            why = 'the connection broke, this eschedule was too slow, or another one took it over'
+            why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
             raise _DeliveryRefusedError(f'{order.instance}: not delivered: {why}')
         failpoint('delivered')
         unused = self.movable.intersection(self.attempted) - placed.keys()

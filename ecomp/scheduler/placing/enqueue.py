@@ -94,13 +94,13 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
         raise UsageError(str(error)) from error
     if entry is None and name in config.flavors:
         cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
-        raise UsageError(f'flavor {name} is in schedule.yaml only, which no compute reads. Fix: {cure}')
+        raise UsageError(f'flavor {name} is only in schedule.yaml, which no compute reads. Fix: {cure}')
     if entry is None:
         raise make_no_such_flavor(name, list_flavor_names(store))
     flavor = read_flavor(entry)
     lacking = list_missing_classes(flavor.resources)
     if lacking:
-        raise UsageError(f'flavor {name} lacks {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+        raise UsageError(f'flavor {name} lacks {", ".join(lacking)}, which every guest needs')
     return flavor, entry.revision
 
 
@@ -160,7 +160,7 @@ def _enqueue(
             if resume:
                 raise Conflict(f'{instance}: not queued: {error}. Try: the same command again') from error
         else:
-            why = 'another process changed its flavor or its name, or took it over'
+            why = 'another process changed its flavor or its name, or took over this uuid'
             raise Conflict(f'{instance}: not queued: {why}. Try: the same command again')
     finally:
         try_revoke(store, lease)
@@ -177,7 +177,7 @@ def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
         return _is_enqueued(store, queue_entry)
     except Unreachable as error:
         cure = f'the same command with --uuid {queue_entry.instance}'
-        doubt = f'; it is not known whether {queue_entry.instance} is queued. Try: {cure}'
+        doubt = f'; it is unknown whether {queue_entry.instance} is queued. Try: {cure}'
         raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
 
 

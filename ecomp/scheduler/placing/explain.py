@@ -359,11 +359,11 @@ def report_reasons(  # noqa: PLR0913
         for line in lines.result(TIMEOUT_SECONDS):
             report(line)
     except TimeoutError:
-        report(f'what each compute lacks is not known: no answer within {TIMEOUT_SECONDS:g} s')
+        report(f'what each compute lacks is unknown: no answer within {TIMEOUT_SECONDS:g} s')
     except KeyboardInterrupt:
         pass  # the refusal itself was reported before
     except Exception as error:
-        report(f'what each compute lacks is not known: {str(error) or type(error).__name__}')
+        report(f'what each compute lacks is unknown: {str(error) or type(error).__name__}')
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
     except UnsupportedQueryError as error:
-        return [f'what each compute lacks is not explained for this query: {error}']
+        return [f'what each compute lacks is unknown: {error}']
     known_computes = hosts.read_computes(store)
     names = _list_names(known_computes)
     requested = [
@@ -406,7 +406,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
         chosen = dict.fromkeys([*requested, *names] if are_many else [*names, *dead])
         texts, misses = _examine(facts, constraints, chosen, known_computes, refusal)
     except UnsupportedQueryError as error:
-        return [f'what each compute lacks is not explained: {error}']
+        return [f'what each compute lacks is unknown: {error}']
     texts |= _explain_limit(refusal, misses)
     if are_many:
         failing = {result.provider: len(result.failures) for result in misses}
@@ -422,7 +422,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
     advice = _make_advice(facts, constraints, misses, known_computes, requested)
     if not refusal.taken:
         return [*lines, *advice]
-    return [*lines, *advice[:1], f'the smallest change that fits: --count {len(refusal.taken)}']
+    return [*lines, *advice[:1], f'Try: --count {len(refusal.taken)}']
 
 
 def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
@@ -445,11 +445,11 @@ def _format_lines(
     """Format a line for each of the `requested` computes or else for all with a text, and one for the hidden rest."""
     if requested:
         return [f'{compute_argument}: {text}' for uuid, text in texts.items() if uuid in requested] or [
-            f'{compute_argument}: there is no such compute'
+            f'{compute_argument}: no host has this name or uuid'
         ]
     lines = [f'{known_computes.format_name(uuid)}: {text}' for uuid, text in texts.items() if text]
     hidden = compute_count - len(texts)
-    return [*lines, f'{hidden} more not shown: not closer, or not alive'] if hidden else lines
+    return [*lines, f'{hidden} more not shown, because they are not closer or not alive'] if hidden else lines
 
 
 def find_shortfalls(
@@ -525,7 +525,7 @@ def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in result.failures)
     takes = f'takes {taken_count} of them, then ' if taken_count and is_short else ''
-    return takes + '; '.join(reasons_given) or 'has room now: try again'
+    return takes + '; '.join(reasons_given) or 'has room now. Try: the same command again'
 
 
 def _format_enable_command(result: Miss, display_name: str) -> str:
@@ -573,15 +573,15 @@ def _make_advice(
     done = format_cures(best.cures, host) if best and best.cures else ''
     if best is None or not best.cures or any(cure.amount_to_free for cure in best.cures):
         if enabled:
-            return [*lines, f'the smallest change that fits: {enabled[0]}']
+            return [*lines, f'Try: {enabled[0]}']
         no_change = f'no change of the query alone fits: {done}' if done else 'no change of the query fits any host'
         return [*lines, no_change]
     fits = enabled if requested else []
     with suppress(EcompError):
         # The facts may be stale, or incomplete: placement may not know a trait, say.
         if facts.is_offered(apply_cures(constraints, best.cures), best.provider):
-            fits.append(f'{done} (on {host})')
-    return [*lines, f'the smallest change that fits: {", or ".join(fits)}'] if fits else lines
+            fits.append(f'{done}, which fits on {host}')
+    return [*lines, f'Try: {", or ".join(fits)}'] if fits else lines
 
 
 def _list_names(known_computes: Computes) -> dict[str, str]:

@@ -136,7 +136,7 @@ class Placer:
             for provider in choice.skipped[:MAX_LOGGED_COMPUTES]:
                 log.warning('compute %s is not alive: skipped', self.claimer.get_display_name(provider))
             if len(choice.skipped) > MAX_LOGGED_COMPUTES:
-                log.warning('%d more skipped: not alive', len(choice.skipped) - MAX_LOGGED_COMPUTES)
+                log.warning('%d more not alive: skipped', len(choice.skipped) - MAX_LOGGED_COMPUTES)
             candidates = [
                 candidate for candidate in choice.candidates if refusals[_list_providers(candidate)] < MAX_REFUSALS
             ]
@@ -255,11 +255,12 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
     if not alive:
         return 'no compute is alive. Fix: start ecompute on a host'
     if any(sum(provider in alive for provider in allocations) > 1 for allocations in offer.candidates):
-        problem = 'placement offers only candidates on two computes, one of which shares with the other'
-        return f'{problem}, but a guest runs on one. Fix: remove the trait {SHARING_TRAIT} from the one that shares'
+        problem = 'placement offers only candidates on two computes, one of which shares resources with the other'
+        cure = f'remove the trait {SHARING_TRAIT} from the compute that shares'
+        return f'{problem}, but a guest runs on one compute. Fix: {cure}'
     if offer.candidates:  # of another cloud, or computes that etcd does not know
         return 'placement offers providers, but none of them is a living compute'
-    return 'no provider satisfies the whole query'
+    return 'no compute satisfies the whole query'
 
 
 def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
@@ -280,7 +281,7 @@ def check_complete(allocations: Allocations) -> None:
     """Raise UsageError if these allocations lack what a guest needs."""
     lacking = list_missing_classes(sum_allocations(allocations))
     if lacking:
-        raise UsageError(f'the query lacks {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+        raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
 
 
 @dataclass(frozen=True)
