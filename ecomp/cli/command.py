@@ -56,8 +56,8 @@ MAX_QUOTED_WORDS = 5
 class Context:
     """One running command: its arguments, its output, and connections made on first use.
 
-    Connections take most of a command's time. Messages (not data) replace each uuid in `display_names` by the word that
-    the user typed for the instance, or by the compute's host name.
+    Connections take most of a command's time. Messages, but not data, replace each uuid in `display_names`: by the word
+    that the user typed for the instance, or by the compute's host name.
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
@@ -70,12 +70,13 @@ class Context:
 
     @cached_property
     def style(self) -> OutputStyle:
+        """The style that the options and the terminal ask for, found at first use."""
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
-        """Print a listing (JSON: an array, if `is_single` the first value), then `errors`; return 1 if any, else 0.
+        """Print a listing and, on stderr, `errors`; return 1 if there are errors, else 0.
 
-        Raises UsageError for an unknown column.
+        If `is_single`, JSON is the value of the first row, which must exist. UsageError for an unknown column.
         """
         from ecomp.cli.tables import render_listing
 
@@ -87,7 +88,7 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print `text` or, with -f json/yaml, the first value, all if `is_array`; no-op for none."""
+        """Print `text` or, with -f json/yaml, the first value (all if `is_array`); no-op without values."""
         from ecomp.cli.tables import format_document
 
         if values and self.form == TABLE:
@@ -124,7 +125,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The client of etcd; placement's claims decide between several requests for an instance."""
+        """The client of etcd, made at first use; placement's claims decide between requests for the same instance."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
@@ -132,7 +133,7 @@ class Context:
         return store
 
     def read_claims(self, compute: str) -> Mapping[str, object]:
-        """Return a compute's claims by consumer, {} for an unknown one; errors of placement pass."""
+        """Read a compute's claims by consumer, {} for an unknown compute; other errors of placement pass."""
         from ecomp.placement.allocations import read_provider_allocations
 
         try:
@@ -141,7 +142,7 @@ class Context:
             return {}
 
     def find_claiming_compute(self, instance: str) -> str:
-        """Return the compute with the instance's claim, '' for none; errors of placement pass."""
+        """Ask placement which compute has the instance's claim, '' for none; errors of placement pass."""
         from ecomp.model.allocation import find_compute
         from ecomp.placement.allocations import read_consumer
 
@@ -160,7 +161,7 @@ class Context:
 
     @property
     def slow_notice(self) -> SlowAnswerReport:
-        """The seconds after which placement counts as slow, and the callback that reports it once."""
+        """The seconds after which placement counts as slow, and a callback that reports only the first slow answer."""
         import sys
 
         def report_slowness(backend: str, seconds: float) -> None:
@@ -174,7 +175,7 @@ class Context:
         return replace_uuids(text, self.display_names)
 
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
-        """Return the uuid of the instance that a word means; messages use this word from now on.
+        """Return the uuid of the instance that a word means; from now on messages show the first word typed for it.
 
         A whole uuid is not checked. Raises NotFound, UsageError (several uuids begin with the word), Conflict (the
         instance has another name), Unreadable (the name's key is malformed).
@@ -189,7 +190,7 @@ class Context:
         """Return the uuid of the compute that a word means; a whole uuid is not checked.
 
         Raises NotFound, Conflict (several computes have the host name), UsageError ('', or several uuids begin with the
-        word), Unreachable (the beginning of a uuid is also looked up in placement).
+        word). Errors of etcd pass, and of placement, which is asked only for the beginning of a uuid.
         """
         from ecomp.scheduler.looking.hosts import resolve_compute
 
@@ -197,7 +198,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The places of all instances, read once; None for a single word, or if etcd is silent."""
+        """The places of all instances, read once; None for a single word, or if etcd cannot be reached."""
         if len(self.words) < 2:
             return None
         from ecomp.store.sharing import read_index
@@ -217,7 +218,7 @@ class Context:
         return known_computes
 
     def name_computes(self) -> ComputeNames:
-        """Return the names of computes, or only uuids if etcd is unreadable: never an EcompError."""
+        """Return `computes`, so that messages use host names; instead of an EcompError NO_COMPUTES (only uuids)."""
         from ecomp.model.host import NO_COMPUTES
 
         try:
@@ -233,7 +234,7 @@ class Context:
         return results, outcomes.exit_code
 
     def close(self) -> None:
-        """Close the connection to etcd, if any; placement's ends with the process."""
+        """Close the connection to etcd, if any; the next use of `store` opens another. Placement's stays open."""
         if 'store' in vars(self):
             vars(self).pop('store').close()
 
@@ -241,9 +242,9 @@ class Context:
 class Command(NamedTuple):
     """The row of one command: its usage, its help, and the functions behind it.
 
-    `parse_words` gets name and words and returns canonical words; it and `check`, which also gets the options, raise
-    UsageError. `run` returns the exit code; its EcompErrors end the command. `options` are fields of Options with their
-    help here, '' for the general one; `exit_codes` those beside 0, 1, 2 and 7, which every command may have. Without
+    `parse_words` gets name and words, and returns canonical words. `check` gets name, words and options. Both may raise
+    UsageError. `run` returns the exit code; its EcompErrors end the command. `options` maps fields of Options to their
+    help here ('': the general one). `exit_codes` are those beside 0, 1, 2 and 7, which every command may have. Without
     `needs_config` no configuration is read, so an invalid one does not matter. `example` is a whole command line.
     """
 
@@ -260,7 +261,7 @@ class Command(NamedTuple):
     check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
 
     def list_options(self) -> list[Option]:
-        """List the options for the help; a --wait with its own help is shown without =STAGE."""
+        """List the options and --config for the help; a --wait with its own help is shown without =STAGE."""
         help_by_field = {**self.options, 'config': ''}
         return [
             row._replace(metavar='' if row.metavar.startswith('[') else row.metavar, help=text) if text else row
@@ -296,7 +297,7 @@ def make_wait_options(condition: str) -> dict[str, str]:
 class Outcomes:
     """The outcome for each word of a command; a failure for one word does not stop the others.
 
-    `results` has by word, once each, {"word", facts, "said": [sentences], "error": {"code", "said"} or None};
+    `results` maps each different word to {"word", facts, "said": [sentences], "error": {"code", "said"} or None}.
     `exit_code` is that of the first failure, or 0.
     """
 
@@ -314,9 +315,9 @@ class Outcomes:
         wait: Callable[[str, Deadline], None] | None = None,
         retry_command: str = '',
     ) -> int:
-        """Submit each word, with --wait wait where `submit` was truthy; print the document of -f; return the exit code.
+        """Submit each word; with --wait, `wait` for words with a true result; print -f's document; return exit code.
 
-        Ctrl-C during a wait prints `retry_command`. Ctrl-C during a submit raises EcompError: the current word may have
+        Ctrl-C during a wait: see wait(). Ctrl-C during a submit raises EcompError: the current word may have
         been accepted, and later words were not sent.
         """
         pending = list(self.results)
@@ -352,8 +353,8 @@ class Outcomes:
     ) -> None:
         """Call `work` for each word, with one deadline of --timeout seconds for all.
 
-        Ctrl-C only ends the wait: it prints `retry_command`, the other words and `suffix`, and records exit code 6 for
-        them.
+        EcompErrors are printed and recorded for their word. Ctrl-C ends the wait without an error: a hint with
+        `retry_command`, the unfinished words and `suffix` is printed, and exit code 6 is recorded for these words.
         """
         from ecomp.scheduler.changing.wait import Deadline
 
@@ -371,7 +372,7 @@ class Outcomes:
                 self._record_failure(word, interrupted)
 
     def report(self, word: str, sentence: str = '', **facts: object) -> None:
-        """Print and store a sentence about a word, and store further facts about it."""
+        """Print and store a sentence about a word, unless it is '', and store further facts about the word."""
         if sentence:
             self._ctx.out.say(sentence)
             self.results[word]['said'].append(self._ctx.replace_uuids(sentence))

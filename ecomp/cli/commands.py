@@ -106,8 +106,8 @@ MAX_FLAG_COLUMN_WIDTH = 26
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; raise UsageError, whose text is printable.
 
-    --help or --version before any `--` wins, even in an invalid line: as name HELP, with the command as words, or
-    VERSION.
+    For --help before any `--` the name is HELP, and the words are those of the command to explain. For --version the
+    name is VERSION. In both cases the rest of the line is not checked.
     """
     try:
         return _parse(argv)
@@ -116,7 +116,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
-    """Parse as parse() does; where --count is accepted, `--wait STAGE` means --wait=STAGE."""
+    """Parse as parse(), but without escaping errors; for commands with --count `--wait STAGE` means --wait=STAGE."""
     if info := find_info_option(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = parse_command_line(argv)
@@ -132,7 +132,7 @@ def _parse(argv: Sequence[str]) -> Invocation:
 
 
 def _join_wait_stage(argv: Sequence[str]) -> list[str]:
-    """Join --wait and a following stage, which with other commands than create is an instance."""
+    """Return the words with each --wait and a stage that follows it joined to --wait=STAGE."""
     joined: list[str] = []
     for word in argv:
         if joined[-1:] == ['--wait'] and word in STAGES:
@@ -145,7 +145,7 @@ def _join_wait_stage(argv: Sequence[str]) -> list[str]:
 def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[str, ...]]:
     """Return the command's name and its parsed words; raise UsageError.
 
-    Without a name it is CREATE for a word with a =, and for --flavor without words or with an image; else QUERY.
+    Without a name it is CREATE if the first word has a =, or for --flavor with no words or an image first; else QUERY.
     """
     if has_flavor and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
@@ -165,7 +165,7 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
 
 
 def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
-    """Return the error for the first word of several commands without a valid second word."""
+    """Make the error for a word of FAMILY_WORDS (`host`) without a valid second word."""
     seconds = FAMILY_WORDS[first]
     choices = f'the subcommands of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
@@ -184,7 +184,7 @@ def _match_command(words: Sequence[str]) -> str:
 
 
 def _find_command_to_explain(argv: Sequence[str]) -> str:
-    """Return the command beside --help, CREATE for a query, the first word of several, or ''."""
+    """Return the first command among the words, else CREATE for a query, else a word of FAMILY_WORDS, or ''."""
     words = [word for word in argv if not word.startswith('-')]
     matches = (_match_command(words[first:]) for first in range(len(words)))
     create_name = CREATE if any('=' in word for word in words) else ''
@@ -193,7 +193,7 @@ def _find_command_to_explain(argv: Sequence[str]) -> str:
 
 
 def format_help(name: str) -> str:
-    """Return the help of a command, of several by their common first word, or of all for ''."""
+    """Return the help of a command, of several for a word of FAMILY_WORDS (`host`), or of all for ''."""
     if name in FAMILY_WORDS:
         lines = [_format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} … --help` describes one of them.'
@@ -225,7 +225,7 @@ def _format_command_help(command: Command) -> str:
 
 
 def _format_options(options: Sequence[Option]) -> Iterator[str]:
-    """Yield the help of each option, folded to HELP_WIDTH; a long flag is yielded before it."""
+    """Yield the help of each option, folded to HELP_WIDTH; flags too long for their column are yielded before it."""
     heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
     column = min(max(map(len, heads)) + 4, MAX_FLAG_COLUMN_WIDTH)
     for head, option in zip(heads, options, strict=True):
@@ -243,7 +243,7 @@ def _format_exit_codes(codes: Mapping[int, str]) -> list[str]:
 
 
 def _wrap(text: str) -> list[str]:
-    """Wrap a text to HELP_WIDTH; of exit codes the lines after the first are indented."""
+    """Wrap a text to HELP_WIDTH; if it begins with `exit codes`, indent all lines but the first."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
@@ -270,7 +270,7 @@ def _parse_shell(name: str, words: Sequence[str]) -> Words:
 
 
 def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
-    """Return the words if they are a command, the first of several, or none; else UsageError."""
+    """Return the words if they are a command, one of FAMILY_WORDS, or none; else raise UsageError."""
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')

@@ -102,7 +102,7 @@ def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
 
 
 def split_user(word: str) -> tuple[str, str]:
-    """Split `[USER@]<id>` into user, '' for none, and instance; UsageError for an invalid user."""
+    """Split `[USER@]<id>` into user ('' for none) and instance (not checked); UsageError for an invalid user."""
     user, at, instance = word.rpartition('@')
     with convert_to_usage_error():
         return check_user(user) if at else '', instance
@@ -117,7 +117,7 @@ def _parse_instance(word: str, problem: str) -> str:
 
 
 def _normalize_uuid(word: str) -> str | None:
-    """Return a uuid of any form in canonical form; None if no instance can have it, as nil."""
+    """Return a uuid of any form in canonical form; None for another word, or if no instance can have it (nil)."""
     if keys.is_uuid(word):
         return word
     import uuid  # parses other forms, but is slow to load
@@ -130,7 +130,7 @@ def _normalize_uuid(word: str) -> str | None:
 
 
 def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Return the query, '' if absent, and any image URL, unchecked; UsageError for more, or a query without =."""
+    """Return the query ('' if none) and any second word, unchecked; UsageError for a third, or a query without =."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         raise UsageError(
@@ -148,7 +148,7 @@ def is_image(word: str) -> bool:
 
 
 def parse_planned_query(name: str, words: Sequence[str]) -> Words:
-    """Parse the words of `plan` and return only the query, as the image does not matter."""
+    """Parse as parse_optional_query_and_image(), and return only the query: the image does not matter."""
     return parse_optional_query_and_image(name, words)[:1]
 
 
@@ -169,9 +169,10 @@ def _normalize_if_uuid(word: str) -> str:
 def _make_word_parser(
     min_count: int, max_count: int, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
-    """Make a parser of min to max words; else UsageError with `complaint`, after "{name}: ".
+    """Make a parser that applies `parse_word` to min to max words; for another number UsageError with `complaint`.
 
-    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota.
+    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota. The message
+    begins with the command.
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
@@ -215,8 +216,9 @@ def check_project(project: str) -> None:
 class Option(NamedTuple):
     """The row of one option.
 
-    `metavar` is '' without a value, in brackets if the value is optional and given after a =. `parse` converts the
-    text, which has to be one of any `choices`. If it `repeats` it collects a list; without a value it means `const`.
+    `metavar` is '' if the option has no value, and begins with [ if the value is optional and given after a =. `parse`
+    converts the text, and the result has to be one of any `choices`. An option that `repeats` collects a list; one
+    without a value stores `const`.
     """
 
     flags: tuple[str, ...]
@@ -234,7 +236,7 @@ def _make_option(flags: str, metavar: str, help: str, **more: Any) -> Option:
 
 
 class Options(NamedTuple):
-    """The options; one that is not given is None or False. Two of one field exclude each other.
+    """The values of the options; one that is not given is None or False. Two options of one field exclude each other.
 
     `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical.
     """
@@ -552,7 +554,7 @@ def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
 
 
 def check_options(name: str, options: Options, accepted_fields: Container[str]) -> None:
-    """Raise UsageError for invalid or incompatible options; Command.check covers the rest."""
+    """Raise UsageError for invalid or incompatible options, by the rules for all commands; Command.check has more."""
     _check_form(options, 'columns' in accepted_fields)
     _check_group(options)
     if options.project is not None:
@@ -565,7 +567,7 @@ def check_options(name: str, options: Options, accepted_fields: Container[str]) 
 
 
 def _check_form(options: Options, has_columns: bool) -> None:
-    """Raise UsageError for an unknown --state, an empty column, or what does not go with -f."""
+    """Raise UsageError for an unknown --state, an empty column, or an option that -f excludes."""
     for state in options.states or ():
         if state not in (QUEUED, *STATES):
             like, states = format_suggestion(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
@@ -588,7 +590,7 @@ def _check_form(options: Options, has_columns: bool) -> None:
 
 
 def _check_group(options: Options) -> None:
-    """Raise UsageError for an invalid --group, or its other options without it."""
+    """Raise UsageError for an invalid --group, or for --policy, --strict or --soft without --group."""
     if options.group is not None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
@@ -597,9 +599,9 @@ def _check_group(options: Options) -> None:
 
 
 def _check_waiting(name: str, options: Options, accepted_fields: Container[str]) -> None:
-    """Raise UsageError for an invalid --timeout or stage, or a --timeout without --wait.
+    """Raise UsageError for an invalid --timeout or stage, or for --timeout without a --wait that the command accepts.
 
-    A --wait with a stage needs a command that accepts --count, because others wait for one thing.
+    A --wait with a stage needs a command that accepts --count, because the others wait for one thing only.
     """
     if options.wait and 'size' not in accepted_fields:
         raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
@@ -652,8 +654,8 @@ def find_info_option(argv: Sequence[str]) -> str:
 def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Parse a command line into words and options; UsageError if it is invalid.
 
-    Options may stand anywhere before `--`; what follows it is a word, as are - and negative numbers. A long option may
-    be cut if it stays unique. After the word `log`, -f is --follow.
+    Options may stand anywhere before `--`. Everything after `--` is a word, as are - and negative numbers. A unique
+    beginning of a long option is enough. After the first word `log`, -f is --follow.
     """
     words: list[str] = []
     values: dict[str, Any] = {}
@@ -702,7 +704,7 @@ def _find_flags(word: str) -> list[str]:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """Return a word's full flag and its value (also of -n20), None if absent; UsageError if unknown or ambiguous."""
+    """Return the full flag of a word and its value (=20, -n20), None if absent; UsageError if unknown or ambiguous."""
     flags = _find_flags(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:
@@ -717,7 +719,7 @@ def _split_option(word: str) -> tuple[str, str | None]:
 
 
 def _set_const(values: dict[str, Any], flag: str, value: str | None) -> None:
-    """Set the field of an option without a value; UsageError if it has one or excludes another."""
+    """Store an option's `const` in `values`; UsageError if it has a `value` or excludes a stored option."""
     field, option = FLAGS[flag]
     if value is not None:
         raise UsageError(f'{flag} takes no value. Fix: leave out ={value[:MAX_QUOTED_CHARACTERS]}')
