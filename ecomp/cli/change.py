@@ -54,7 +54,7 @@ def _destroy(ctx: Context) -> int:
 
 
 def _change_power(ctx: Context) -> int:
-    """Stop, start or reboot each instance once, by ctx.name, with --wait wait; return the exit code."""
+    """Stop, start or reboot (ctx.name) each instance once; with --wait wait; return the exit code."""
     from ecomp.scheduler.changing.change import change_power
     from ecomp.scheduler.changing.wait import Wait, wait_for_power
 
@@ -89,7 +89,7 @@ def _change_power(ctx: Context) -> int:
 
 
 def _clear(ctx: Context) -> int:
-    """Remove the records of all gone and failed instances; return 1 if some cannot be, else 0."""
+    """Remove the records of all gone and failed instances; return 1 if one cannot be removed, else 0."""
     from ecomp.scheduler.changing.change import clear
 
     removed, errors = clear(ctx.store)
@@ -111,10 +111,10 @@ def wait_and_report(
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    All share one deadline, --timeout seconds. It prints the address, in the table form, once a stage implies one, and
-    at the deadline the last console lines. EcompErrors are printed and recorded for their word; Ctrl-C: see
-    Outcomes.wait(). `instance_index` has recent places of instances, `power_by_instance` pending power changes, to
-    which `resolve_instance` may add.
+    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. In the
+    table form an address is printed if the stage implies one; the document of other forms is left to the caller. Ctrl-C
+    and EcompErrors: see Outcomes.wait(). `instance_index` has recent places of instances, `power_by_instance` pending
+    power changes; `resolve_instance` may add such changes.
     """
     from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 

@@ -77,7 +77,7 @@ NewInstance = dict[str, str | None]
 
 
 def _create(ctx: Context) -> int:
-    """Place a new instance or set or, with --queue, queue it; return the exit code."""
+    """Place or, with --queue, queue new instances; return the exit code. UsageError for a bad image URL or file."""
     image = ctx.words[1] if len(ctx.words) > 1 else ctx.config.image
     with convert_to_usage_error():
         check_image(image)
@@ -99,7 +99,7 @@ def _create(ctx: Context) -> int:
 def _place(ctx: Context, order: Order) -> int:
     """Place the order and report it, with --wait wait; return the exit code.
 
-    It is 3 without capacity, 1 at Ctrl-C, 7 if the outcome is unknown; other errors of create() pass.
+    It is 3 without capacity, 1 at Ctrl-C before the report, 7 if the outcome is unknown; other errors of create() pass.
     """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.looking.find import ask_placement
@@ -158,9 +158,9 @@ def _report_and_wait(
 ) -> int:
     """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    With --wait a table is printed before the wait, a document after it, with the final states. Returns the exit code of
-    the wait, 0 without one, 6 at Ctrl-C. If stdout cannot be written, the EcompError begins with `output_error_prefix`;
-    without that text, and for the document after a wait, the OSError passes.
+    With --wait a table is printed before the wait, a document after it. The connection to etcd is closed. Returns the
+    exit code of the wait, 0 without a wait, 6 at Ctrl-C. If stdout cannot be written, it raises an EcompError that
+    begins with `output_error_prefix`; without this prefix, and for the document after a wait, the OSError passes.
     """
     is_put = False
 
@@ -218,9 +218,9 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
-    """Queue the order for its flavor, with --wait wait; return the exit code: 3 over quota, 1 at Ctrl-C.
+    """Queue the order for its flavor, with --wait wait; return the exit code: 3 over quota, 1 at Ctrl-C before that.
 
-    Other errors of enqueue() pass. Placement is not asked for a new order.
+    Other errors of enqueue() pass. A new order needs no answer of placement.
     """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
@@ -284,14 +284,14 @@ def _plan(ctx: Context) -> int:
 
 
 def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
-    """Make a set of --count (1) instances, at least --min (all), weighed by --weigh (SPREAD)."""
+    """Make the order of a set: --count instances (default: 1), at least --min (all), tried by --weigh (SPREAD)."""
     count = ctx.options.size or 1
     options = {'weigh': ctx.options.weigh or SPREAD, 'minimum': ctx.options.min or count}
     return SetOrder(**order.copy_fields(query=query, count=count, **options))
 
 
 def _build_query(ctx: Context) -> str:
-    """Combine query, --flavor and --on; UsageError, NotFound or Conflict if invalid, except a uuid in --on."""
+    """Combine query, --flavor and --on; UsageError, NotFound or Conflict if invalid. A uuid in --on is unchecked."""
     from ecomp.model.query import check_query
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
@@ -310,7 +310,7 @@ def _build_query(ctx: Context) -> str:
 
 
 def _check_flavor_suffices(flavor: str, query: str) -> None:
-    """Raise UsageError if flavor and query lack what every guest needs; a query that we cannot parse passes."""
+    """Raise UsageError if the combined `query` lacks what every guest needs; accept one that we cannot parse."""
     from ecomp.model.query import Amount, UnsupportedQueryError, parse_query
 
     try:
@@ -335,7 +335,7 @@ def _format_document(ctx: Context, value: object) -> str:
 
 
 def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
-    """Yield remarks: repeated, fewer placed, too little memory; on a terminal also the hosts."""
+    """Yield remarks on repeated or missing instances and low memory; for a table, if stderr is a terminal, on hosts."""
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: nothing is changed' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
@@ -363,7 +363,7 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
 
 
 def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str, used_calls: int = 0) -> int:
-    """Report that there is no capacity and what each compute lacks, and return the exit code.
+    """Report the error and, unless a quota is exceeded, what each compute lacks; return the exit code, 3.
 
     `used_calls` is how many calls to placement a sample may have cost. Raises NotFound if --on is a uuid of no compute:
     that is checked only here, so that a successful create does not wait for it.
@@ -387,7 +387,7 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
 def _report_refusal(
     ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
-    """Print the refusal, then the reasons, which may take a while; return the exit code, 3.
+    """Print the refusal, then the reasons, which `report_reasons` may take a while to find; return the exit code, 3.
 
     stdout gets NO ALLOCATIONS LEFT or, with -f json/yaml, the document; stderr gets the text.
     """
@@ -412,7 +412,7 @@ def _report_refusal(
 
 
 def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | None]:
-    """Read ssh keys and user-data, None for mdserver.conf's; UsageError for an invalid file."""
+    """Read ssh keys and user-data by option or schedule.yaml, else None (mdserver.conf's); UsageError if invalid."""
     typed_keys, typed_data = ctx.options.ssh_key, ctx.options.user_data
     key_files: Sequence[str | Path] = ctx.config.ssh_keys if typed_keys is None else typed_keys
     data_file = ctx.config.user_data if typed_data is None else typed_data
@@ -423,9 +423,9 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
 
 
 def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
-    """Read user-data of at most MAX_USER_DATA_BYTES from a file, `-` for stdin; UsageError names the file.
+    """Read user-data of at most MAX_USER_DATA_BYTES, `-` for stdin; UsageError with the file's name if invalid.
 
-    `warn` gets a line if cloud-init would ignore it; other programs in guests may use it.
+    `warn` gets a line if cloud-init would ignore the data, which is accepted: other programs in guests may use it.
     """
     label = f'user-data {make_printable(str(path), 200)}'
     data = _read_file(label, path, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
@@ -459,7 +459,7 @@ def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
-    """Read a file, `-` for stdin; UsageError, with `label`, if unreadable, or with `advice` above `limit_bytes`."""
+    """Read a file, `-` for stdin; UsageError with `label` if unreadable or, with `advice`, above `limit_bytes`."""
     try:
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
             data = file.read(limit_bytes + 1)
@@ -481,7 +481,7 @@ def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> b
 
 
 def is_large_cluster(etcd: EtcdConfig) -> bool:
-    """Return True if the cluster is known to have had more than LARGE_CLUSTER_SIZE computes when last seen."""
+    """Return True if the marker file exists: when last seen, the cluster had more than LARGE_CLUSTER_SIZE computes."""
     with suppress(OSError, RuntimeError):
         return _find_marker_path(etcd).exists()
     return False
