@@ -56,7 +56,7 @@ EMPTY_USER_DATA = b'#cloud-config\n{}\n'
 
 
 class CanaryPlan(NamedTuple):
-    """What all canaries share. `keys` None: those of mdserver.conf; `not_entered_reason` '': each is logged in to."""
+    """What all canaries share; `keys` None are those of mdserver.conf; `not_entered_reason` '' means a login."""
 
     query: str
     image: str
@@ -68,7 +68,7 @@ class CanaryPlan(NamedTuple):
 def parse_plan(ctx: Context) -> CanaryPlan:
     """Read the plan without asking a server; UsageError if an argument or key file is invalid.
 
-    Canaries are logged in to at stage READY with a key or --identity. Without --for it is READY, without these BOOTED.
+    With a key or --identity `stage` is by default READY, and only that has a login. Otherwise it is by default BOOTED.
     """
     query, *image = ctx.words
     plan = CanaryPlan(
@@ -95,7 +95,7 @@ class Interrupted(EcompError):
 def run_canary(ctx: Context, plan: CanaryPlan, canary: Canary, check_interrupted: Callable[[], None]) -> Canary:
     """Place, boot, enter and destroy a canary that has a uuid and a name; return the result.
 
-    Every Exception becomes part of the result. Without capacity this has no instance, name and `reached`.
+    Every Exception becomes part of the result. Without capacity the result has no instance, no name and no `reached`.
     `check_interrupted` is called about once a second until the destroy, and may raise Interrupted.
     """
     instance, query, is_outcome_unknown = canary.instance or '', restrict_to_compute(plan.query, canary.compute), False
@@ -135,8 +135,8 @@ def _boot_and_enter(
 ) -> Canary:
     """Wait for the plan's stage, log in if planned, and return what the canary reached.
 
-    `seconds` counts from this call, None for a failed login, which sets `failed_stage`. Without reported host keys the
-    login is skipped, with a `reason`. Errors of the wait and of `check_interrupted` pass.
+    `seconds` counts from this call. After a failed login it is None, and `failed_stage` is set. Without reported host
+    keys the login is skipped, and `reason` says so. Errors of the wait, the login and `check_interrupted` pass.
     """
     started = time.monotonic()
     wait = Wait(
@@ -160,10 +160,7 @@ def _boot_and_enter(
 
 
 def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exception) -> Canary:
-    """Return the canary with its last stage, if readable, and why it failed; at a timeout print its console.
-
-    After an Interrupted `failed_stage` stays '', because nothing is wrong with the host.
-    """
+    """Return the canary with its last stage, if readable, and its failure; print the console at a timeout."""
     entries = None
     with suppress(EcompError):
         entries = find(ctx.store, instance)
@@ -172,7 +169,7 @@ def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exceptio
     reason = str(error).removeprefix(f'{instance}: ') or type(error).__name__
     canary = canary._replace(reached=reached, seconds=None, reason=reason)
     if isinstance(error, Interrupted):
-        return canary
+        return canary  # `failed_stage` stays '', because nothing is wrong with the host
     if isinstance(error, StillGoing):
         waits = WAIT_REASONS[SCHEDULED] if stage == SCHEDULED else describe_wait(record)
         canary = canary._replace(reason=f'timed out after {ctx.options.wait_seconds:g} s, still waiting for {waits}')
@@ -182,7 +179,7 @@ def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exceptio
 
 
 def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapacity) -> str:
-    """Return what the compute lacks for the query; the error's text if unknown or an OverQuota."""
+    """Ask placement what the compute lacks for the query; return that, or the error's text if unknown or OverQuota."""
     if not isinstance(error, OverQuota):
         with suppress(EcompError, ValueError):
             return find_shortfalls(ctx.placement, query, ctx.computes, [compute]).get(compute) or str(error)
@@ -192,8 +189,8 @@ def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapaci
 def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
     """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
-    Waits --timeout seconds at most, then removes its record; never raises an Exception. If etcd has no such instance it
-    returns `reason_if_absent`: '' unless the outcome of the placement is unknown.
+    It waits --timeout seconds at most, then removes the record of a gone canary. It never raises an Exception. If etcd
+    has no such instance, it returns `reason_if_absent`.
     """
     try:
         destroy(ctx.store, instance)
@@ -208,7 +205,7 @@ def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
 
 
 class Canaries:
-    """The canaries of one `doctor --canary`, in threads, MAX_CONCURRENT_CANARIES at a time."""
+    """The canaries of one `doctor --canary`, in MAX_CONCURRENT_CANARIES threads at most; run() starts them."""
 
     def __init__(self, ctx: Context, plan: CanaryPlan) -> None:
         self._ctx = ctx
@@ -227,7 +224,7 @@ class Canaries:
         """Run a canary on each host that is up, or only on that of --on; print and return all results.
 
         The results are in the order of `hosts`; that of a host that is not up has only a reason. After an interrupt no
-        canary starts, and those in flight are destroyed; a second one leaves them, with `leftover_reason`. Before the
+        canary starts, and those in flight are destroyed. A second one leaves these, with `leftover_reason`. Before the
         first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or invalid query,
         and the errors of etcd and placement.
         """
@@ -314,7 +311,7 @@ class Canaries:
 
 @contextmanager
 def _catch_signals(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP within the block, but not for ignored ones (nohup)."""
+    """Within the block only call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored signals (nohup) stay ignored."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in replaced:

@@ -13,17 +13,16 @@ from ecomp.model.text import make_printable
 from ecomp.version import read_version
 
 
-def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
-    """Without --canary, raise UsageError for any words, and for options other than -f."""
+def _check_options(name: str, words: Sequence[str], options: Options) -> None:
+    """Without --canary, raise UsageError for any words, and for options other than -f and --config."""
     if not options.canary and (any(words) or find_given_fields(options) - {'format'}):
         raise UsageError(f'{name}: a query, an image and options other than -f need --canary')
 
 
 def _diagnose(ctx: Context) -> int:
-    """Print what is wrong with the backends, then the computes and canaries; return the exit code.
+    """Check backends and computes, with --canary run canaries; print the findings and return the exit code.
 
-    It is 7 if a backend is unavailable, which skips the rest; else 8 for findings, 1 if canaries were interrupted, or
-    0.
+    It is 7 if a backend is unavailable (the rest is skipped), else 8 for findings, 1 for interrupted canaries, or 0.
     """
     from ecomp import backends
     from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
@@ -89,5 +88,5 @@ COMMANDS: Sequence[Command] = (
                       'an ssh key, else addressed',
              'timeout': 'with --canary: how long a guest may take to reach that stage, and again to be gone. Default: '
                         f'{DEFAULT_WAIT_SECONDS:.0f}'},
-            (4, 5, 8), check=_check_canary, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
+            (4, 5, 8), check=_check_options, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )
