@@ -50,14 +50,14 @@ def make_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def find_word_kind(command: Command) -> str:
-    """Return the kind of a command's words, of LISTING_COMMANDS, or '' if it has none to offer."""
+    """Return the kind of a command's words, a key of LISTING_COMMANDS, or '' if no words are to be offered."""
     if command.name.startswith('flavor ') and 'NAME…' in command.usage:
         return 'flavors'
     return next((kind for written, kind in KIND_BY_PLACEHOLDER.items() if written in command.usage), '')
 
 
 def find_value_kind(field: str, row: Option) -> str:
-    """Return what completes an option: '=' and choices, FILES, FREE_TEXT, a kind of LISTING_COMMANDS, '' for none."""
+    """Return what completes a value: '=' and choices, FILES, FREE_TEXT, a key of LISTING_COMMANDS, '' for none."""
     choices_by_metavar = {
         'STATE': sorted({QUEUED, *STATES}),
         'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
@@ -224,7 +224,7 @@ def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def _find_completion_kind(command: Command) -> str:
-    """Return find_word_kind(), but for `help` `commands`, for `completion` '=' and the shells."""
+    """Return find_word_kind(); for `help` instead 'commands', for `completion` '=' and the shells, in quotes."""
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, find_word_kind(command))
 
 
@@ -298,11 +298,11 @@ def _make_fish_script(commands: Mapping[str, Command]) -> str:
         if name == QUERY:
             rows.append(
                 _format_complete(
-                    'test -z (__eschedule_command); and string length -q -- (commandline -ct)', _format_query(kind)
+                    'test -z (__eschedule_command); and string length -q -- (commandline -ct)', _format_lookup(kind)
                 )
             )
         elif kind:
-            rows.append(_format_complete(f'__eschedule_is "{name}"', _format_query(kind)))
+            rows.append(_format_complete(f'__eschedule_is "{name}"', _format_lookup(kind)))
     for first, seconds in FAMILY_WORDS.items():
         rows.append(_format_complete('test -z (__eschedule_command)', f'-a {first}', ', '.join(seconds)))
     rows.append(_format_complete('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
@@ -328,11 +328,11 @@ def _format_option(field: str, row: Option) -> list[str]:
         # The value of --wait is optional, and is given after a =.
         return [*names, f'-a "{kind[1:]}"', *([] if row.metavar.startswith('[') else ['-x'])]
     if kind in LISTING_COMMANDS:
-        return [*names, '-x', _format_query(kind)]
+        return [*names, '-x', _format_lookup(kind)]
     return [*names, {FILES: '-r -F', FREE_TEXT: '-x'}.get(kind, '')]
 
 
-def _format_query(kind: str) -> str:
+def _format_lookup(kind: str) -> str:
     """Return fish's -a with the words of a kind of LISTING_COMMANDS, queried at each TAB."""
     return f"-a '(__eschedule_asked {LISTING_COMMANDS[kind]})'"
 

@@ -32,7 +32,7 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
-    """Replace this process by ssh; raises as find_guest_access() and, without host keys, as _make_ssh_options()."""
+    """Replace this process by ssh; NotFound, Conflict, StillGoing or EcompError if the guest cannot be entered."""
     from ecomp.scheduler.looking.hosts import find_guest_access
 
     user, word = split_user(ctx.words[0])
@@ -58,9 +58,8 @@ def _make_ssh_command(
 def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str:
     """Log in to a guest with known host keys and out again; return '' or why that failed.
 
-    It takes LOGIN_TIMEOUT_SECONDS at most and removes the guest's known_hosts file. `on_tick` is called about once a
-    second; its errors end the login. EcompError if ssh is not installed, or the guest has no reachable address or known
-    host keys.
+    It takes LOGIN_TIMEOUT_SECONDS at most, then removes the guest's known_hosts file. `on_tick` is called about once a
+    second; its errors pass. EcompError if ssh, a reachable address or known host keys are missing.
     """
     from ecomp.scheduler.looking.hosts import find_guest_access
 
@@ -86,8 +85,8 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
 def _print_ssh_config(ctx: Context) -> int:
     """Print ssh_config entries of the named guests, or of all active ones; return the exit code.
 
-    A guest whose name could mislead ssh gets its uuid as Host. Without names, guests without reported host keys are
-    only named on stderr.
+    Reported host keys are written to a file for each entry. A guest whose name could mislead ssh gets its uuid as Host.
+    If no guests are named, those without reported host keys get no entry, but are listed on stderr.
     """
     import socket
 
@@ -125,7 +124,7 @@ def _print_ssh_config(ctx: Context) -> int:
 
 
 def _open_console(ctx: Context) -> int:
-    """Replace this process by `virsh console` on the host; NotFound without a console."""
+    """Replace this process by `virsh console`; StillGoing or Conflict unless the guest runs, NotFound if it is fake."""
     from ecomp.scheduler.looking.hosts import find_host_name, find_running
 
     record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
@@ -138,7 +137,7 @@ def _open_console(ctx: Context) -> int:
 def _print_log(ctx: Context) -> int:
     """Print the console, all or the last --lines; with --follow until Ctrl-C, which returns 0.
 
-    Raises NotFound without console or file, Unreachable if the command fails, EcompError if it is not installed.
+    Raises NotFound without a console or its file, Unreachable if `reach` fails, EcompError if it is not installed.
     """
     import subprocess  # imported late, here and below: it is slow to load
 
@@ -223,10 +222,10 @@ def _run_command(
 
 
 def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Mapping[str, str]:
-    """Return the ssh options for a guest; if it reported host keys, write them to a file first.
+    """Return the ssh options for a guest; if it reported host keys, write them to its known_hosts file first.
 
-    Else the key accepted before counts, or with `accept_new` the first one that the guest shows. Without any:
-    StillGoing if a report may still come, else EcompError; that also without a home directory.
+    Without reported keys ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows. With
+    neither it raises StillGoing if a report may come, else EcompError; EcompError also without a home directory.
     """
     from ecomp.scheduler.looking.hosts import make_not_ready
 
@@ -238,7 +237,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
         if accept_new:
             known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
-            if not _is_without_keys(access.record):
+            if not _is_report_overdue(access.record):
                 raise make_not_ready(access.record)
             why = 'its guest has not reported its host keys, so the guest cannot be verified'
             cure = 'give --accept-new, which accepts the first key that the guest shows'
@@ -249,7 +248,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
     return reach.make_ssh_options(instance, str(known_hosts), proxy)
 
 
-def _is_without_keys(record: Record) -> bool:
+def _is_report_overdue(record: Record) -> bool:
     """Return True if no host keys will come: cloud-init ended, or the start is REPORT_SECONDS ago or unknown."""
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
