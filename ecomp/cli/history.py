@@ -55,9 +55,9 @@ MAX_REMEMBERED_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an instance is on its compute, or what it waits for: `waiting`, None unless it is queued.
+    """Why an instance is on its compute or, if `waiting` is not None, why it is still in its queue.
 
-    `choice` is None if unknown, `group` without one. `instance_names` are by uuid, {} without a group.
+    `choice` is None if unknown; `group` is None without one. `instance_names` are by uuid, {} without a group.
     """
 
     record: Record
@@ -71,7 +71,7 @@ class Explanation:
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
     """Read why the instance is on its compute or, if it waits in a queue, why none takes it.
 
-    Only the latter calls `placement` and asks it. Raises Unreadable for the group, and the errors of etcd.
+    `placement` is called and queried only for a queued instance. Raises Unreadable (the group) and errors of both.
     """
     from ecomp.scheduler.looking.hosts import read_computes, read_names_by_instance
     from ecomp.store.sharing import load_group
@@ -167,7 +167,7 @@ def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
 
 
 def _explain_choice(choice: PlacementReason | None) -> str:
-    """Say how the compute was chosen; for None that this is not known."""
+    """Return a sentence on how the compute was chosen; for None it says that this is unknown."""
     if choice is None:
         return 'how its compute was chosen is unknown: an older or another client requested it'
     if choice.weigh == FROM_QUEUE:
@@ -192,7 +192,7 @@ class StageTime(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The stages of one boot, `error` last after a failure; `boot` is None if absent."""
+    """The stages of one boot, `error` last after a failure; `boot` is None if the record has no such boot."""
 
     record: Record
     boot: Boot | None
@@ -221,8 +221,8 @@ def make_timeline(record: Record, number: int | None = None) -> Timeline:
 def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """Return by stage {"instances": how many reached it, "p50": seconds, …}, by nearest rank.
 
-    The first and unreached stages are omitted; `total` is from the first stage to the last that any instance has
-    reached.
+    The first and unreached stages are omitted. `total` is the time from the first stage to the last that any instance
+    has reached; only the instances that reached it count.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, ERROR)}
     for boot_timeline in timelines:
@@ -280,10 +280,7 @@ def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, wi
 
 
 def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str:
-    """Return at least one '=' at its place on the scale, or '' if it ends before it begins.
-
-    Also '' for a scale of 0. Times are seconds since the first stage; `width` is that of the scale in characters.
-    """
+    """Return spaces, then one '=' or more, for times in seconds; '' if `end` is before `begin` or the scale is 0."""
     if end < begin or scale_seconds <= 0:
         return ''
     left = min(max(int(begin / scale_seconds * width), 0), width - 1)
@@ -377,7 +374,7 @@ def _print_events(ctx: Context) -> int:
 
 
 def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
-    """Print each line as it comes; all but JSON is folded to the terminal's width."""
+    """Print each line as it comes, folded to the terminal's width unless it is JSON."""
     for line in lines:
         if ctx.form == JSON:
             ctx.out.put(line)
@@ -386,9 +383,9 @@ def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history; before the first of all, report how far back it goes.
+    """Yield the events of a history; if it starts at etcd's first revision, first print how far back it goes.
 
-    New events without a time get the current one. The names of computes are read again when one changes.
+    New events without a time get the current one. The names of computes are read again after a change of a compute.
     """
     from ecomp.model import keys
     from ecomp.model.events import make_events
@@ -412,21 +409,21 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 
 
 def _report_since(ctx: Context, since: int) -> None:
-    """Report how far back the events go; `since` is etcd's oldest revision, 1 for all."""
+    """Print on stderr how far back the events go; `since` is etcd's oldest revision, 1 for all."""
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
     extent = 'all events' if since == 1 else f'the events since revision {since}; etcd keeps no older ones'
     ctx.out.say(part + extent)
 
 
 class EventFormatter:
-    """Formats events; an event without a name shows the last known name of its instance."""
+    """Formats events in order. One without a name gets the last name of its instance, without a time the last time."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._last = ''
 
     def format_line(self, event: Event) -> str:
-        """Return the line of an event; a time with a ~ is the previous event's, as this has none."""
+        """Return the line of an event and remember its name and time; ~ follows the time of an earlier event."""
         has_time = bool(event.time)
         self._last = event.time or self._last
         if event.name and (event.instance in self._names or len(self._names) < MAX_REMEMBERED_NAMES):

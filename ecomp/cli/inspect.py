@@ -68,7 +68,7 @@ FILTERS = {
 
 
 def _print_address(ctx: Context) -> int:
-    """Print the address and return 0; else why there is none, and 6, or 1 if it failed. NotFound suggests a command."""
+    """Print the address, return 0; or print why there is none, return 1 if it failed, else 6. NotFound has a hint."""
     ctx.connect()
 
     from ecomp.scheduler.looking.find import find_living
@@ -104,16 +104,17 @@ def _print_address(ctx: Context) -> int:
 
 
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
-    """Return one line if no compute takes the queued ones, else []; `read_computes` is called only if any is queued."""
+    """Return a line if no compute takes the queued records, else []; call `read_computes` only if one is queued."""
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
     sentence = read_computes().describe_unserved(waiting) if waiting else None
     return [] if sentence is None else [sentence]
 
 
 def _list(ctx: Context) -> int:
-    """Print the chosen instances, with --watch until Ctrl-C; return 1 if a record is malformed, else 0.
+    """Print the chosen instances; return 1 if a record is malformed, else 0.
 
-    If there are none, it raises NotFound for an unknown --host or --group.
+    Raises NotFound for an unknown host name and, if no instance is chosen, for an unknown uuid in --host or --group.
+    With --watch uuid and group are not checked; the table is redrawn until Ctrl-C, then 0 is returned.
     """
     ctx.connect()
 
@@ -152,7 +153,7 @@ def _list(ctx: Context) -> int:
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
-    """Set the fault of queued instances that are claimed on a silent compute, if known."""
+    """Return the records, with a fault for those queued that placement reports as claimed on a silent compute."""
     from ecomp.scheduler.looking.hosts import find_claims_on_silent
 
     faults = find_claims_on_silent(
@@ -162,7 +163,7 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
 
 
 def _make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter from the options; errors of ctx.resolve_compute() for --host."""
+    """Make the filter from the options; --host is looked up, and errors of ctx.resolve_compute() pass."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     return RecordFilter(options.states, compute, options.project, options.group, options.name)
@@ -195,7 +196,7 @@ def _print_why(ctx: Context) -> int:
 
 
 def _print_timeline(ctx: Context) -> int:
-    """Draw the timelines of the instances; return the exit code, 4 if one has no boot --boot."""
+    """Draw the timelines of the instances; return the exit code, 4 if the boot of --boot is not kept."""
     from ecomp.cli.history import draw_timelines, timelines_to_dict
 
     number = ctx.options.boot
@@ -232,7 +233,7 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 
 def _wait(ctx: Context) -> int:
-    """Wait for the stage of each instance, by wait_and_report(); return the exit code, 4 for one being destroyed."""
+    """Wait for the stage of each instance and print its status; return the exit code, 4 if one is being destroyed."""
     from ecomp.cli.change import wait_and_report
     from ecomp.scheduler.looking.find import find_living
 
@@ -383,6 +384,7 @@ def _format_interface(interface: Interface) -> str:
 
 
 def _record_to_dict(record: Record, known_computes: Computes) -> dict[str, object]:
+    """Return the fields of a record and `host`, the name of its compute or None, for JSON."""
     return {**to_dict(record), 'host': known_computes.find_hostname(record.compute)}
 
 
