@@ -24,7 +24,7 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _list_hosts(ctx: Context) -> int:
-    """Print all computes; return 1 if a record is malformed."""
+    """Print all computes; return 1 if a record is malformed, else 0."""
     from ecomp.scheduler.looking.hosts import read_hosts
 
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
@@ -32,7 +32,7 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _show_hosts(ctx: Context) -> int:
-    """Print the named computes and, in a plain table, their instances; return the exit code, 4 if one is unknown."""
+    """Print the computes and, in a table without -c or --sort, their instances; return the exit code, 4 if unknown."""
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.looking.find import list_records
     from ecomp.scheduler.looking.hosts import read_hosts
@@ -56,7 +56,7 @@ def _show_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable, disable or drain (disable and list) computes, by ctx.name, with --wait wait; return the exit code."""
+    """Enable, disable or drain (disable and list instances), by ctx.name; with --wait wait; return the exit code."""
     from ecomp.scheduler.operating.decommission import disable, enable, list_inhabitants, wait_until_drained
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -82,7 +82,7 @@ def _change_host_status(ctx: Context) -> int:
 
 
 def _forget_hosts(ctx: Context) -> int:
-    """Remove computes that will never come back; return the exit code."""
+    """Remove computes that will never come back, and print what is removed; return the exit code."""
     from ecomp.scheduler.operating.decommission import forget
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -101,7 +101,7 @@ def _forget_hosts(ctx: Context) -> int:
 
 
 def _audit(ctx: Context) -> int:
-    """Print the findings, with --fix those after the repair; return 8 if there are any, else 0."""
+    """Audit, with --fix also repair, and print the findings that are left; return 8 if there are any, else 0."""
     from ecomp.model.audit import EXIT_FINDINGS
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
@@ -159,7 +159,7 @@ def _make_share_columns(classes: Sequence[str]) -> list[Column]:
 def make_finding_listing(
     findings: Sequence[Finding], known_computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
 ) -> Listing:
-    """List an audit's findings; `names` are of instances, by uuid."""
+    """List an audit's findings, with uuids of `known_computes` as host names; `names` are of instances, by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
     columns.append(Column('FINDING', min_width=40, folds=True))
     rows = []
@@ -176,7 +176,7 @@ def make_finding_listing(
 
 
 def _summarize(report: Report) -> list[str]:
-    """Return lines on silent computes, the fix of each finding, and the number of findings."""
+    """Return lines on absent computes and unserved queues, the fix of each finding, and the number of findings."""
     called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
@@ -198,6 +198,7 @@ def _format_share(share: Room | None) -> str | None:
 
 
 def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
+    """Return {"compute", "host", "hostname" (the same), "weight", "asked", "resources": {class: …}, "instances"}."""
     rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked.rooms.items())}
     fields = {'asked': dict(sorted(ranked.amounts.items())), 'resources': rooms, 'instances': ranked.instance_count}
     return {
@@ -214,6 +215,7 @@ def _format_state(host: Host) -> str:
 
 
 def _host_to_dict(host: Host) -> dict[str, object]:
+    """Return facts, counts and rooms for JSON: {…, "disabled", "instances", "resources": {class: {"used", …}}}."""
     shares = {
         name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
         for name, room in sorted(host.rooms.items())

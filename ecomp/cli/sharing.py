@@ -42,7 +42,7 @@ def _show_flavors(ctx: Context) -> int:
 
 
 def _set_flavor(ctx: Context) -> int:
-    """Store a flavor, whose name and query are the words, in etcd; return the exit code."""
+    """Check a flavor (words: name and query) with placement and store it in etcd; return the exit code."""
     from ecomp.scheduler.operating.sharing import put_flavor
 
     return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
@@ -108,7 +108,7 @@ def _show_quotas(ctx: Context) -> int:
 
 
 def _set_quota(ctx: Context) -> int:
-    """Set limits of the project, the first word; return the exit code. UsageError if invalid, before any write."""
+    """Set the limits (later words) of a project (first word); return the exit code. UsageError before any write."""
     from ecomp.scheduler.operating.sharing import check_limits, set_limits
 
     remark = check_limits(ctx.placement, ctx.words[1:])
@@ -163,6 +163,7 @@ def make_member_listing(
 
 
 def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
+    """Return {"name", "policy", "strict", "members": [{"instance", "name", "compute": uuid or None, "host"}]}."""
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
         {
