@@ -28,8 +28,8 @@ MIN_COLUMN_WIDTH = 4
 class ColumnWidths(NamedTuple):
     """The widths that a column can have, in characters, and the rank by which it is omitted.
 
-    `full` is its own width, `short` with the short heading, `minimum` with cut cells. After that the columns with the
-    largest `rank` are omitted; those of rank 0 stay.
+    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells. If this is too wide,
+    the columns with the largest `rank` are omitted; those of rank 0 stay.
     """
 
     full: int
@@ -121,7 +121,7 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each uuid, no other text, to its shortest unique beginning of MIN_UUID_LENGTH characters or more."""
+    """Map each uuid to its shortest unique beginning of MIN_UUID_LENGTH characters or more; omit other texts."""
     uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
     for index, uuid in enumerate(uuids):
@@ -205,7 +205,7 @@ class Listing(NamedTuple):
 class Details(NamedTuple):
     """All fields of one thing, a line each, and its value in JSON.
 
-    -c accepts each of `possible_fields`, even if absent, and of `numbered_fields` with any number.
+    -c accepts each of `possible_fields`, even if absent, and each of `numbered_fields` followed by a number.
     """
 
     fields: Sequence[tuple[str, Cell]]
@@ -214,7 +214,7 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> Column:
-        """Return the field with this name or a unique beginning; UsageError for none or several."""
+        """Return the field with this name or unique beginning, as a Column; UsageError for none or several."""
         word, _, number = name.casefold().strip().rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
             return Column(f'{word} {number}')
@@ -230,7 +230,7 @@ class Details(NamedTuple):
 
 
 class OutputStyle(NamedTuple):
-    """The format of an output: `columns` () are all, `sort` '' is the given order, `width` None cuts nothing."""
+    """The format of an output: `columns` () means the usual, `sort` '' the given order, `width` None no cuts."""
 
     form: str = TABLE
     columns: Sequence[str] = ()
@@ -320,7 +320,7 @@ def _format_csv(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _format_value(cell: Cell) -> str:
-    """Return a cell on one line for scripts, never cut."""
+    """Return a cell on one line for scripts, never cut; '' for None."""
     return '' if cell is None else escape_characters(str(cell))
 
 
@@ -393,7 +393,7 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
 
 
 def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    """Return the chosen fields in that order, the first of equal names, None for an absent one; all for ()."""
+    """Return the fields `names` in that order, None for an absent one; all for (). Of equal names the first counts."""
     if not names:
         return details.fields
     cells = dict(reversed(details.fields))

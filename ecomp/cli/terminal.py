@@ -29,8 +29,8 @@ CLEAR_SCREEN = '\x1b[H\x1b[2J'
 class Terminal(NamedTuple):
     """The outputs of a command: `put` writes data to stdout, `say` writes messages to stderr.
 
-    Each adds a line break, and both escape unprintable characters except line breaks; a caller that prints one line
-    escapes those. `draw` is for output of ecomp.cli.tables, which is escaped but has colours and tabs. `config_source`
+    Both add a line break and escape unprintable characters, except line breaks: a caller that prints one line escapes
+    these. `draw` is for output of ecomp.cli.tables, which is already escaped and has colours and tabs. `config_source`
     says which file has the backends' addresses.
     """
 
@@ -40,7 +40,7 @@ class Terminal(NamedTuple):
     config_source: str = ''
 
     def format_error(self, error: EcompError) -> str:
-        """Return the text of an error; for an unreachable backend also which file named it."""
+        """Return the text of an error; for an unreachable backend with `config_source` in parentheses."""
         is_backend_away = isinstance(error, Unreachable) and error.backend and self.config_source
         return put_before_fix(str(error), f' ({make_printable(self.config_source)})' if is_backend_away else '')
 
@@ -83,7 +83,7 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 
 class LiveLine:
-    """A status line on stderr, erased at the end; the block gets the function to show a text. No-op if no terminal."""
+    """A status line on stderr, erased at the end; the block gets a function that shows a text. No-op if no terminal."""
 
     def __init__(self) -> None:
         self._shown = False
@@ -157,7 +157,7 @@ def watch(
 
 
 def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
-    """Fit a drawing to the terminal, if any: a long table loses its end, not the messages below it."""
+    """Return a drawing with `errors` below it, fitted to any terminal: a long table loses its end first."""
     messages = [
         *map(make_printable, drawing.messages),
         *(f'the table is out of date; trying again: {make_printable(error)}' for error in errors),
