@@ -34,13 +34,13 @@ class Repair(Enum):
     CLAIM = 'repeats the claim of the request'
     DELETE = 'deletes the key'
     DELETE_REQUEST = 'deletes the request'
-    UNQUEUE = 'removes it from the queue'
+    UNQUEUE = 'removes the request from the queue'
     PUT_ON_LEASE = 'puts the record on a lease'
     RESTORE_NAME = 'restores the name'
-    JOIN_GROUP = 'adds it to the group, on its compute'
+    JOIN_GROUP = 'adds the instance to the group, on its compute'
     LEAVE_GROUP = 'removes these members'
     RECOUNT = 'counts the usage again'
-    CLEAR = 'asks its compute to remove it'
+    CLEAR = 'asks its compute to remove the leftover'
 
 
 class Code(NamedTuple):
@@ -71,7 +71,8 @@ CODES = {
         'a living compute has no inventory', manual_repair='wait a minute, then check the log of its ecompute'
     ),
     'capacity-exceeded': Code(
-        'more is claimed than a compute has', manual_repair='destroy some of its instances, or raise its `inventory:`'
+        'more is claimed than a compute has',
+        manual_repair='destroy some of its instances, or increase its `inventory:`',
     ),
     'allocation-orphaned': Code('a claim that no request and no guest needs', Repair.RELEASE),
     'allocation-missing': Code('a living instance has no claim', Repair.CLAIM),
@@ -80,7 +81,8 @@ CODES = {
         manual_repair='destroy the instance, or correct its claim: PUT /allocations/<instance>',
     ),
     'allocation-doubled': Code(
-        'a claim is on several computes', manual_repair='correct it with its generation: PUT /allocations/<instance>'
+        'a claim is on several computes',
+        manual_repair='correct the claim, with its generation: PUT /allocations/<instance>',
     ),
     # etcd
     'request-doubled': Code('an instance is requested from several computes', manual_repair=REPAIR_WRONG_KEY),
@@ -99,18 +101,21 @@ CODES = {
         'a taker key has no lease', manual_repair='if its compute does not take the request: `etcdctl del <key>`'
     ),
     'record-missing': Code(
-        'a requested instance has a domain and no record', manual_repair='restart its ecompute, which writes it again'
+        'a requested instance has a domain and no record',
+        manual_repair='restart its ecompute, which writes the record again',
     ),
     'record-doubled': Code('several computes have a record of an instance', manual_repair=REPAIR_WRONG_KEY),
     'record-unreadable': Code('a record is malformed', manual_repair='`etcdctl del <key>`, then restart its ecompute'),
     'record-unleased': Code('the record of a finished instance has no lease', Repair.PUT_ON_LEASE),
     'record-leased': Code(
         'the record of a living instance is on a lease',
-        manual_repair='write it without a lease: `etcdctl get --print-value-only <key> | etcdctl put <key>`',
+        manual_repair='write the record without a lease: `etcdctl get --print-value-only <key> | etcdctl put <key>`',
     ),
     'booted-orphaned': Code('/booted has an address of an instance that does not live', Repair.DELETE),
     'booted-differs': Code(
-        '/booted differs from the record', manual_repair='`etcdctl put <key> ADDRESS`, with the address in the record'
+        '/booted differs from the record',
+        manual_repair='`etcdctl put <key> ADDRESS`, with the address in the record, or `etcdctl del <key>` if the '
+        'record has no address',
     ),
     'name-orphaned': Code('no living instance has this name', Repair.DELETE, manual_repair=REPAIR_MALFORMED),
     'name-missing': Code(
@@ -139,21 +144,27 @@ CODES = {
     # computes
     'compute-silent': Code(
         'a silent compute, which was not compared, holds claims or may run queued requests',
-        manual_repair='start its ecompute (after a restore of etcd: `ecompute --accept-new-etcd`); if the machine is '
-        'off for good: `eschedule host forget <host> --fenced`',
+        manual_repair='start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`); if the '
+        'machine never comes back: `eschedule host forget <host> --fenced`',
     ),
-    'compute-mute': Code('a living compute returns no digest', manual_repair='check its log, restart its ecompute'),
+    'compute-mute': Code(
+        'a living compute returns no digest', manual_repair='check the log of its ecompute, then restart this ecompute'
+    ),
     'domain-missing': Code('a living instance has no domain', manual_repair='eschedule destroy <instance>'),
-    'domain-off': Code('an active instance is off', manual_repair='check the log of its ecompute, which missed it'),
+    'domain-off': Code(
+        'an active instance is off',
+        manual_repair='check the log of its ecompute, which did not notice that the guest is off',
+    ),
     'domain-running': Code(
         'the domain of a stopped or finished instance runs',
         manual_repair='check the log of its ecompute; `virsh destroy <instance>` on its host stops the domain',
     ),
     'domain-differs': Code(
-        'a domain differs from its record and claim', manual_repair='undo with virsh the change that its fault names'
+        'a domain differs from its record and claim', manual_repair='undo the change that its fault names, with virsh'
     ),
     'domain-undefined': Code(
-        'a running domain is not defined', manual_repair='save `virsh dumpxml <instance>` in a file; `virsh define` it'
+        'a running domain is not defined',
+        manual_repair='save the output of `virsh dumpxml <instance>` in a file, then run `virsh define` with this file',
     ),
     'domain-orphaned': Code(
         'a domain that no request and no record needs',
@@ -167,32 +178,36 @@ CODES = {
         'a disk has no base volume', manual_repair='restore the same image file, or `eschedule destroy <instance>`'
     ),
     'disk-orphaned': Code(
-        'a disk without an instance', Repair.CLEAR, manual_repair='unless it is the only copy, remove it manually'
+        'a disk without an instance', Repair.CLEAR, manual_repair='remove the disk manually, unless it is the only copy'
     ),
     'seed-orphaned': Code('metadata without an instance on its compute', Repair.CLEAR),
     'iso-orphaned': Code('a NoCloud disk without an instance on its compute', Repair.CLEAR),
     'reservation-orphaned': Code('a reserved address without an instance on its compute', Repair.CLEAR),
     'reservation-missing': Code(
-        'the address of a living instance is not reserved', manual_repair='restart its ecompute, which reserves it'
+        'the address of a living instance is not reserved',
+        manual_repair='restart its ecompute, which reserves the address',
     ),
     'reservation-differs': Code(
         'the address that is reserved for a living instance differs from its record',
-        manual_repair='delete it with `virsh net-update <network> delete ip-dhcp-host`, then restart its ecompute',
+        manual_repair='delete the reservation on its host with `virsh net-update <network> delete ip-dhcp-host`, then '
+        'restart ecompute there',
     ),
     'metadata-refused': Code(
         'a guest gets no metadata', manual_repair='correct the problem that its fault names, and reboot the guest'
     ),
     'part-orphaned': Code('a partly written file that no process writes', Repair.CLEAR),
     'base-differs': Code(
-        'a base volume has changed since it was fetched',
-        manual_repair='destroy its instances, which the log of its ecompute names; the next one fetches it again',
+        'a base volume has changed since its download',
+        manual_repair='destroy the instances of this base volume, which the log of its ecompute names; the next '
+        'instance downloads the image again',
     ),
     'dhcp-open': Code(
         'the DHCP of a network gives addresses to unknown MACs',
-        manual_repair="`virsh net-edit` it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, "
-        "and before </network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; "
-        'then `virsh net-destroy` and `virsh net-start` it, which disconnects its guests for a second, until its '
-        'ecompute plugs them in again',
+        manual_repair='edit the network with `virsh net-edit`: add '
+        "xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0' to its <network>, and insert "
+        "<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options> before </network>; then "
+        'restart the network with `virsh net-destroy` and `virsh net-start`, which disconnects its guests for a '
+        'second, until ecompute plugs them in again',
     ),
 }
 
@@ -284,7 +299,7 @@ def audit(planes: Planes) -> list[Finding]:
             for name, mark in digest.parts.items()
         )  # fmt: skip
         for name in digest.bad_bases:
-            sentence = f'base volume {name} on compute {compute} has changed since it was fetched'
+            sentence = f'base volume {name} on compute {compute} has changed since its download'
             findings.append(Finding('base-differs', compute, sentence))
         for name in digest.open_dhcp:
             sentence = f'the DHCP of network {name} on compute {compute} gives addresses to unknown MACs'
@@ -325,7 +340,7 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
             total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
-                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is claimed, but it has {total}')
+                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is claimed, but the compute has {total}')
 
 
 def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
@@ -639,7 +654,9 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
             yield Finding('iso-orphaned', instance, iso_sentence, compute, Leftover('iso', instance))
     for compute, reserved in sorted(world.reservations.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
-            leftover = f'compute {compute} reserves {", ".join(sorted(reserved.values()))} for it; {summary}'
+            addresses = ', '.join(sorted(filter(None, reserved.values())))
+            held = f'reserves {addresses} for it' if addresses else 'has a reservation for it, without an address'
+            leftover = f'compute {compute} {held}; {summary}'
             yield Finding('reservation-orphaned', instance, leftover, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.metadata.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
