@@ -353,4 +353,4 @@ def list_macs(instance: str) -> tuple[str, ...]:
 def make_mac_conflict(mac: str, other: str) -> BuildFailed:
     """Make the error, of stage `scheduled`, for a MAC (24 bits of a hash) that `other` on this host has, too."""
     reason = f'its MAC {mac} is also that of instance {other} on this host'
-    return BuildFailed('scheduled', f'{reason}. Fix: create it again; a new uuid has another MAC')
+    return BuildFailed('scheduled', f'{reason}. Fix: create the instance with another uuid, which gives another MAC')

@@ -290,17 +290,17 @@ class Computes:
 
     @property
     def no_taker_reason(self) -> str | None:
-        """One sentence that no compute takes from queues, or that it is unknown; None if one does."""
+        """One sentence that no compute takes queued requests, or that it is unknown; None if one does."""
         if self.takers:
             return None
         unknown = sorted(
             self.format_name(compute) for compute, presence in self.living.items() if presence.queues is None
         )
         if unknown:
-            older = f'older versions do not report it ({join_some(unknown, 1)})'
-            return f'no compute reports that it takes from queues; {older}'
+            older = f'older versions of ecompute do not report this ({join_some(unknown, 1)})'
+            return f'no compute reports that it takes queued requests; {older}'
         return (
-            'no compute takes from queues. Fix: set `queues: True` in the compute.yaml of a host, '
+            'no compute takes queued requests. Fix: set `queues: True` in the compute.yaml of a host, '
             'and restart its ecompute'
         )
 
@@ -392,7 +392,7 @@ def describe_silent_fix(host: str) -> str:
     argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
     return (
         f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`), or use another '
-        f'uuid; if the machine is off for good: `eschedule host forget {argument} --fenced`'
+        f'uuid; if the machine never comes back: `eschedule host forget {argument} --fenced`'
     )
 
 
@@ -561,11 +561,14 @@ def find_forget_obstacle(
         return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
     live_instances = sorted(list_living(compute, etcd))
     if live_instances:
-        return f'it still has {_format_instances(live_instances, etcd)}. Fix: destroy all instances there, and repeat'
+        named = _format_instances(live_instances, etcd)
+        return f'it still has {named}. Fix: destroy all instances there, and repeat the command'
     attempted = sorted(set(consumers) & set(in_flight))
     if attempted:
-        retry = f'repeat the command when it has finished (if it died: after {keys.ATTEMPT_SECONDS} s)'
-        return f'an attempt is in flight for {_format_instances(attempted, etcd)} there. Fix: {retry}'
+        retry = (
+            f'repeat the command when the attempt has finished, or {keys.ATTEMPT_SECONDS} s after its eschedule died'
+        )
+        return f'an attempt to place {_format_instances(attempted, etcd)} there is still running. Fix: {retry}'
     unreadable = sorted({*etcd.requests.get(compute, {}), *consumers} & set(etcd.malformed_records))
     if unreadable:
         have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'

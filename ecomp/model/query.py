@@ -219,7 +219,7 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
             raise ValueError(f'{key}= is given more than once. Fix: give all of it in one {key}=')
         present.add(key)
         if kind == 'in_tree' and has_on_option:
-            raise ValueError(f'--on and {key}= exclude each other. Fix: remove one of them')
+            raise ValueError(f'--on cannot be combined with {key}=. Fix: give one of them')
         if kind == 'resources':
             _check_amounts(key, value)
         elif kind == 'limit' and not (

@@ -246,7 +246,7 @@ def _parse_record(data: Mapping[str, Any]) -> Record:
     """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION} (install a newer one)')
+        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}')
     state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
     if state not in STATES:
         raise ValueError(f'not a record: state is {state!r}')
@@ -361,7 +361,7 @@ WAIT_REASONS = {
     'image': 'its image',
     'disk': 'its disk',
     'started': 'its domain to start',
-    'addressed': 'DHCP lease',
+    'addressed': 'its DHCP lease',
     'ready': 'cloud-init to finish',
 }
 QUEUE_WAIT_REASON = 'a compute to take it'

@@ -113,9 +113,11 @@ def test_newer_record_is_refused_and_kept(cluster: Control, version: int) -> Non
     compute.stop()
     cluster.etcd.put(key, newer)
     compute.start()
-    wait_until(lambda: find_log_lines(compute, key, f'version {version}', 'install a newer one'), 20, 'it is refused')
+    wait_until(
+        lambda: find_log_lines(compute, key, f'version {version}', 'this ecomp reads up to 1'), 20, 'it is refused'
+    )
     assert find_log_lines(compute, ' ERROR ', instance) == []
-    assert_one_line(cluster.eschedule('show', instance), 1, key, f'version {version}', 'install a newer one')
+    assert_one_line(cluster.eschedule('show', instance), 1, key, f'version {version}', 'this ecomp reads up to 1')
     assert_one_line(cluster.eschedule('destroy', instance), 1, key, f'version {version}')
     assert_one_line(cluster.eschedule('list'), 1, key, f'version {version}')
     _, other = place(cluster)  # other instances are not affected

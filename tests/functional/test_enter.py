@@ -222,7 +222,7 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     [
         ({}, 'not ready yet: active, waiting for cloud-init to finish'),
         ({'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:-2], 't')}, 'no address yet: active, waiting for '
-         'DHCP lease'),
+         'its DHCP lease'),
         ({'state': BUILDING, 'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:2], 't')}, 'not started yet: '
          'building, waiting for its image'),
     ],

@@ -146,7 +146,8 @@ def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hy
     try:
         with pytest.raises(
             BuildFailed,
-            match=f'scheduled: its MAC {mac} is also that of instance {first} on this host. Fix: create it again',
+            match=f'scheduled: its MAC {mac} is also that of instance {first} on this host. '
+            'Fix: create the instance with another uuid',
         ):
             hypervisor.reserve_address(second, mac, 'default')
         hypervisor.release_addresses(second)

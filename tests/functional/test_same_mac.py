@@ -41,7 +41,7 @@ def test_second_instance_fails_and_the_first_is_kept(cloud: Cloud, tmp_path: Pat
         assert read_owners(tmp_path / 'metadata') == {MAC: FIRST}
         failure = compute.read_failure(SECOND)[1]
         reason = f'its MAC {MAC} is also that of instance {FIRST} on this host'
-        reason += '. Fix: create it again; a new uuid has another MAC'
+        reason += '. Fix: create the instance with another uuid, which gives another MAC'
         assert (failure.stage, failure.reason) == ('scheduled', reason)
         assert compute.hypervisor.list_guests().keys() == {FIRST}
 
@@ -88,7 +88,8 @@ def test_metadata_write_does_not_wait_for_another_instance(tmp_path: Path, monke
     monkeypatch.setattr('ecomp.agent.host.metadata.write_durably', write_slowly)
     data.write(Request(FIRST, {}), [MAC], lambda: SAME_MAC_INSTANCES)
     refused = (
-        f'its MAC {MAC} is also that of instance {FIRST} on this host. Fix: create it again; a new uuid has another MAC'
+        f'its MAC {MAC} is also that of instance {FIRST} on this host. '
+        'Fix: create the instance with another uuid, which gives another MAC'
     )
     assert results == [SECOND, refused, '{}']
     assert read_owners(tmp_path) == {MAC: FIRST}

@@ -120,7 +120,7 @@ def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:
     assert wait_for_stage(Wait(config, existing, deadline, messages.append), 'started').instance == existing
     stages = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
     cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
-    with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for DHCP lease$'):
+    with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for its DHCP lease$'):
         wait_for_stage(Wait(config, existing, deadline, messages.append), 'addressed')
 
 

@@ -86,7 +86,9 @@ def test_forget_is_refused_while_a_claim_is_in_flight(cluster: Control, compute:
     with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, failpoint='claimed:stop') as create:
         create.wait_frozen_at('claimed')
         kill_and_lapse(cluster, compute)
-        assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'an attempt is in flight', instance)
+        assert_one_line(
+            cluster.eschedule('host', 'forget', compute.uuid), 5, 'an attempt to place', instance, 'is still running'
+        )
         create.resume()
         assert create.wait().code == 0
     # The request was delivered and nothing is lost: the compute may come back.

@@ -65,8 +65,8 @@ def test_queued_request_is_shown_by_every_command(small_cluster: Control) -> Non
         assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL_QUERY, json.loads(
             read_lasting_keys(small_cluster)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
     assert ' queued ' in small_cluster.eschedule('timeline', 'web1').stdout
-    # The last line of each; each also reports that no compute takes from queues.
-    unserved = 'eschedule: web1 waits in a queue, but no compute takes from queues. Fix: set `queues: True` in the'
+    # The last line of each; each also reports that no compute takes queued requests.
+    unserved = 'eschedule: web1 waits in a queue, but no compute takes queued requests. Fix: set `queues: True` in the'
     query_result = small_cluster.eschedule('web1')
     assert (query_result.code, query_result.stdout) == (6, '')
     assert 'no address yet: queued, waiting for a compute to take it' in query_result.stderr
@@ -98,12 +98,12 @@ def test_why_explains_a_waiting_request(small_cluster: Control) -> None:
     queued = small_cluster.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
     assert queued.code == 0, queued
     assert queued.stderr == (
-        'eschedule: web1 waits in a queue, but no compute takes from queues. Fix: set `queues: True` in the '
+        'eschedule: web1 waits in a queue, but no compute takes queued requests. Fix: set `queues: True` in the '
         'compute.yaml of a host, and restart its ecompute\n'
     )
     first, no_taker, query = (
         'web1 has waited in the queue of flavor small since 2',
-        'no compute takes from queues',
+        'no compute takes queued requests',
         SMALL_QUERY,
     )
     lines = small_cluster.eschedule('why', 'web1').stdout.splitlines()

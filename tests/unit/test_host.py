@@ -243,7 +243,7 @@ def test_request_of_finished_or_moved_instance_is_stray(instance_record: Record)
             EtcdState(requests={HOST: {each: make_request(each) for each in (A, B, C, D, E)}}),
             *((), (), f'it still has instances {A}, {B}, {C} and 2 more. Fix: destroy'),
         ),
-        (EtcdState(), (A,), (A, B), f'an attempt is in flight for instance {A}'),
+        (EtcdState(), (A,), (A, B), f'an attempt to place instance {A} there is still running. Fix: '),
         (EtcdState(malformed_records={A}), (A,), (), f'instance {A} has a malformed record'),
         (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), (), 'has a malformed record'),
         (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), (), f'instance {A} of compute {OTHER} has a claim'),
@@ -445,21 +445,21 @@ def test_malformed_parts_of_a_presence_are_ignored() -> None:
 
 
 def test_missing_taker_is_reported_if_known() -> None:
-    assert 'no compute takes from queues. Fix: set `queues: True`' in str(NO_COMPUTES.no_taker_reason)
+    assert 'no compute takes queued requests. Fix: set `queues: True`' in str(NO_COMPUTES.no_taker_reason)
     assert 'no compute takes' in str(Computes({HV1: PresenceFacts('hv1', queues=False)}).no_taker_reason)
     message = str(
         Computes(
             {HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2'), HV3: PresenceFacts('hv3')}
         ).no_taker_reason
     )
-    assert 'older versions do not report it (hv2 and 1 more)' in message
+    assert 'older versions of ecompute do not report this (hv2 and 1 more)' in message
     assert (
         Computes({HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2')}).describe_unserved(['web1'])
         is None
     )
     no_takers = Computes({HV1: PresenceFacts('hv1', queues=False)})
     assert str(no_takers.describe_unserved(['web1'])).startswith(
-        'web1 waits in a queue, but no compute takes from queues. Fix: '
+        'web1 waits in a queue, but no compute takes queued requests. Fix: '
     )
     assert str(no_takers.describe_unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, but no compute')
     assert no_takers.describe_unserved([]) is None

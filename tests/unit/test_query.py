@@ -243,7 +243,7 @@ def test_query_beside_a_flavor_needs_no_resources() -> None:
 def test_in_tree_cannot_be_combined_with_on(parameter: str) -> None:
     query = f'{SMALL}&{parameter}={SOME_AGGREGATE}'
     assert check_query(query) == query
-    with pytest.raises(ValueError, match=f'--on and {parameter}= exclude each other'):
+    with pytest.raises(ValueError, match=f'--on cannot be combined with {parameter}='):
         check_query(query, has_on_option=True)
 
 
