@@ -29,9 +29,9 @@ class TlsFailure(Enum):
 # For servers whose configuration has ca_cert, cert_cert and cert_key.
 SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.EXPIRED: 'its certificate has expired',
-    TlsFailure.NOT_YET_VALID: 'its certificate is not valid yet: is the clock right?',
-    TlsFailure.OTHER_NAME: 'its certificate is made out to another name',
-    TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another name',
+    TlsFailure.NOT_YET_VALID: 'its certificate is not valid yet (the clock may be wrong)',
+    TlsFailure.OTHER_NAME: 'its certificate is for another name',
+    TlsFailure.OTHER_ADDRESS: 'its certificate is for another name',
     TlsFailure.NO_KEY_IDENTIFIER: 'its certificate has no Authority Key Identifier, which Python 3.13 requires',
     TlsFailure.TOO_WEAK: (
         'its certificate, or that of its authority, has a key or a digest that OpenSSL refuses as too weak'
@@ -39,9 +39,9 @@ SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.UNTRUSTED: 'its certificate is not signed by the authority in ca_cert (if not set: by a public one)',
     TlsFailure.OWN_EXPIRED: 'it reports that our certificate (cert_cert) has expired',
     TlsFailure.OWN_MISSING: 'it wants a certificate of ours: cert_cert and cert_key',
-    TlsFailure.OWN_REFUSED: 'it refuses our certificate: is cert_cert signed for it?',
-    TlsFailure.PLAIN_TEXT: 'it does not speak TLS: is its endpoint http://?',
-    TlsFailure.HUNG_UP: 'it closed the connection: does it take our certificate (cert_cert, cert_key)?',
+    TlsFailure.OWN_REFUSED: 'it refuses our certificate (cert_cert), which may not be signed for it',
+    TlsFailure.PLAIN_TEXT: 'it does not speak TLS (its endpoint may be http://)',
+    TlsFailure.HUNG_UP: 'it closed the connection (it may refuse our certificate: cert_cert, cert_key)',
     TlsFailure.UNUSABLE_FILES: (
         'ca_cert, cert_cert or cert_key is not a certificate or key, or they do not belong together'
     ),
@@ -52,10 +52,11 @@ _OWN_CERTIFICATE_FAILURES = (TlsFailure.OWN_EXPIRED, TlsFailure.OWN_MISSING, Tls
 ETCD_SENTENCES: Mapping[TlsFailure, str] = {
     **SENTENCES,
     **dict.fromkeys(
-        _OWN_CERTIFICATE_FAILURES, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'
+        _OWN_CERTIFICATE_FAILURES,
+        'it refuses our certificate (cert_cert), which may be missing, expired, or not signed for it',
     ),
     **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as this host does'),
-    TlsFailure.HUNG_UP: 'it closes TLS connections: does it expect plain text (no ca_cert)?',
+    TlsFailure.HUNG_UP: 'it closes TLS connections (it may expect plain text, without ca_cert)',
 }
 
 # Named in https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/; the numbers are in OpenSSL's x509_vfy.h.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl
 
-from ecomp.errors import put_before_fix
 from ecomp.model.record import SCHEDULED, STAGES, Record
 
 if TYPE_CHECKING:
@@ -23,11 +22,13 @@ DEFAULT_CURE = 'check the output of `ecompute --check` there, and the log of its
 # The cure by the stage in which a canary failed; for other stages it is DEFAULT_CURE.
 CURES: Mapping[str, str] = {
     STAGES[0]: 'repeat the command; `eschedule doctor` alone also checks etcd and placement',
-    SCHEDULED: 'run `systemctl restart ecompute` there; its log shows why it accepted no request',
-    'image': 'give an IMAGE_URL that this host can fetch, or make this one reachable (`curl -I IMAGE_URL` there)',
+    SCHEDULED: 'run `systemctl restart ecompute` there; the log of ecompute shows why it accepted no request',
+    'image': 'give an IMAGE_URL that the host can download, or make this image reachable there; test with `curl -I '
+    'IMAGE_URL` there',
     BOOTED: 'start its network if `virsh net-list --all` shows it inactive; for an image without DHCP: --for started',
     READY: 'use a cloud image, whose cloud-init reports that it is ready; for another image: --for addressed',
-    ENTERED: 'give the private key with -i, and set ssh_user and `reach` in schedule.yaml so that ssh gets there',
+    ENTERED: 'give the private key with -i, and set `ssh_user` and `reach` in schedule.yaml so that ssh reaches the '
+    'guest',
 }
 
 
@@ -65,18 +66,23 @@ def check_names_no_host(query: str) -> None:
         )
 
 
+def _remove_fix(text: str) -> str:
+    """Return the text without its Fix: or Try:, so that more can be appended."""
+    return text.partition('. Fix: ')[0].partition('. Try: ')[0]
+
+
 def format_line(canary: Canary) -> str:
     """Return the result as one line, which begins with the compute's uuid."""
     if canary.name is None:
         return f'{canary.compute}: no canary: {canary.reason}'
-    end = f'it may still exist: {canary.leftover_reason}' if canary.leftover_reason else 'gone'
-    reason = put_before_fix(canary.reason, f'; {end}')
+    end = f'it may still exist: {_remove_fix(canary.leftover_reason)}' if canary.leftover_reason else 'gone'
     if canary.reached == ENTERED:
         return f'{canary.compute}: {canary.name} accepted a login after {canary.seconds:.1f} s; {end}'
     if canary.seconds is None:
-        return f'{canary.compute}: {canary.name}: {reason}'
+        return f'{canary.compute}: {canary.name} ({end}): {canary.reason}'
     how_far = 'booted' if canary.reached in (BOOTED, READY) else f'reached {canary.reached}'
-    return f'{canary.compute}: {canary.name} {how_far} after {canary.seconds:.1f} s, no login: {reason}'
+    result = f'{how_far} after {canary.seconds:.1f} s, and no login was tried'
+    return f'{canary.compute}: {canary.name} {result} ({end}): {canary.reason}'
 
 
 def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:
@@ -88,13 +94,16 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
         was_tried = was_tried or canary.name is not None
         if canary.failed_stage:
             cure = CURES.get(canary.failed_stage, DEFAULT_CURE)
-            ailments.append(Ailment(CHECK, f'the canary on {canary.display_name} failed: {canary.reason}', cure))
+            problem = f'the canary on {canary.display_name} failed: {_remove_fix(canary.reason)}'
+            ailments.append(Ailment(CHECK, problem, cure))
         if canary.leftover_reason:
-            problem = f'{canary.name} on {canary.display_name} may still exist: {canary.leftover_reason}'
+            problem = f'{canary.name} on {canary.display_name} may still exist: {_remove_fix(canary.leftover_reason)}'
             ailments.append(Ailment(CHECK, problem, f'eschedule destroy --wait {canary.instance}'))
     if not was_tried:
         problem = 'no canary was placed: no host is up and has room for one'
-        ailments.append(Ailment(CHECK, problem, 'start a host or free room on one; `eschedule hosts` shows them'))
+        ailments.append(
+            Ailment(CHECK, problem, 'start ecompute on a host, or free room on one; `eschedule hosts` shows the hosts')
+        )
     return ailments
 
 

@@ -155,7 +155,8 @@ def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
     """Report a malformed stored uuid, unless one is configured; else guests of other computes."""
     state = facts.state
     if state.uuid and not state.has_valid_uuid and facts.configured_uuid is None:
-        yield f'{state.path}/uuid contains no uuid', f'put the right one there, or `rm {shlex.quote(state.path)}/uuid`'
+        cure = f'write the right uuid to this file, or run `rm {shlex.quote(state.path)}/uuid`'
+        yield f'{state.path}/uuid contains no uuid', cure
         return
     ours = facts.configured_uuid or state.uuid
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
@@ -199,7 +200,7 @@ def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
     if facts.no_library_reason:
         yield _split_cure(facts.no_library_reason)
     elif facts.no_libvirt_reason:
-        cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'
+        cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt-get install libvirt-daemon-system'
         yield facts.no_libvirt_reason.partition('. Fix: ')[0], cure
 
 
@@ -235,7 +236,7 @@ def _format_version(version: int) -> str:
 
 def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if not libvirt.has_qemu:
-        yield 'libvirt has no QEMU for x86_64 guests', 'apt install qemu-system-x86; systemctl restart libvirtd'
+        yield 'libvirt has no QEMU for x86_64 guests', 'apt-get install qemu-system-x86; systemctl restart libvirtd'
 
 
 def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
@@ -247,7 +248,7 @@ def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
         )
         yield problem, 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
     elif libvirt.no_kvm_reason and facts.virt_type == 'kvm':
-        yield f'virt_type kvm is not possible: {libvirt.no_kvm_reason}', 'set `virt_type: auto` in compute.yaml'
+        yield f'virt_type: kvm is not available: {libvirt.no_kvm_reason}', 'set `virt_type: auto` in compute.yaml'
 
 
 def _check_path_to_disks(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
@@ -262,7 +263,8 @@ def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
             f'the storage pool ecompute is in {libvirt.foreign_pool_directory}: '
             'it belongs to another ecompute, or `state:` was changed'
         )
-        yield problem, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
+        commands = '`virsh pool-destroy ecompute; virsh pool-undefine ecompute`'
+        yield problem, f'correct `state:`, or, if no ecompute needs the pool, {commands}'
 
 
 def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Problem]:
@@ -284,7 +286,7 @@ def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Pro
 def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
     """Report, for metadata mode `network`, a taken port, or no network with libvirt's bridge."""
     if facts.metadata_mode == 'network' and facts.is_metadata_port_taken and libvirt.has_bridge:
-        problem = 'the server on port 80 is not a metadata server, and takes 169.254.169.254, too'
+        problem = 'another service, not a metadata server, listens on port 80, also at 169.254.169.254'
         cure = "bind it to another address (`ss -ltnp 'sport = :80'` shows its name), or set `metadata: iso`"
         yield problem, f'{cure} in compute.yaml'
     if facts.metadata_mode == 'network' and not libvirt.has_bridge:
@@ -298,7 +300,7 @@ def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
             f'libvirt cannot filter what guests send ({libvirt.no_filters_reason}): '
             'a guest can take the address of another guest'
         )
-        yield text, 'apt install iptables libvirt-daemon-system; systemctl restart libvirtd'
+        yield text, 'apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
 
 
 LIBVIRT_CHECKS: Mapping[str, Callable[[LibvirtFacts, MachineFacts], Iterable[Problem]]] = {
@@ -400,11 +402,11 @@ def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Proble
 def _find_cure(section: str, reason: str, facts: Backends) -> str:
     """Return the cure of a failure, recognized by words in `reason`, of `section`: `etcd` or `placement`."""
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
-    if 'is the clock right?' in reason:
+    if 'the clock may be wrong' in reason:
         return 'run `timedatectl set-ntp true` here and on the control host'
     if 'its certificate has expired' in reason:
         return 'run `elab certs DIR` on the control host, and check that the clock of this machine is right'
-    # A text that only asks whether our certificate is accepted must not match: the server may be shutting down.
+    # A text that our certificate may be refused must not match: the server may be shutting down.
     if any(text in reason for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
         return f'run `elab certs DIR` on the control host, copy the new files here, and name them in `{section}:`'
     if facts.config_path is None:
@@ -459,14 +461,14 @@ def _check_certificates(facts: Backends) -> Iterator[Problem]:
 
 def _check_secrets(facts: Backends) -> Iterator[Problem]:
     for path in facts.open_secrets:
-        yield f'{path} is readable or writable by every user of this machine', f'chmod o= {path}'
+        yield f'{path} can be read or changed by every user of this machine', f'chmod o= {path}'
 
 
 def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:
     """Report silent, closed and orphaned computes."""
     for host in facts.hosts:
         name = host.hostname or host.compute
-        forget = f'if the machine is off for good: `eschedule host forget {host.compute}`'
+        forget = f'if the machine never comes back: `eschedule host forget {host.compute}`'
         if host.state == SILENT:
             cure = f'run `systemctl restart ecompute` on its host; {forget}'
             yield f'compute {name} is silent: its ecompute does not report', cure
@@ -484,15 +486,16 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
     for host in facts.hosts:
         version = facts.versions.get(host.compute, facts.own_version)
         if not _are_same_version(version, facts.own_version):
-            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, but this is {facts.own_version}'
+            ours = f'this eschedule is of version {facts.own_version}'
+            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, but {ours}'
             # Installed from a clone: the package that pip finds under the name ecomp is another one.
             if _parse_version(version) == _parse_version(facts.own_version):  # two commits of a release
-                yield problem, 'install the same commit on its host and here (docs/howto/upgrade.md)'
+                yield problem, 'install the same commit on its host and here, as docs/howto/upgrade.md describes'
             elif _parse_version(version) < _parse_version(facts.own_version):
                 place = f'on its host, in a clone of ecomp {facts.own_version}'
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
                 steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
-                yield problem, f'{place}: `{steps}` (docs/howto/upgrade.md)'
+                yield problem, f'{place}: `{steps}`, as docs/howto/upgrade.md describes'
             else:
                 place = f'here, in a clone of ecomp {version}'
                 yield problem, f'{place}: `pipx install --force .`, or `pip install .` in its virtual environment'

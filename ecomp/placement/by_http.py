@@ -178,7 +178,9 @@ class Connections:
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
-        return error_type(f'{self.endpoint} answers, but not as placement does (check `placement:`)', self.name)
+        return error_type(
+            f'{self.endpoint} answers, but not as placement does (`placement:` may name another server)', self.name
+        )
 
     def make_unreachable_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
         """Return the error for a call without an answer."""
@@ -187,14 +189,14 @@ class Connections:
     def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
         """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
-        doubt = ' (it may reject our certificate)' if self.endpoint.startswith('https:') else ''
+        doubt = ' (it may refuse our certificate)' if self.endpoint.startswith('https:') else ''
         return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
         """Return the error for a late answer: by the timeout, or after `deadline` (monotonic)."""
         if time.monotonic() < deadline:
-            return error_type(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
-        return error_type(f'{self.name} gave no complete answer in {self._limits.seconds:g} s', self.name)
+            return error_type(f'{self.name} gave no answer within {self._timeout[1]:g} s', self.name)
+        return error_type(f'{self.name} gave no complete answer within {self._limits.seconds:g} s', self.name)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.

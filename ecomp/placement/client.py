@@ -236,7 +236,7 @@ class Placement:
             # A server in front of placement rejects a certificate or token in this way; nginx answers 400.
             is_secured = self.endpoint.startswith('https:') and status in (400, 401, 403)
             settings = 'token_file, cert_cert and `placement:`' if is_secured else '`placement:`'
-            why = f'returned HTTP {status}, but not as placement does (check {settings})'
+            why = f'returned HTTP {status}, but not as placement does ({settings} may be wrong)'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
             return PlacementRefusal(shorten_detail(detail))

@@ -20,8 +20,8 @@ try:
     import libvirt
 except ImportError as error:
     raise UsageError(
-        f"libvirt-python is missing. Fix: in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' "
-        '(it needs libvirt-dev, pkg-config and gcc)'
+        'libvirt-python is missing. Fix: install libvirt-dev, pkg-config and gcc, then run '
+        f"`{sys.executable} -m pip install '.[hypervisor]'` in a clone of ecomp"
     ) from error
 
 __all__ = ['Connection', 'libvirt', 'describe_error']
@@ -153,7 +153,9 @@ class Connection:
         except TimeoutError as error:
             raise Unreachable(f'{self._name} does not answer within {OPEN_TIMEOUT:g} s', self._name) from error
         except libvirt.libvirtError as error:
-            raise Unreachable(f'{self._name}: {describe_error(error)} (is libvirtd running?)', self._name) from error
+            raise Unreachable(
+                f'{self._name}: {describe_error(error)} (libvirtd may not be running)', self._name
+            ) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
         """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""

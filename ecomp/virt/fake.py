@@ -46,7 +46,7 @@ class FakeHypervisor:
         """Return 'qemu' for any setting; UsageError for 'kvm'."""
         if setting == 'kvm':
             raise UsageError(
-                'virt_type: kvm is not available, because the guests are fake (--fake). Fix: virt_type: auto'
+                'virt_type: kvm is not available, because the guests are fake (--fake). Fix: set `virt_type: auto`'
             )
         return 'qemu'
 

@@ -83,8 +83,8 @@ def _find_foreign_pool(connection: Connection, directory: Path) -> str:
 log = logging.getLogger(__name__)
 
 NO_FILTERS = (
-    "libvirt cannot filter what guests send ({why}): a guest can use another guest's address, and reach etcd and "
-    "placement. Fix: install libvirt's nwfilter driver, and ebtables (in Debian's package iptables)"
+    'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest, and reach etcd and '
+    'placement. Fix: apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
 )
 FILTERS_LOST = (
     'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until it can. Fix: restore the '
@@ -377,7 +377,8 @@ class Libvirt:
         capabilities = self._read_capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
-                f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: install qemu-system-x86 and restart libvirtd'
+                f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: apt-get install qemu-system-x86; '
+                'systemctl restart libvirtd'
             )
         return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
@@ -466,8 +467,8 @@ CPUINFO = Path('/proc/cpuinfo')
 KVM_DEVICE = Path('/dev/kvm')
 # libvirt then considers its cache of QEMU's capabilities outdated on every use.
 UNUSABLE_KVM = (
-    'cannot be opened by {name}: each start of a guest, and this one of ecompute, takes up to a minute longer, because '
-    'libvirt probes QEMU again. Fix: chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+    'cannot be opened by {name}: each start of a guest or of ecompute takes up to a minute longer, because libvirt '
+    'probes QEMU again. Fix: chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
 )
 
 
@@ -494,9 +495,10 @@ def find_user(uid: int, gid: int) -> QemuUser:
 def check_reachable(directory: Path, qemu: QemuUser) -> None:
     """Raise UsageError, with a fix, for the first existing directory that QEMU cannot enter."""
     if (step := find_blocked_directory(directory, qemu)) is not None:
+        quoted = shlex.quote(str(step))
         raise UsageError(
             f'QEMU runs as {qemu.name}, which cannot enter {step}, on the path to the disks in {directory}. '
-            f'Fix: setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
+            f'Fix: run `setfacl -m u:{qemu.name}:x {quoted}` or `chmod o+x {quoted}`, or set another `state:`'
         )
 
 
@@ -569,5 +571,5 @@ def choose_virt_type(setting: str, no_kvm: str) -> str:
     if setting not in ('auto', 'kvm'):
         raise UsageError(f'virt_type: must be auto, kvm or qemu, not {setting!r}')
     if no_kvm:
-        raise UsageError(f'virt_type: kvm is not available: {no_kvm}. Fix: virt_type: auto')
+        raise UsageError(f'virt_type: kvm is not available: {no_kvm}. Fix: set `virt_type: auto`')
     return 'kvm'

@@ -39,7 +39,7 @@ class _InstanceFiles:
         except OSError as error:
             # Not an empty set: the instances would seem to be removed.
             raise Unreachable(
-                f'{self.directory} cannot be read: {error.strerror} (is its file system mounted?)'
+                f'{self.directory} cannot be read: {error.strerror} (its file system may not be mounted)'
             ) from error
         stems = (name.removesuffix(self.suffix) for name in names if name.endswith(self.suffix))
         return {stem for stem in stems if keys.is_uuid(stem)}
@@ -129,7 +129,7 @@ class Volumes(_InstanceFiles):
         target = xml.parse_pool_target(pool.XMLDesc())
         if os.path.realpath(target) != os.path.realpath(self.directory):
             raise Conflict(
-                f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this libvirt, '
+                f'the storage pool {POOL} is in {target}, not {self.directory}: it belongs to another ecompute, '
                 f'or `state:` was changed. Fix: correct `state:`, or, if no ecompute needs the pool, '
                 f'`virsh pool-destroy {POOL}; virsh pool-undefine {POOL}`'
             )

@@ -444,7 +444,7 @@ def _explain_unfit(
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
     if ports or not (is_served or root.find('bridge') is not None):
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
-        fix = 'name a Linux bridge instead under `networks:`, as in `{bridge: br0}` (docs/howto/bridge.md)'
+        fix = 'name a Linux bridge instead under `networks:`, like `- bridge: br0`, as docs/howto/bridge.md describes'
         unfilterable = f'{name} uses {kind}, where libvirt cannot filter guests: no guest can run there. Fix: {fix}'
     if is_served and has_no_range and any(element.find('dhcp') is not None for element in ipv4_elements):
         fix = f"virsh net-update {root.findtext('name')} add ip-dhcp-range \"<range start='FIRST' end='LAST'/>\""

@@ -139,7 +139,9 @@ def test_state_directory_of_another_user_is_fixed(check: Checker) -> None:
 def test_pool_over_another_directory_is_fixed(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
     host.run_inside(['virsh', '-q', 'pool-define-as', 'ecompute', 'dir', '--target', str(tmp_path)])
     host.run_inside(['virsh', '-q', 'pool-start', 'ecompute'])
-    check.apply_fix(check.get_fix('pool', f'ecompute is in {tmp_path}'))
+    *_, command, end = check.get_fix('pool', f'ecompute is in {tmp_path}').split('`')
+    assert end == ''
+    check.apply_fix(command)
 
 
 def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: LibvirtHost, tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: Li
                     host.run_inside(bind)
                 try:
                     if is_found:
-                        assert 'ss -ltnp' in check.get_fix('metadata', 'port 80 is not a metadata server')
+                        assert 'ss -ltnp' in check.get_fix('metadata', 'not a metadata server, listens on port 80')
                         check.settings['metadata'] = 'iso'
                     assert check() == {}
                 finally:
@@ -210,7 +212,7 @@ def test_network_without_metadata_server_is_fixed(check: Checker, host: LibvirtH
 def test_stopped_libvirtd_is_found(check: Checker, host: LibvirtHost) -> None:
     host.kill_libvirtd()
     try:
-        assert check.get_fix('libvirt', 'qemu:///system', 'is libvirtd running?') == 'systemctl start libvirtd'
+        assert check.get_fix('libvirt', 'qemu:///system', 'libvirtd may not be running') == 'systemctl start libvirtd'
     finally:
         host.start_libvirtd()
     wait_until(lambda: check() == {}, 30, 'libvirtd is back')
@@ -241,7 +243,7 @@ def test_missing_libvirt_python_is_fixed_by_installing_it(tmp_path: Path) -> Non
     command = [sys.executable, '-c', script, '--check', '--config', str(config)]
     result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=120)
     (line,) = [printed for printed in result.stdout.splitlines() if printed.startswith('libvirt')]
-    fix = f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' (it needs "
+    fix = f"install libvirt-dev, pkg-config and gcc, then run `{sys.executable} -m pip install '.[hypervisor]'` in a "
     assert line.startswith(f'libvirt: libvirt-python is missing. Fix: {fix}'), result
 
 

@@ -193,7 +193,7 @@ def test_expired_certificate_is_replaced_without_a_restart(
     front.issue(days=-1)
     assert read_refusal(config).endswith('its certificate has expired')
     front.issue('elsewhere')
-    assert read_refusal(config).endswith('its certificate is made out to another name')
+    assert read_refusal(config).endswith('its certificate is for another name')
     with pytest.raises(Unreachable):
         tls_client.get('/resource_providers')
     front.issue()
@@ -332,7 +332,7 @@ NOT_PLACEMENT = [
 @pytest.mark.parametrize('says', NOT_PLACEMENT)
 def test_read_from_another_server_is_unreachable(says: tuple[int, str, bytes]) -> None:
     with serve_answers(says) as server, open_client(server.url) as client:
-        with pytest.raises(Unreachable, match=r'not as placement does \(check `placement:`\)'):
+        with pytest.raises(Unreachable, match=r'not as placement does \(`placement:` may name another server\)'):
             client.get('/resource_providers')
         assert server.requests == ['GET /resource_providers']
 

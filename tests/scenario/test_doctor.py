@@ -67,7 +67,8 @@ def test_compute_of_another_version_is_a_finding(cluster: Control) -> None:
             found_by_check = read_findings(cluster)
             assert list(found_by_check) == expected_checks
             if expected_checks:
-                assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, but this is {read_version()}'
+                ours = f'this eschedule is of version {read_version()}'
+                assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, but {ours}'
     finally:
         cluster.etcd.delete(f'/computes/{other}')
         cluster.etcd.delete('/computes/none')
@@ -199,7 +200,7 @@ def test_canary_with_an_unusable_query_is_refused(cluster: Control, compute: Eco
 def test_canary_without_room_anywhere_is_a_finding(cluster: Control, compute: Ecompute) -> None:
     [(problem, cure)] = list_canary_findings(run_canaries(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
     assert problem.startswith('no canary was placed: ')
-    assert cure.startswith('start a host or free room on one; `eschedule hosts`')
+    assert cure.startswith('start ecompute on a host, or free room on one; `eschedule hosts`')
     expect_nothing_left(cluster, compute)
 
 

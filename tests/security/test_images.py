@@ -338,7 +338,7 @@ def test_certificate_is_checked_against_the_name_behind_a_proxy(
             assert set(connects) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
             assert set(web.requests) == {'good', 'SHA256SUMS'}
             reason = fetch_refusal(make_cache(tmp_path, reach), 'https://other.example.org/good')
-            assert 'its certificate is made out to another name' in reason
+            assert 'its certificate is for another name' in reason
         finally:
             proxy.shutdown()
 

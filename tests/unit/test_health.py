@@ -127,7 +127,12 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
             'that our certificate',
             'name them in `placement:',
         ),
-        (replace(HEALTHY, placement_failure=HUNG_UP), 'placement', 'does it take our', 'start it there, or correct'),
+        (
+            replace(HEALTHY, placement_failure=HUNG_UP),
+            'placement',
+            'it may refuse our certificate',
+            'start it there, or correct',
+        ),
         (replace(HEALTHY, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
         (
             replace(HEALTHY, placement_version='1.30'),
@@ -151,7 +156,7 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
             '/c is not a readable certificate',
             'elab certs',
         ),
-        (replace(HEALTHY, open_secrets=('/c',)), 'secret', '/c is readable or writable by every user', 'chmod o= /c'),
+        (replace(HEALTHY, open_secrets=('/c',)), 'secret', '/c can be read or changed by every user', 'chmod o= /c'),
     ],
 )
 def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, message: str, cure: str) -> None:
@@ -180,11 +185,19 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
-            ('version', 'but this is 1.9.0', 'here, in a clone of ecomp 1.10.0: `pipx install --force .`'),
+            (
+                'version',
+                'but this eschedule is of version 1.9.0',
+                'here, in a clone of ecomp 1.10.0: `pipx install --force .`',
+            ),
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0+g01234567'}, '1.9.0+g89abcdef'),
-            ('version', 'but this is 1.9.0+g89abcdef', 'install the same commit on its host and here'),
+            (
+                'version',
+                'but this eschedule is of version 1.9.0+g89abcdef',
+                'install the same commit on its host and here',
+            ),
         ),
         (
             Facts(unserved_reason='web1 waits. Fix: set `queues: True`'),
@@ -236,7 +249,7 @@ OTHER = Attachment('network', 'web')
             "mkdir -p '/no such'",
         ),
         (WITHOUT_LIBVIRT, 'libvirt', 'no socket', 'systemctl start libvirtd'),
-        (replace(WITHOUT_LIBVIRT, has_libvirtd=False), 'libvirt', 'no socket', 'apt install libvirt-daemon-system'),
+        (replace(WITHOUT_LIBVIRT, has_libvirtd=False), 'libvirt', 'no socket', 'apt-get install libvirt-daemon-system'),
         (
             replace(WITHOUT_LIBVIRT, no_libvirt_reason='', no_library_reason='it is away. Fix: pip it'),
             'libvirt',
@@ -250,7 +263,7 @@ OTHER = Attachment('network', 'web')
             'still runs version 11.2.1, but 11.3.0',
             'systemctl restart libvirtd',
         ),
-        (make_machine(has_qemu=False), 'qemu', 'no QEMU', 'apt install qemu-system-x86'),
+        (make_machine(has_qemu=False), 'qemu', 'no QEMU', 'apt-get install qemu-system-x86'),
         (
             make_machine(has_kvm_device=True, is_kvm_closed=True, no_kvm_reason='closed'),
             'kvm',
@@ -260,7 +273,7 @@ OTHER = Attachment('network', 'web')
         (
             replace(make_machine(no_kvm_reason='no flag'), virt_type='kvm'),
             'kvm',
-            'is not possible: no flag',
+            'virt_type: kvm is not available: no flag',
             'virt_type: auto',
         ),
         (make_machine(blocked_directory='/a b'), 'way', 'libvirt-qemu, which cannot enter /a b', "chmod o+x '/a b'"),
@@ -279,10 +292,15 @@ OTHER = Attachment('network', 'web')
         (
             replace(MACHINE, is_metadata_port_taken=True),
             'metadata',
-            'port 80 is not a metadata server',
+            'another service, not a metadata server, listens on port 80',
             'bind it to another address',
         ),
-        (make_machine(no_filters_reason='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),
+        (
+            make_machine(no_filters_reason='ebtables is not installed'),
+            'filters',
+            'ebtables',
+            'apt-get install iptables',
+        ),
     ],
 )
 def test_fault_of_a_machine_is_found(facts: MachineFacts, check: str, message: str, cure: str) -> None:
@@ -367,10 +385,13 @@ LEFT_CANARY = ENTERED_CANARY._replace(leftover_reason='etcd is away')
     ('canary', 'text'),
     [
         (NO_CANARY, 'no canary: it is disabled'),
-        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, no login: no ssh key; gone'),
-        (CANARY._replace(reached='disk'), 'canary-1a5c0de0 reached disk after 4.2 s, no login: no ssh key; gone'),
+        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, and no login was tried (gone): no ssh key'),
+        (
+            CANARY._replace(reached='disk'),
+            'canary-1a5c0de0 reached disk after 4.2 s, and no login was tried (gone): no ssh key',
+        ),
         (ENTERED_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; gone'),
-        (BROKEN_CANARY, 'canary-1a5c0de0: no such image; gone'),
+        (BROKEN_CANARY, 'canary-1a5c0de0 (gone): no such image'),
         (LEFT_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; it may still exist: etcd is away'),
     ],
 )

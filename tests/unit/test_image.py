@@ -188,10 +188,10 @@ def test_unreachable_server_is_reported_with_its_reason(
 @pytest.mark.parametrize(
     ('code', 'reason'),
     [
-        (9, 'its certificate is not valid yet: is the clock right?'),
+        (9, 'its certificate is not valid yet (the clock may be wrong)'),
         (10, 'its certificate has expired'),
         (18, 'its certificate is not trusted by this host'),
-        (62, 'its certificate is made out to another name'),
+        (62, 'its certificate is for another name'),
         (64, 'its certificate is for another address'),
     ],
 )
