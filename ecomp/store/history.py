@@ -180,7 +180,7 @@ class History:
             return
         if revision < self._next_revision - 1:
             behind = f'etcd at {self._store.endpoints} is at revision {revision}, behind what it reported before'
-            raise EcompError(f'{behind}: it was restored or replaced. Try: run the command again')
+            raise EcompError(f'{behind}: it was restored or replaced. Try: the same command again')
         if self._is_lost:
             self._report('etcd is back')
         self._is_lost = False

@@ -430,7 +430,8 @@ def suggest_remedy(error: CallFailure) -> str:
     """Return the remedy for an expired lease (a new run) as ': …' to append; else ''."""
     if error.details != _LEASE_NOT_FOUND:
         return ''
-    return ': the lease expired (was this process suspended?); nothing was written. Try: run the command again'
+    reason = ': the lease expired (this process may have been suspended), and nothing was written'
+    return f'{reason}. Try: the same command again'
 
 
 def is_denied(error: CallFailure) -> bool:

@@ -142,7 +142,7 @@ def test_refusal_contains_etcd_s_message(store: Store, prefix: str) -> None:
     with pytest.raises(EcompError, match='too large|larger than max'):
         store.commit([], [Put(prefix + 'a', 'x' * 3 * 2**20)])
     with pytest.raises(
-        EcompError, match='requested lease not found: .* nothing was written. Try: run the command again$'
+        EcompError, match='requested lease not found: .* and nothing was written. Try: the same command again$'
     ):
         store.commit([], [Put(prefix + 'a', 'x', lease=1)])
     with pytest.raises(EcompError, match='refuses: etcdserver: duplicate key given in txn request'):

@@ -76,7 +76,8 @@ class Etcd:
         for operation in operations:
             if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
                 expired = (
-                    'the lease expired (was this process suspended?); nothing was written. Try: run the command again'
+                    'the lease expired (this process may have been suspended), and nothing was written. '
+                    'Try: the same command again'
                 )
                 raise EcompError(f'etcd refuses: requested lease not found: {expired}')
         return self._write(operations)

@@ -302,7 +302,7 @@ ROWS = [
     Row(
         PLACEMENT_COMMANDS,
         EcompError,
-        'requested lease not found: the lease expired .*; nothing was written',
+        'requested lease not found: the lease expired .*, and nothing was written',
         has_left_nothing,
     ),
     # eschedule --queue
@@ -318,7 +318,12 @@ ROWS = [
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
     Row(DESTROY, Conflict, 'other processes keep changing it', is_not_destroyed),
     Row(DESTROY, Unreadable, '', is_not_destroyed),
-    Row(DESTROY, EcompError, 'requested lease not found: the lease expired .*; nothing was written', is_not_destroyed),
+    Row(
+        DESTROY,
+        EcompError,
+        'requested lease not found: the lease expired .*, and nothing was written',
+        is_not_destroyed,
+    ),
     # eschedule stop, start, reboot
     Row(POWER, Acceptance, '( accepted; |requested before|is already (stopped|active)$)', is_switched),
     Row(POWER, NotFound, '', is_not_switched),
@@ -331,7 +336,9 @@ ROWS = [
     Row(FORGET, Conflict, '(is not forgotten|stays|other processes keep changing it)', is_not_forgotten),
     Row(FORGET, NotFound, '', promises_nothing),
     Row(FORGET, Unreachable, '', promises_nothing),
-    Row(FORGET, EcompError, 'requested lease not found: the lease expired .*; nothing was written', promises_nothing),
+    Row(
+        FORGET, EcompError, 'requested lease not found: the lease expired .*, and nothing was written', promises_nothing
+    ),
     # eschedule host drain --wait, disable, enable
     Row(DRAIN, type(None), '', is_drained),
     Row(DRAIN, StillGoing, 'the host stays disabled', is_disabled),
