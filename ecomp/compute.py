@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, lambda *_: process.end_soon())
             process.run()
-            log.info('stopping; the guests continue to run')
+            log.info('stopping; guests keep running')
     except EcompError as error:
         backend_failed = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
         config_source = f' ({make_printable(describe_source("compute.yaml", config.path))})' if backend_failed else ''
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_parse_count,
         help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
     )
-    accept_help = 'accept an etcd that was wiped, restored or replaced: first publish again what runs here'
+    accept_help = 'accept an etcd that was wiped, restored or replaced: first publish the instances of this host again'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
     command.add_argument('--check', action='store_true', help=check_help)
@@ -121,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Render the unit for ecompute started as `program`, with --config or its default; UsageError for other options."""
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
-        raise UsageError('--unit accepts --config alone')
+        raise UsageError('--unit accepts only --config')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])
 
@@ -129,7 +129,7 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
     """Print a line a finding, and a summary to stderr; return the exit code. UsageError with other options."""
     if has_other_options:
-        raise UsageError('--check accepts --config alone')
+        raise UsageError('--check accepts only --config')
     from ecomp.agent.checking import check_machine
     from ecomp.model.health import format_lines, get_exit_code, summarize
 

@@ -322,14 +322,18 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
             say(f'warning: {warning}. Roles prevent mistakes there, not attacks')
         if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
-            fix = 'start those computes with this version first; `eschedule audit` explains each record that remains'
+            fix = (
+                'start those computes with this version, and correct each record that remains as `eschedule audit` says'
+            )
             raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute. Fix: {fix}')
         current_roles = accounts.read_roles()
         live_computes = [
             keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease
         ]
         if left_out := roles.list_computes_without_role(live_computes, current_roles, target_roles):
-            fix = 'write `uuid: …` into the compute.yaml of each there, and run this command again'
+            fix = (
+                'write `uuid: …` into the compute.yaml that each of them has in this directory, and repeat the command'
+            )
             problem = f'alive, but without a certificate in {directory}: {_format_names(left_out)}'
             say(f'warning: {problem}. Fix: {fix}')
         for change in roles.plan_changes(current_roles, target_roles):
@@ -343,8 +347,8 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
             say(f'etcd at {accounts.endpoints} restricts each certificate to its role; {undo}')
         if unknown_users := roles.list_unknown_users(current_roles, target_roles):
             names = [make_printable(user, 200) for user in unknown_users]
-            fix = f'to revoke a certificate: etcdctl user delete {names[0]}'
-            say(f'in etcd, but not in {directory}: {", ".join(names)}; {fix}')
+            fix = f'to revoke a certificate, run `etcdctl user delete {names[0]}`'
+            say(f'in etcd, but not in {directory}: {", ".join(names)}. Fix: {fix}')
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:

@@ -336,7 +336,7 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
     for name, path in paths.items():
         if (place := systemd.find_unsafe_directory(path)) is not None:
             problem = f'the service cannot use {name}: {place} belongs to another user or is closed to root'
-            raise UsageError(f'--unit: {problem}. Fix: {fix} (docs/howto/real-machines.md)')
+            raise UsageError(f'--unit: {problem}. Fix: {fix}, as docs/howto/real-machines.md describes')
 
 
 def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:

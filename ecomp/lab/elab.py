@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_message(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        hint = '; `elab up` continues, `elab down` removes the lab'
+        hint = '. Try: `elab up` to complete the lab, or `elab down` to remove it'
         _print_message('elab: interrupted' + (hint if options.run in (_run_up, _run_down) else ''))
         return 1
 
@@ -198,7 +198,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_command('list', _run_list, 'list all labs of this machine, with state and directory')
     add_lab_command('down', _run_down, 'remove the lab with its guests and everything that elab made for it')
     only = add_command('control', _run_control, 'run only etcd and placement, in the foreground')
-    only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='listen here. Default: 127.0.0.1')
+    only.add_argument(
+        '--bind', default=control.LOCALHOST, metavar='ADDRESS', help='address to listen on. Default: 127.0.0.1'
+    )
     certs_help = 'directory of elab certs, made if missing. Default: ./certs if other machines reach ADDRESS, else none'
     only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
     add_ports(only)
@@ -206,10 +208,12 @@ def make_parser() -> argparse.ArgumentParser:
     unit_help = 'print the systemd unit that runs this command in this directory, and exit'
     only.add_argument('--unit', action='store_true', help=unit_help)
     certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and their clients')
-    directory_help = 'where to make them; if no NAME is given, those in it that expire within a month are replaced'
+    directory_help = (
+        'directory of the certificates; if no NAME is given, certificates in it that expire within a month are replaced'
+    )
     certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
-        ('--control', 'names and addresses of the control host, the first for clients; needed only once'),
+        ('--control', 'names and addresses of the control host, of which clients use the first; needed only once'),
         ('--compute', 'hypervisors; NAME=UUID for one that already has a uuid'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),

@@ -184,7 +184,9 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
         if was_ready:
             return
         if time.monotonic() >= deadline:
-            raise EcompError(f'{label} did not answer in {timeout_seconds:.0f} s: {read_last_line(log)} (see {log})')
+            raise EcompError(
+                f'{label} did not answer within {timeout_seconds:.0f} s: {read_last_line(log)} (see {log})'
+            )
         time.sleep(0.05)
 
 

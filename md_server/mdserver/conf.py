@@ -158,7 +158,7 @@ def parse(text: str, path: Path) -> Config:
 
 def check_public_key(text: str) -> str:
     """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid."""
-    problem = 'is not an OpenSSH public key: must be the one line of a file like ~/.ssh/id_ed25519.pub'
+    problem = 'is not an OpenSSH public key: such a key is one line that begins like ssh-ed25519 AAAA'
     kind, _, rest = text.partition(' ')
     blob = rest.split(' ')[0]
     try:
@@ -180,7 +180,9 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
 def _find_field(key: str) -> Field[Any]:
     """Return the field that the key sets; ValueError for an unknown or retired key."""
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
-        raise ValueError('passwords for guests are no longer supported: remove it, and put a key into [public-keys]')
+        raise ValueError(
+            'passwords for guests are no longer supported: remove `password`, and put a key into [public-keys]'
+        )
     if key not in FIELDS_BY_KEY:
         raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(FIELDS_BY_KEY)}')
     return FIELDS_BY_KEY[key]

@@ -22,7 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
     parser.add_argument('mac', help='MAC address of one interface of the guest')
     parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf. Default: built-in values')
-    parser.add_argument('--guests', metavar='DIR', type=Path, help="files of guests. Default: mdserver.conf's")
+    parser.add_argument(
+        '--guests',
+        metavar='DIR',
+        type=Path,
+        help="directory of ecompute's files of guests. Default: that of mdserver.conf",
+    )
     parser.add_argument('--no-phone-home', action='store_true', help='omit the report to the metadata server')
     arguments = parser.parse_args(argv)
     try:

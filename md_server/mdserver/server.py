@@ -162,7 +162,7 @@ def _check_headers() -> None:
         raise bottle.HTTPError(403, 'requests through a proxy are refused')
     # DNS rebinding: a malicious web page in a guest becomes same-origin by a host name that resolves to this server.
     if not HOST_HEADER_PATTERN.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
-        raise bottle.HTTPError(421, f'host names are not accepted: use {METADATA_ADDRESS}')
+        raise bottle.HTTPError(421, f'host names are not accepted. Fix: use {METADATA_ADDRESS}')
 
 
 def _make_response(body: bytes) -> bottle.HTTPResponse:
@@ -281,8 +281,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of mdserver's command line; its errors end the process with 2."""
     cli = _Parser(prog='mdserver', description='Serve metadata to the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf. Default: built-in values')
-    cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="listen here. Default: CONF's, or 169.254.169.254:80")
-    guests_help = "directory of ecompute's files of guests. Default: CONF's, or /var/lib/ecompute/metadata"
+    cli.add_argument(
+        '--listen', metavar='ADDRESS[:PORT]', help='address to listen on. Default: that of CONF, or 169.254.169.254:80'
+    )
+    guests_help = "directory of ecompute's files of guests. Default: that of CONF, or /var/lib/ecompute/metadata"
     cli.add_argument('--guests', metavar='DIR', type=Path, help=guests_help)
     cli.add_argument('--bridge', metavar='NAME', help='answer only this host, this bridge and holders of DHCP leases')
     cli.add_argument('--user', metavar='NAME', help='after listening, run as this user (a name or a number)')
@@ -301,7 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = command.parse_args(argv)
         if arguments.unit:
             if {**vars(arguments), 'unit': False, 'conf': None} != vars(command.parse_args([])):
-                command.error('--unit accepts CONF alone: set `guests` in it, the rest by `systemctl edit mdserver`')
+                fix = 'set `guests` in CONF, and other options with `systemctl edit mdserver`'
+                command.error(f'--unit accepts only CONF. Fix: {fix}')
             _print_unit(make_unit(arguments.conf, sys.argv[0]))
             return 0
     except OSError as error:

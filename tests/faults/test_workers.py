@@ -219,7 +219,7 @@ def test_ecompute_stopped_while_a_worker_is_frozen(host: Hypervisor, step: str) 
     assert host.is_running
     os.kill(pid, signal.SIGCONT)
     host.wait_ended()
-    assert host.find_log_lines('stopping; the guests continue to run')
+    assert host.find_log_lines('stopping; guests keep running')
     assert not host.find_log_lines('ERROR')
     # A step that cannot be undone any longer is complete; all others left nothing.
     remaining = [instance] if step == 'domain-started' else []

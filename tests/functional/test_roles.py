@@ -120,7 +120,8 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
         accounts.apply(roles.GrantRole('compute-hv2', 'root'))
     put_key(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
     unknown = 'compute-gone, operator-gone'
-    warning = f'in etcd, but not in {cloud.certs}: {unknown}; to revoke a certificate: etcdctl user delete compute-gone'
+    fix = 'to revoke a certificate, run `etcdctl user delete compute-gone`'
+    warning = f'in etcd, but not in {cloud.certs}: {unknown}. Fix: {fix}'
     assert cloud.enable() == [
         'role scheduler: may write /hosts/',
         'role compute-hv1: may no longer write /instances/',
@@ -237,7 +238,7 @@ def test_live_compute_without_a_certificate_is_named(cloud: EtcdWithRoles, capsy
         assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
         return [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: alive, but ')]
 
-    cure = 'write `uuid: …` into the compute.yaml of each there, and run this command again'
+    cure = 'write `uuid: …` into the compute.yaml that each of them has in this directory, and repeat the command'
     for _ in range(2):
         message = f'warning: alive, but without a certificate in {cloud.certs}: {other}. Fix: {cure}'
         assert read_warnings() == [message]

@@ -119,7 +119,7 @@ def test_interrupt_of_up_and_down_says_how_to_continue(
         monkeypatch.setattr(module, name, interrupt)
     monkeypatch.setattr(state, 'list_labs', interrupt)
     assert main(words) == 1
-    hint = '; `elab up` continues, `elab down` removes the lab' if words[0] in ('up', 'down') else ''
+    hint = '. Try: `elab up` to complete the lab, or `elab down` to remove it' if words[0] in ('up', 'down') else ''
     assert capsys.readouterr() == ('', f'elab: interrupted{hint}\n')
     assert not [*root.iterdir()]
 

@@ -102,7 +102,7 @@ good = {make_key()}
         'line 4: "port": \'http\' is not a port, 0 to 65535; '
         'line 5: "listen_address": \'virbr0\' is not an IPv4 address; '
         'line 7: unknown section [nova]: must be [mdserver] or [public-keys]; '
-        'line 10: "default": is not an OpenSSH public key: must be the one line of a file like ~/.ssh/id_ed25519.pub'
+        'line 10: "default": is not an OpenSSH public key: such a key is one line that begins like ssh-ed25519 AAAA'
     )
 
 
@@ -111,7 +111,7 @@ good = {make_key()}
     [
         (
             '[mdserver]\npassword = password',
-            'line 2: "password": passwords for guests are no longer supported: remove it',
+            'line 2: "password": passwords for guests are no longer supported: remove `password`',
         ),
         ('port = 80', r'line 1: no \[section\] precedes it'),
         ('[mdserver]\nport', 'line 2: neither'),

@@ -170,7 +170,7 @@ def test_default_configuration_path_is_absolute() -> None:
 
 @pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
 def test_unit_refuses_options_other_than_config(words: list[str]) -> None:
-    with pytest.raises(UsageError, match='--unit accepts --config alone'):
+    with pytest.raises(UsageError, match='--unit accepts only --config'):
         compute.render_unit(compute.make_parser().parse_args(['--unit', *words]), ['ecompute'])
 
 
@@ -183,7 +183,7 @@ def test_unit_of_mdserver_refuses_other_options(words: list[str], capfd: pytest.
         server.main(['--unit', 'mdserver.conf', *words])
     out, stderr = capfd.readouterr()
     assert (exit_info.value.code, out, stderr.count('\n')) == (2, '', 1)
-    assert stderr.startswith('mdserver: --unit accepts CONF alone')
+    assert stderr.startswith('mdserver: --unit accepts only CONF. Fix: ')
 
 
 @pytest.mark.parametrize('more', [[], ['--unit']])
@@ -256,13 +256,13 @@ def test_unit_that_root_without_rights_cannot_run_is_refused(
         monkeypatch.setattr(sys, 'argv', [program])
         assert elab.main(['control', '--bind', '10.0.0.5', *arguments, '--unit']) == 2
         reason = f'{problem}: {ann_home} belongs to another user or is closed to root'
-        fix = f'{cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)'
+        fix = f'{cure} --certs /var/lib/ecomp/certs, as docs/howto/real-machines.md describes'
         assert capsys.readouterr() == ('', f'elab: --unit: the service cannot use {reason}. Fix: {fix}\n')
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
     assert f'--data {var} ' in capsys.readouterr().out
     # Without --bind no other host reaches it, so it has no certificates.
     assert elab.main(['control', '--unit']) == 2
-    assert f'. Fix: {cure} (docs' in capsys.readouterr().err
+    assert f'. Fix: {cure}, as docs/' in capsys.readouterr().err
     for target, name, problem in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
         with monkeypatch.context() as patched:
             patched.setattr(target, name, str(ann_home / 'clone'))
