@@ -57,7 +57,7 @@ class Planes(NamedTuple):
 class AuditIndex:
     """The planes, parsed and indexed by instance; malformed values are kept as such.
 
-    By instance: `records` (the trusted) or `malformed_records` (its error), `requests_by_compute` {compute: request},
+    By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
     `guests` {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
     `allocations` {provider: resources}. `groups` and `quotas` by name have the error, a text, for a malformed value.
     `in_flight` are instances that wait in a queue, are being taken or have an attempt. `computes` are those that live,
