@@ -215,8 +215,9 @@ CODES = {
 class Finding(NamedTuple):
     """One disagreement about `subject`: an instance, compute, name, group or project.
 
-    `compute` is where it is, '' if nowhere; --fix has it remove `leftover`, unless None. If not `is_repairable`, --fix
-    leaves the finding alone, although its code has a repair. Of `keys` --fix changes the first, if all are unchanged.
+    `compute` is where it was found, or ''; with a `leftover`, --fix has that compute remove it. If not `is_repairable`,
+    --fix leaves the finding alone, although its code has a repair. --fix changes the first of `keys` if all of them are
+    unchanged.
     """
 
     code: str
@@ -255,7 +256,7 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings of both checks about whose subject no key differs in `revisions`, read during the checks.
+    """Return the findings of both checks, except those about whose subject the snapshots in `revisions` differ.
 
     Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     """
@@ -276,10 +277,7 @@ CODES_BY_TROUBLE = {
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Return every disagreement between the planes; an instance with an attempt in flight is left out.
-
-    The keys of queues, names, groups and quotas are audited in any case.
-    """
+    """Return all findings; about instances in AuditIndex.in_flight, only those of queues, names, groups and quotas."""
     world = AuditIndex(planes)
     findings = [
         *_audit_computes(world),
@@ -308,7 +306,7 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
-    """Find unleased presences, orphaned host names, and computes whose state and provider disagree."""
+    """Find unleased presences, orphaned host names, and computes that are mute, silent, overfull or unregistered."""
     known_computes = {*world.living_computes, *world.planes.providers, *world.list_absent_computes()}
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
@@ -354,7 +352,7 @@ def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
 def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
     """Find unleased takers and queued requests that are malformed, doubled or flavorless: one finding each.
 
-    A doubled one is repairable if it is delivered or recorded, and in one queue only.
+    A doubled one is in several queues, delivered or recorded; it is repairable if it is in one queue only.
     """
     for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
@@ -383,7 +381,7 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_names(world: AuditIndex) -> Iterator[Finding]:
-    """Find names that are malformed, or whose owner has ended, is unknown, or has another name."""
+    """Find names that are malformed (not repairable), or whose owner is finished, unknown or has another name."""
     for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
@@ -410,7 +408,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
-    """Find the instance's names that are reserved for commands, absent, another's (not repairable) or leased."""
+    """Find the instance's names that are reserved, or whose key is absent, leased or another's (not repairable)."""
     for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'its name is {name}, which is reserved for a command')
@@ -477,7 +475,7 @@ def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
 
 
 def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
-    """Audit a living instance; in work, only the lease of its record, and its requests."""
+    """Audit a living instance; of one in work, only the lease of its record and the number of its requests."""
     instance, compute = record.instance, record.compute
     summary = f'its record has state {record.state} on compute {compute}'
     entry = world.get_value(world.get_record_key(instance))
@@ -505,7 +503,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Find a claim that is absent, on two computes, or differs from the request; one at most."""
+    """Yield at most one finding: the claim is absent, on several computes, or differs from the request."""
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
@@ -521,7 +519,7 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Compare a living instance's record with its compute's digest, if any; not if it runs while that changes."""
+    """Compare a living instance's record with its compute's digest, if any; not its power while that is changed."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
@@ -578,7 +576,7 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
-    """Find several requests, domains on requested computes, and traces without a request."""
+    """Audit an instance without a record: doubled requests, a domain without a record or, if unrequested, traces."""
     requests = world.requests_by_compute.get(instance, {})
     if len(requests) > 1:
         yield _make_doubled_request(world, instance)
@@ -593,7 +591,7 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Finding]:
-    """Find the address and claim that remain of an instance that is finished or unknown."""
+    """Find what remains of a finished or unknown instance: its address, and a claim that certainly nothing needs."""
     booted = world.get_value(keys.address(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
@@ -611,7 +609,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
-    """Find parts of the instance on computes not in `home_computes`, and domains on several."""
+    """Find parts of the instance outside `home_computes`, domains on several computes, and foreign owner marks."""
     record = world.records.get(instance)
     if record is None:
         summary = (
@@ -666,7 +664,7 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
 
 
 def _find_domains(world: AuditIndex, instance: str) -> Mapping[str, bool]:
-    """Return {compute: is it running} for the computes that have and own the instance's domain."""
+    """Return {compute: whether it runs} of the instance's domains that have the owner mark of their compute."""
     return {
         compute: guest.running
         for compute, guest in world.guests.get(instance, {}).items()
@@ -679,7 +677,7 @@ def _format_held(held: Mapping[str, Resources]) -> str:
 
 
 def audit_groups(world: AuditIndex) -> Iterator[Finding]:
-    """Find malformed groups, broken strict rules, and members that nothing requests or records."""
+    """Find malformed groups, broken strict rules, and members that are neither requested nor living."""
     for name, group in world.groups.items():
         if not isinstance(group, Group):
             key = keys.group(name)
@@ -699,7 +697,7 @@ def audit_groups(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
-    """Return True if requested, in flight, living, or with a malformed record."""
+    """Return True if the instance is requested, in flight or living, or has a malformed record."""
     is_requested = (
         instance in world.in_flight
         or instance in world.malformed_records
@@ -727,7 +725,7 @@ def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
 
 
 def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
-    """Find quotas that are malformed, or differ from the requests or placement's usage: one finding each."""
+    """Find quotas that are malformed, unlike their requests or, while nothing is in work, unlike placement's usage."""
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             key = keys.quota(project)
