@@ -63,7 +63,7 @@ class Inventory(NamedTuple):
         return Room(self.capacity, self.used).free
 
     def find_nearest_amount(self, amount: int, room: int) -> int | None:
-        """Return the valid amount up to `room` nearest to `amount`, the smaller of two equally near ones, or None."""
+        """Return the valid amount up to `room` that is nearest to `amount`, the smaller of a tie; None if none is."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -130,7 +130,7 @@ def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def is_amount(value: object, maximum: int = MAX_SUM) -> bool:
-    """Return True for an int from 0 to `maximum`; not for a bool, or true would be one VCPU."""
+    """Return True for an int from 0 to `maximum`; False for a bool, because true would be one VCPU."""
     return type(value) is int and 0 <= value <= maximum
 
 
@@ -149,7 +149,7 @@ def sum_resources(parts: Iterable[Resources]) -> dict[str, int]:
 
 
 def find_compute(allocations: Allocations) -> str:
-    """Return the compute: the first provider of VCPUs, not of a shared disk; '' if absent."""
+    """Return the first provider that supplies VCPU, which is the compute; '' if none does."""
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
@@ -159,7 +159,7 @@ def list_missing_classes(resources: Resources) -> list[str]:
 
 
 def describe_difference(requested: Allocations, held: Allocations) -> str | None:
-    """Describe in one sentence how two allocations differ; return None if they are equal."""
+    """Describe in a sentence, cut off at MAX_DIFFERENCE_CHARACTERS, how two allocations differ; None if they do not."""
     if {p: dict(r) for p, r in requested.items()} == {p: dict(r) for p, r in held.items()}:
         return None
     if not held:

@@ -50,7 +50,7 @@ class PlacementReason(NamedTuple):
 
 
 def parse_placement_reason(data: Any) -> PlacementReason | None:
-    """Parse a request's or record's reason, its strategy cut to 40 characters; None if malformed: nothing needs it."""
+    """Parse the reason in a request or record, its strategy cut off at 40 characters; None if it is malformed."""
     if not isinstance(data, dict):
         return None
     strategy, weight, compute_count = (data.get(name) for name in PlacementReason._fields)
@@ -63,7 +63,7 @@ def parse_placement_reason(data: Any) -> PlacementReason | None:
 
 
 class Choice(NamedTuple):
-    """The candidates in the order to try; the `skipped` providers of others are dead computes, or another cloud's."""
+    """The candidates to try, in order. `skipped` are providers in other ones: dead computes, or another cloud's."""
 
     candidates: Sequence[Candidate]
     skipped: Sequence[str]
@@ -74,8 +74,8 @@ def choose(
 ) -> Choice:
     """Order the candidates on living computes by the group's preference, then by weight.
 
-    Candidates that the group excludes, and those without exactly one living compute to get the request, are left out.
-    Equal ones are shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
+    Candidates that the group excludes, and those without exactly one living compute, are left out. Equal ones are
+    shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
     """
     living = set(living_computes)
     candidates: list[Candidate] = []
@@ -102,7 +102,7 @@ def choose(
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
     """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
 
-    It is rounded to hundredths, so nearly equal computes are equal. Classes without capacity do not count; 0 for none.
+    Rounded to hundredths, so nearly equal computes are equal. Classes without capacity do not count; 0 if none counts.
     """
     usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
@@ -117,7 +117,7 @@ def distribute(
     rng: random.Random,
     group: Group | None = None,
 ) -> list[Candidate]:
-    """Return a candidate for each of `count` instances, or for fewer if room or group end.
+    """Return a candidate for each of `count` instances, or for fewer if the room or the group allows no more.
 
     `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited. A strict
     affinity group without members gets one compute: the first that has room for all, or else for most.
@@ -177,7 +177,7 @@ def _distribute(
 
 
 def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms`; if they do not fit, change nothing (False)."""
+    """Add the allocations to the usage in `rooms` and return True; if they do not fit, only return False."""
     usages = [
         (room, name, amount)
         for provider, resources in allocations.items()
@@ -192,6 +192,6 @@ def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> b
 
 
 def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:
-    """Return the weight by SPREAD or PACK, 0 to 1, a larger one is better; None: not weighed."""
+    """Return the weight by SPREAD or PACK, from 0 to 1 (the best); None for other strategies, which do not weigh."""
     free_share = calculate_free_share(allocations[compute], rooms.get(compute, {}))
     return {SPREAD: free_share, PACK: 1 - free_share}.get(strategy)
