@@ -35,8 +35,9 @@ CURES: Mapping[str, str] = {
 class Canary(NamedTuple):
     """The result of one host's canary.
 
-    `reached` is its last stage, or ENTERED (None: not placed), after `seconds` (None: failed or not placed); `reason`
-    says why it went no further. `failed_stage` is '' if the host is fine, `leftover_reason` if the canary is gone.
+    `reached` is its last stage, or ENTERED, after `seconds`; both are None if it was not placed, `seconds` also if it
+    failed. `reason` says why it went no further. `failed_stage` is '' if the host is fine. `leftover_reason` is '' if
+    the canary is gone.
     """
 
     compute: str
@@ -86,7 +87,7 @@ def format_line(canary: Canary) -> str:
 
 
 def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:
-    """List failed and leftover canaries, and a run that placed none unless it was interrupted."""
+    """List the failed and the leftover canaries, and that none was placed, unless the run was interrupted."""
     from ecomp.model.health import Ailment  # every command loads this module, but few need Ailment
 
     ailments, was_tried = [], was_interrupted
@@ -108,7 +109,7 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
 
 
 def find_stages(record: Record | None) -> tuple[str, str]:
-    """Return the last stage that a guest reached (else the first), and the one that it is or failed in (or READY)."""
+    """Return the last stage reached (none: the first), and the stage that it is in or failed in (READY if all are)."""
     if record is None:
         return STAGES[0], STAGES[0]
     reached = [stage for stage in STAGES if stage in record.reached_stages] or [STAGES[0]]
