@@ -50,7 +50,7 @@ class KnownCluster:
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
     """Return the highest revision in the values of the keys below /accepted/, or 0.
 
-    A number above the key's own revision counts as that; a value that is not 1 to 19 digits is ignored.
+    A number above the key's own revision counts as that revision. A value that is not 1 to 19 digits is ignored.
     """
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
@@ -59,8 +59,8 @@ def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
 def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | None:
     """Explain why a reply's header is not from the remembered etcd; return None if it may be.
 
-    It is valid for a linearizable reply to a call that was sent after `remembered` was read: no member of a healthy
-    cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
+    It is valid only for a linearizable reply to a call that was sent after `remembered` was read: no member of a
+    healthy cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
     """
     if remembered.cluster and header.cluster != remembered.cluster:
         return f'its cluster id is {header.cluster:x}, not {remembered.cluster:x} as before'
@@ -72,7 +72,7 @@ def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | N
 
 
 def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> str | None:
-    """Explain why a value of /cluster (None: no key) is not the remembered one; else None."""
+    """Explain why a value of /cluster (None: no key) lacks the remembered identity; return None if it has it."""
     if value is None:
         return f'its {keys.CLUSTER} is missing, and had identity {remembered.identity} before'
     try:
@@ -112,7 +112,7 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def describe_vulnerabilities(version: str) -> str | None:
-    """Return a log line, `problem: cure`, for an end-of-life or vulnerable etcd; None for others, and unknown ones."""
+    """Return a log line, `problem: cure`, for an end-of-life or vulnerable etcd; None for others, or if unknown."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None

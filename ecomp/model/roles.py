@@ -111,7 +111,7 @@ def list_scheduler_permissions() -> Permissions:
 
 
 def make_roles(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
-    """Return the users and roles that there should be; `computes` is {user: compute's uuid}."""
+    """Return the users and roles that there should be, `root` in any case; `computes` is {user: compute's uuid}."""
     users = {user: frozenset({user}) for user in computes}
     users |= {user: frozenset({SCHEDULER}) for user in schedulers}
     users |= {user: frozenset({ROOT}) for user in (ROOT, *operators)}

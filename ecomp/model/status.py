@@ -38,7 +38,7 @@ def apply_enable(traits: Set[str], is_alive: bool) -> Names:
 
 
 def apply_start(traits: Set[str]) -> Names:
-    """Return the traits after a compute started: DISABLED goes unless an operator's is set."""
+    """Return the traits after a compute started: without DISABLED, unless DISABLED_BY_OPERATOR is set."""
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits - {DISABLED})
 
 
