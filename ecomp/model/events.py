@@ -118,7 +118,7 @@ def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, s
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield what is new in a record; or that it is deleted or malformed, without times."""
+    """Yield what is new in a record, or that it is deleted or malformed; nothing for a deletion of the key of 1.0."""
     compute, instance = keys.parse_record_key(change.key)
     if change.after is None and compute is None:
         return  # a record of ecomp 1.0 that moved below its compute
@@ -190,7 +190,7 @@ def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface])
 
 
 def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a request is malformed or, if the earlier value is known, accepted; or its destroy or power action."""
+    """Yield that a request is malformed or, if the earlier value is known, what is accepted; nothing for a deletion."""
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
@@ -245,7 +245,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
 
 
 def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that the new owner has the name, or that the last one lost it; malformed: `?`."""
+    """Yield that a name is taken or released, with its owner (malformed: `?`), if the earlier value is known."""
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
@@ -277,7 +277,7 @@ def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mappin
 def _make_describer(
     kind: str, describe: Callable[[str, bytes], str]
 ) -> Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]:
-    """Make the function that reports a key that operators write, if its description changed."""
+    """Make the function that yields an event of `kind` if what `describe` returns for the value changed."""
 
     def describe_change(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
         name = change.key.split('/', 2)[2]
