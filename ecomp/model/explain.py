@@ -33,7 +33,7 @@ class Provider:
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Return the provider with the usage of other instances of the same set, one each, added."""
+        """Return the provider with these amounts, one for each other instance of the same set, added to its usage."""
         sums = sum_resources(amounts)
         increased = {
             name: inventory._replace(used=inventory.used + sums.get(name, 0))
@@ -58,7 +58,7 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """Request `replacement` (None: drop it) for a constraint once `amount_to_free` is free."""
+    """A change that helps: replace the constraint (None: drop it), once `amount_to_free` of its class is freed."""
 
     constraint: Constraint | GroupConstraint
     replacement: Constraint | None
@@ -107,9 +107,10 @@ class Miss:
 def explain_uncovered(
     query: Iterable[Constraint], provider: Provider, sharing_providers: Iterable[Provider]
 ) -> str | None:
-    """Say, as the end of a sentence, why this module does not cover a nested or sharing provider, or None.
+    """Say, as the end of a sentence, why this module does not cover a provider; None if it does.
 
-    Nor does it cover one that shares a class of the query with `sharing_providers` (MISC_SHARES_VIA_AGGREGATE).
+    Not covered are nested and sharing providers, and those to which one of `sharing_providers`
+    (MISC_SHARES_VIA_AGGREGATE) may supply a class of the query.
     """
     if not provider.is_standalone:
         return 'its resource providers are nested'
@@ -124,7 +125,7 @@ def explain_uncovered(
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a covered provider: that it is disabled, then in the query's order."""
+    """Find the constraints that fail on a covered provider: first that it is enabled, then in the query's order."""
     # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
@@ -135,7 +136,7 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 def add_group_failure(
     original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Return the miss, with a failure added if the group, unless None, bars the provider.
+    """Return the miss, with a failure added if `group` (None: no group) excludes the provider.
 
     `taken_computes` are those of the set's other instances, in order; they count as members of the group.
     """
@@ -162,14 +163,14 @@ def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
 
 
 def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
-    """Find the miss with the smallest cure, preferably one that frees nothing; None if no miss can be cured."""
+    """Return the first of sort_misses() that can be cured, preferably without freeing anything; None if none can."""
     curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """Return the query with the constraints that have a cure, but not of a group, replaced or dropped."""
+    """Return the query with each constraint that has a cure replaced or dropped; a group's cure changes nothing."""
     replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
         cure.constraint: cure.replacement for cure in cures
     }
@@ -202,7 +203,7 @@ def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
 
 
 def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
-    """Return the failure of a constraint, None if it is met; `can_drop`: the query may lose an optional amount."""
+    """Return the failure of a constraint, None if it is met. With `can_drop` a cure may drop an optional amount."""
     if isinstance(constraint, Amount):
         return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
     names = provider.get_names(constraint.key)
@@ -240,7 +241,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 def _check_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
-    """Return the failure, with all reasons, of an amount in an inventory (None: lacks the class); None if it fits.
+    """Return why an amount does not fit, with all reasons; None if it fits. Without the class, `inventory` is None.
 
     With `taken_count` the usage is not quoted, because it includes the set's.
     """
@@ -273,7 +274,7 @@ def _check_amount(
 def _find_cure(
     requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
 ) -> Cure | None:
-    """Return the first possible cure: the possible amount, drop the class, free some; None if none fits when empty."""
+    """Return the first cure that helps: request `possible_amount`, drop the class, or free some; None if none does."""
     if possible_amount is not None:
         return Cure(requested, Amount(requested.name, possible_amount))
     if drop_cure is not None:

@@ -328,7 +328,7 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
 
 def _sort_by_revision(entries: dict[str, WaitingEntry], added: int) -> dict[str, WaitingEntry]:
-    """Return entries by revision: the `added` ones are last, but a released one may be older."""
+    """Return the entries sorted by revision; of the last `added` ones, a released one may be older than others."""
     tail = list(islice(reversed(entries.values()), added + 1))
     if all(later.revision > earlier.revision for later, earlier in pairwise(tail)):
         return entries
@@ -359,9 +359,9 @@ def can_take(flavor: Flavor, provider: Provider) -> bool:
 def check_flavors(
     flavors: Mapping[str, Flavor], provider: Provider, known_answers: Mapping[str, bool]
 ) -> dict[str, bool]:
-    """Return {query: whether the provider can take it} of the flavors that requests wait for.
+    """Return {query: whether the provider can take it} of `flavors`, those that requests wait for.
 
-    Only flavors without an answer for the same state of the provider are checked: there may be tens of thousands.
+    Those in `known_answers`, of the same state of the provider, are not checked: there may be tens of thousands.
     """
     return {
         query: known_answers[query] if query in known_answers else can_take(flavor, provider)

@@ -39,7 +39,7 @@ class Quota(NamedTuple):
     used: Mapping[str, int] = {}
 
     def list_excesses(self, charge: Mapping[str, int]) -> list[ExceededLimit]:
-        """Return the limits that the charge would exceed; one of which the charge has nothing is never exceeded."""
+        """Return the limits that the charge would exceed; never a limit on something that the charge lacks."""
         excesses = (
             ExceededLimit(name, limit, self.used.get(name, 0), charge.get(name, 0))
             for name, limit in self.limits.items()
@@ -73,7 +73,7 @@ def make_charge(resources: Resources) -> dict[str, int]:
 
 
 class Demand(Protocol):
-    """A request, delivered or queued, and what it counts for in a quota."""
+    """What sum_charges() reads of a request: queued, delivered or malformed."""
 
     @property
     def instance(self) -> str: ...
