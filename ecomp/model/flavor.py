@@ -100,7 +100,7 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 
 
 def from_json(name: str, value: bytes) -> Flavor:
-    """Parse a flavor's value, of version 1 by default, ignoring its name; ValueError if malformed or newer."""
+    """Parse a flavor's value, of version 1 by default, ignoring the name in it; ValueError if malformed or newer."""
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):

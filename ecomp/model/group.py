@@ -89,7 +89,7 @@ class Group:
         return 1 if self.policy == AFFINITY else -1
 
     def get_preference(self, compute: str) -> int:
-        """Return the preference for a compute of the next member; the largest number comes first."""
+        """Return the number of members on a compute, negative for anti-affinity; the largest is preferred."""
         return self.preference_sign * self.member_counts[compute]
 
     def list_breaches(self) -> list[str]:
@@ -113,7 +113,7 @@ def check_group_name(name: str) -> str:
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
     """Return the existing group, or for None a new one without members, strict unless `strict` is False.
 
-    UsageError if that has no policy; Conflict if the request's policy or `strict` differs from the existing group's.
+    UsageError if a new one would have no policy; Conflict if the requested policy or `strict` is not the existing one.
     """
     name = membership.name
     if existing is None:
@@ -129,7 +129,7 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return the instances of {instance: compute} that the group, without them, admits one after the other."""
+    """Return which of `places` {instance: compute} the group admits one after the other, as if none was in it."""
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():
@@ -158,7 +158,7 @@ def from_json(name: str, value: bytes) -> Group:
 
 
 def parse_membership(data: Any) -> Membership | None:
-    """Parse the group in a request, None for None; ValueError unless it has a name, a policy and `strict`."""
+    """Parse the group in a request; None for None, ValueError unless it has a valid name, policy and `strict`."""
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):

@@ -78,14 +78,14 @@ class GuestFailure:
 
 
 class GuestReport(NamedTuple):
-    """A guest's report. `host_keys` are `<type> <base64>`; no `failure`: cloud-init succeeded."""
+    """A guest's report. `host_keys` are `<type> <base64>`; `failure` is None if cloud-init reports none."""
 
     host_keys: tuple[str, ...] = ()
     failure: GuestFailure | None = None
 
 
 def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report, without malformed keys or failure; a malformed or empty one (older server) has neither."""
+    """Parse a stored report, leaving out malformed parts: all of a malformed or empty one (from an older server)."""
     report = load_object_or_empty(data)
     return GuestReport(
         parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))
@@ -93,7 +93,7 @@ def parse_guest_report(data: bytes) -> GuestReport:
 
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
-    """Return up to MAX_HOST_KEYS different valid keys of HOST_KEY_TYPES, without comments; () for another value."""
+    """Return up to MAX_HOST_KEYS different valid keys of HOST_KEY_TYPES, without comments; () if it is no list."""
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
@@ -106,7 +106,7 @@ def parse_host_keys(value: object) -> tuple[str, ...]:
 
 
 def parse_failure(stage: object, reason: object) -> GuestFailure | None:
-    """Return the failure of a report; None unless both are strings and the stage is not empty."""
+    """Return a report's failure, printable and cut off; None unless both are strings and the stage is not empty."""
     if not isinstance(stage, str) or not isinstance(reason, str) or not stage:
         return None
     return GuestFailure(make_printable(stage, MAX_STAGE_CHARACTERS), make_printable(reason, MAX_REASON_CHARACTERS))
@@ -154,7 +154,7 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return the user-data; ValueError, the end of a sentence, if empty, or neither gzip nor UTF-8 without a NUL."""
+    """Return the user-data if it is gzip or UTF-8 without NUL; else, or if empty, ValueError: the end of a sentence."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP_MAGIC):
