@@ -128,7 +128,6 @@ class MachineFacts:
 
 
 def _check_root(facts: MachineFacts) -> Iterator[Problem]:
-    """Report that we are not root."""
     if facts.state.caller_uid != 0:
         yield 'ecompute needs root', 'sudo ecompute --check'
 
@@ -395,12 +394,13 @@ class ComputeFacts:
 
 
 def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Problem]:
+    """Report the failure of a section, with its cure, unless `reason` is ''."""
     if reason:
         yield reason.partition('. Fix: ')[0], _find_cure(section, reason, facts)
 
 
 def _find_cure(section: str, reason: str, facts: Backends) -> str:
-    """Return the cure of a failure, recognized by words in `reason`, of `section`: `etcd` or `placement`."""
+    """Return the cure of a failure of `section`, `etcd` or `placement`, chosen by words in `reason`."""
     # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
     if 'the clock may be wrong' in reason:
         return 'run `timedatectl set-ntp true` here and on the control host'
@@ -550,7 +550,7 @@ def format_lines(ailments: Sequence[Ailment]) -> list[str]:
 
 
 def summarize(facts: Backends, ailments: Sequence[Ailment]) -> str:
-    """Return one line with the number of problems, and etcd's and placement's versions."""
+    """Return one line: the number of problems, etcd's and placement's versions, and the configuration file."""
     etcd = 'no answer' if facts.etcd_failure else facts.etcd_version
     placement = 'no answer' if facts.placement_failure else f'microversion {facts.placement_version}'
     count = f'{len(ailments) or "no"} finding{"" if len(ailments) == 1 else "s"}'

@@ -35,7 +35,7 @@ from ecomp.model.text import join_some, make_printable, replace_uuids
 
 
 class RecordFilter(NamedTuple):
-    """A filter for records; None accepts all. `name` is a case-sensitive pattern with *, ? and [...]; no name is ''."""
+    """A filter for records; None accepts all. `name` is a pattern of fnmatchcase(); a missing name counts as ''."""
 
     states: Collection[str] | None = None
     compute: str | None = None
@@ -69,7 +69,7 @@ class EntriesByCompute(Generic[Kind]):
     Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are
     not its own. Trusted is the compute with a request; of several the one with the claim in placement, because the
     uuid is public before delivery, so the oldest request may be a false one; if none or all have a claim, or placement
-    was not queried, the one with the oldest key. `request`, `record` and `record_key` are its own, or None.
+    was not queried, the one with the oldest key. `request`, `record` and `record_key` are of the trusted one, or None.
 
     `claimless` are computes with a request that were found to have no claim. In `records`, '' is for a record that
     names no compute, or a malformed one of ecomp 1.0.
@@ -216,7 +216,7 @@ def parse_room_hint(value: Any) -> Hint | None:
 
 
 def has_room(hint: Hint, resources: Resources) -> bool:
-    """Return whether there may be room for these resources; never for a class that is absent."""
+    """Return whether there may be room for these resources; False if the hint lacks one of their classes."""
     return all(name in hint and amount <= hint[name].max_free for name, amount in resources.items())
 
 
@@ -402,7 +402,7 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd, sorted; others are left out.
+    """Return, sorted, the computes in `providers` {uuid: name} (name is uuid) that are not proven alive in this etcd.
 
     A presence is no proof, because a restored etcd has it again, with a full lease, unless it was written after
     `start_revision`, etcd's revision when this process started, or all leases of that time have expired.
@@ -416,7 +416,7 @@ def list_unproven(
 
 
 def parse_presence(value: bytes) -> PresenceFacts:
-    """Parse a presence; absent or malformed fields are None. Version and kind are cut off (MAX_SHOWN_CHARACTERS)."""
+    """Parse a presence; absent or malformed fields are None. Version and kind are cut off at MAX_SHOWN_CHARACTERS."""
     data = load_object_or_empty(value)
     version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
     # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
@@ -493,7 +493,7 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is UP, DISABLED, CLOSED, SILENT or ORPHANED; instances are list_living()."""
+    """A line of `eschedule hosts`. `state` is one from UP to ORPHANED, `instance_count` the size of list_living()."""
 
     compute: str
     hostname: str | None
@@ -555,7 +555,7 @@ def list_present(compute: str, etcd: EtcdState) -> set[str]:
 def find_forget_obstacle(
     compute: str, etcd: EtcdState, consumers: Collection[str], in_flight: Collection[str]
 ) -> str | None:
-    """Return why a compute must not be forgotten, and the cure; None if it may. `consumers` have claims there."""
+    """Return why a compute must not be forgotten, and the cure; None if it may be. `consumers` have claims there."""
     if compute in etcd.living_computes:
         host = etcd.computes.find_hostname(compute)
         return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
@@ -582,7 +582,7 @@ def find_forget_obstacle(
 
 
 def find_leftovers(compute: str, etcd: EtcdState, consumers: Collection[str]) -> Leftovers:
-    """Return what to remove with a compute that may be forgotten; `consumers` have allocations."""
+    """Return what to remove with a compute that may be forgotten; `consumers` have allocations there."""
     requests = etcd.requests.get(compute, {})
     stray = {name for name in requests if _is_stray(compute, etcd.records.get(name))}
     # A record is in state destroying only after a tombstone was delivered.
@@ -647,15 +647,14 @@ Each = TypeVar('Each', bound=keys.StoredValue)
 def collect_changed_requests(
     previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
 ) -> dict[str, dict[str, Each]]:
-    """Return {compute: its current requests by key} where requests differ from `previous`; {} if none remain.
+    """Return {compute: {key: request}}, all its current requests, of the computes whose requests changed.
 
-    All keys are below /hosts/; `previous_by_compute` has the previous ones (absent: none). Of maybe ten thousand keys,
-    only changed ones are grouped.
+    All keys (maybe 10,000) are below /hosts/; only changed ones are grouped. `previous_by_compute` groups `previous`.
     """
     changed: dict[str, dict[str, Each]] = {}
 
-    def get_copy(key: str) -> dict[str, Each]:
-        """Return the compute's dict in `changed`, at first a copy of its previous requests."""
+    def add_copy(key: str) -> dict[str, Each]:
+        """Return the compute's dict in `changed`; if absent, add a copy of its previous requests."""
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         if compute not in changed:
             changed[compute] = dict(previous_by_compute.get(compute, {}))
@@ -670,8 +669,8 @@ def collect_changed_requests(
             removed_count += 1
         elif keys.get_value_id(old_entry) == keys.get_value_id(entry):
             continue
-        get_copy(key)[key] = entry
+        add_copy(key)[key] = entry
     if removed_count:
         for key in previous.keys() - state.keys():
-            del get_copy(key)[key]
+            del add_copy(key)[key]
     return changed
