@@ -162,7 +162,7 @@ def expand_address(address: Address) -> Iterator[Address]:
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
     """Return why no image may be downloaded from a host of this name, or None if one may.
 
-    `sources` (None: not configured) must list the name; networks do not count. localhost is always refused.
+    `sources`, unless None (not configured), must list the name; networks do not count. localhost is always refused.
     """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:

@@ -31,14 +31,14 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
 
 
 def is_supported_version(version: object, newest: int) -> bool:
-    """Return whether `version` is an int from 1 to `newest`; False for other types, also True."""
+    """Return whether `version` is an int from 1 to `newest`; False for other types, such as bool."""
     return type(version) is int and 1 <= version <= newest
 
 
 def load(value: bytes) -> Any:
     """Parse JSON; ValueError if it is malformed, not UTF-8, or longer than MAX_VALUE_BYTES.
 
-    Also for NaN, infinities (1e999), integers of more than MAX_DIGITS, duplicate keys and nesting over MAX_DEPTH.
+    ValueError also for NaN, infinities (1e999), integers over MAX_DIGITS, duplicate keys and nesting over MAX_DEPTH.
     """
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')

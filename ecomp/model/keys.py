@@ -73,7 +73,7 @@ class StoredValue(Protocol):
 
 
 def get_value_id(stored: StoredValue) -> tuple[int, int]:
-    """Return (revision, length), which identifies a value: a dropped one may be kept later."""
+    """Return (revision, length), which identifies a value: one dropped as too large has length 0 until it fits."""
     return stored.revision, len(stored.value)
 
 
@@ -171,11 +171,11 @@ def get_last_part(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Return True for a str that is a lower-case uuid with dashes, not nil: it names a file."""
+    """Return True for a str that is a lower-case uuid with dashes, not nil, and so may name a file."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
 def make_uuid(random_bytes: bytes) -> str:
-    """Make a random uuid (version 4) of 16 bytes. Python's uuid module loads slowly."""
+    """Make a uuid (version 4) from 16 random bytes, without Python's uuid module, which loads slowly."""
     digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
