@@ -87,9 +87,9 @@ DifferenceDescriber = Callable[['Order'], str]
 class OrderField(NamedTuple):
     """Specifies how a field of an order is parsed, written and compared.
 
-    `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: left out of the JSON if it has
-    its default. `recorded`: records contain it, too. `differs` describes an existing order's value if another is
-    requested; None: not compared. `compared`: the attribute to compare instead. The lowest `report_rank` is reported.
+    `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: the JSON lacks a default value.
+    `recorded`: records contain it, too. `differs` describes an existing order's value if another is requested; None:
+    not compared. `compared`: the attribute to compare instead. Of differences, the lowest `report_rank` is reported.
     """
 
     parse: Callable[[Mapping[str, Any], str], Any]
@@ -204,7 +204,6 @@ def _describe_group(existing: Order) -> str:
 
 
 def _describe_count(existing: Order) -> str:
-    """Describe whether it was ordered in a set, and of how many."""
     return f'in a set of {existing.count}' if existing.count > 1 else 'as a single instance'
 
 
@@ -271,7 +270,7 @@ FIELDS = tuple(each.metadata['row']._replace(name=each.name) for each in fields(
 
 
 def parse_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an order's fields but the instance, by name, or defaults; ValueError if invalid."""
+    """Parse an order's fields, except the instance, by name; absent ones by default, ValueError for invalid ones."""
     return {row.name: row.parse(data, row.name) for row in FIELDS}
 
 
@@ -286,7 +285,8 @@ def dump_fields(order: Order) -> dict[str, Any]:
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
     """Describe one difference of an existing order from the one requested for its uuid (`of project p`), or None.
 
-    If `is_recorded`, `existing` is from a record: keys, user-data and count, which it lacks, are not compared.
+    An existing order without a project matches any. With `is_recorded` it is from a record: keys, user-data and count,
+    which a record lacks, are not compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.report_rank):
         attribute = each.compared or each.name
@@ -385,7 +385,7 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Parse name and group of a malformed request, None if invalid; also return its object, {} if too large or none."""
+    """Parse name and group (None if invalid) of a malformed request; and its object, {} if it is none or too large."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     group = _read_or_none(lambda: parse_membership(data.get('group')))
     return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
@@ -425,7 +425,7 @@ def _read_or_none(read: Callable[[], Found]) -> Found | None:
 
 
 def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) -> Request:
-    """Parse the request of instance `name`; ValueError with the reason if it is malformed."""
+    """Parse the request or tombstone of instance `name`; ValueError if malformed, too large or with `dropped_bytes`."""
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
     check_request_size(value, dropped_bytes)
@@ -480,7 +480,7 @@ def to_json(request: Request) -> str:
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the uuid in an attempt's key and the instances in its value, if valid: any text, long ones cut off."""
+    """Return the uuid in an attempt's key and the instances in its value, as cut-off text; none if malformed."""
     try:
         instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
@@ -517,9 +517,10 @@ MAX_SET_BYTES = 1_400_000
 
 @dataclass(frozen=True)
 class SetOrder(Order):
-    """An order of one instance or, if `count` is above 1, a set, with its own `instance` and `name`; how to place it.
+    """An order of one instance or, if `count` is above 1, of a set; and how to place it.
 
-    `weigh` says which computes are tried first. At least `minimum` instances are placed, or none.
+    A set has a uuid, `instance`, and a name of its own. `weigh` is the strategy (see ecomp.model.choose). At least
+    `minimum` instances are placed, or none.
     """
 
     weigh: str = field(default=SPREAD, kw_only=True)
@@ -527,7 +528,7 @@ class SetOrder(Order):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid; a set's uuids follow from its own, to resume it.
+        """The order of each instance by uuid. A set's uuids are hashes of its own, so that it can be resumed.
 
         Members of a set are named `<name>-1`, `<name>-2`, … (or None), and have the hash of user-data in its place.
         """
@@ -563,7 +564,7 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
 
 
 def check_order_size(order: SetOrder) -> None:
-    """Raise UsageError, before anything is claimed, for a set too large for one transaction."""
+    """Raise UsageError for a set too large for one transaction; never for a single instance."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0

@@ -192,14 +192,14 @@ class AuditIndex:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether it is being built or destroyed; with a tombstone, unless its record is gone or in error."""
+        """Return whether it is being built or destroyed: with a tombstone, until its record is gone or in error."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in requests):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """Return whether there is a record, in which a requested power action is not completed."""
+        """Return whether the instance has a record in which a requested power action is not completed."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         actions = [wish.power for wish in requests if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
@@ -240,8 +240,8 @@ class AuditIndex:
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
     """Return {instance, compute or project: {key: revision}} of the keys about each.
 
-    Of a key whose last part is another name, such as a group, the subject is that. For a presence it is the lease: the
-    same lease means the same process, however often its hint changes.
+    If the last part of a key is another name, such as a group's, the key is about that name. A presence has its lease
+    instead of its revision: the same lease means the same process, however often its hint changes.
     """
     revisions: dict[str, dict[str, int]] = {}
     for key, stored in etcd.items():
