@@ -117,7 +117,7 @@ def restrict_to_compute(query: str, compute: str) -> str:
 
 
 def exclude_disabled(query: str) -> str:
-    """Return the query plus NOT_DISABLED (on the root), unless it names that trait or placement will refuse it."""
+    """Return the query plus NOT_DISABLED (on the root), unless the query has that trait or will be refused."""
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
     if any(DISABLED in split_traits(value) for value in trait_values):
@@ -206,8 +206,8 @@ class QueryNames(NamedTuple):
 def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
     """Return the query; ValueError with the first error that can be found without placement.
 
-    Names, and values of required, root_required, member_of, in_tree and same_subtree, are not checked. Without
-    `needs_resources` it, maybe '', is added to a flavor's. `has_on_option` forbids in_tree=: --on names the compute.
+    Not checked are whether a class exists, and values of required, root_required, member_of, in_tree and same_subtree.
+    Without `needs_resources` it may be '', as it is added to a flavor's. `has_on_option` (--on) forbids in_tree=.
     """
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):

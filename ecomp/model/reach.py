@@ -35,7 +35,7 @@ NO_FILE_STATUS = 66
 
 
 class ReachCommand(NamedTuple):
-    """The command that enters a hypervisor, with HOST_PLACEHOLDER; asserts that each `host` is_host_name()."""
+    """The command that enters a hypervisor, with HOST_PLACEHOLDER; its methods assert is_host_name() of `host`."""
 
     words: tuple[str, ...]
 
@@ -131,7 +131,7 @@ def make_ssh_options(
 
 
 def quote_remote_command(command: Sequence[str]) -> list[str]:
-    """Return ssh's arguments for a command: one word as shell text, several quoted and joined, [] for none."""
+    """Return ssh's arguments for a command: one word, which is shell text, unchanged; several quoted and joined."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
