@@ -120,13 +120,13 @@ class Record(Order):
     boots: Boots = ()
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
-        """Return a copy in `state` without progress, and in gone and error console; new `stages` get the time `now`."""
+        """Return a copy in `state`, new `stages` at `now`; it has no progress, and no console if gone or in error."""
         new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def mark_running(self, reason: str, now: str) -> Record:
-        """Return the active record of a running guest; if it was off, with a new boot for `reason`, no `cloud_init`."""
+        """Return the record as active; if its guest was off, with a new boot for `reason` and without `cloud_init`."""
         before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
         boots = of_boots.record_running(before.all_boots, reason, now)
         # In a new boot cloud-init runs again.
@@ -134,11 +134,11 @@ class Record(Order):
         return replace(before.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
 
     def mark_off(self, now: str) -> Record:
-        """Return the record, stopped, of a guest seen off at `now`."""
+        """Return the record as stopped; the stop of its last boot gets the time `now`, unless it has one."""
         return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.all_boots, of_boots.STOPPED, now))
 
     def mark_stage(self, stage: str, now: str) -> Record:
-        """Return the record of a guest that reached a stage in its last boot; a time that is recorded already stays."""
+        """Return the record, without progress, with a stage at `now`, also in its last boot; an earlier time stays."""
         return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.all_boots, stage, now))
 
     @property
@@ -185,7 +185,7 @@ def make_record(compute: str, request: Request, now: str) -> Record:
 
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
-    """Return the first record, scheduled at `now` (ISO), of a malformed request: what to release, not the reason."""
+    """Return a malformed request's first record, scheduled at `now` (ISO): it has what to release, but no reason."""
     holdings = request.holdings
     return Record(
         instance=request.instance,
@@ -222,7 +222,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record of `instance` and `compute` (None: any; '': none); ValueError if malformed, newer or of others."""
+    """Parse a record of `instance` and `compute` (None: any, '': none); ValueError if malformed, newer or of others."""
     try:
         record = _parse_record(load_object(value))
     except ValueError as error:
@@ -287,7 +287,7 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of this type; if absent its default, or null without one. ValueError for other types and bool."""
+    """Return a field of type `kind`; an absent one is the default or else null. ValueError for other types and bool."""
     if name not in data and default:
         return default[0]
     value = data.get(name)

@@ -23,7 +23,7 @@ NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
 def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """Return the most similar candidate, transposed ones first, ignoring case, or None; never the word's opposite."""
+    """Return the most similar candidate (best: the same letters), ignoring case, or None; never the word's opposite."""
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:MAX_COMPARED_CHARACTERS].lower()
@@ -110,7 +110,7 @@ _UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-
 
 
 def make_printable(text: str, limit: int = 2000) -> str:
-    """Return text as one line with unprintable characters escaped, after `limit` unescaped ones cut off with `…`."""
+    """Return the first `limit` characters of a text as one line, unprintable ones escaped; `…` if more follow."""
     safe = escape_characters(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
@@ -139,7 +139,7 @@ def join_some(names: Sequence[str], max_count: int, separator: str = ', ') -> st
 
 
 def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
-    """Replace the uuids in `display_names`, but not in paths of keys, nor within their names: `hv1 (<uuid>)`."""
+    """Replace the uuids in `display_names` by these, but not in paths of keys, nor within a name: `hv1 (<uuid>)`."""
 
     def format_match(match: re.Match[str]) -> str:
         display_name = display_names.get(match[0], match[0])
