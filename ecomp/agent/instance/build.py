@@ -25,7 +25,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to build from the image at the URL `image`; `requested_at` is monotonic, shared by a boot's processes."""
+    """A guest to build from the image at the URL `image`; all processes share the monotonic clock of `requested_at`."""
 
     spec: GuestSpec
     image: str
@@ -60,7 +60,7 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """Starts a guest whose domain is defined; no-op if it runs. Raises BuildFailed."""
+    """Starts a guest whose domain is defined; no-op if it runs. BuildFailed if it is gone or cannot start."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.start_existing(self.instance, self.compute)
@@ -81,10 +81,10 @@ class SwitchOff(Step):
 
 
 class RemoveLeftovers(Step):
-    """Deletes the console log, all that is left of a guest whose domain and disk are gone."""
+    """Deletes the seed and console log of a guest whose domain and disk are gone."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Delete the log, unless the guest has reappeared."""
+        """Delete these files, unless the guest has reappeared."""
         if self.instance not in hypervisor.list_guests():
             hypervisor.delete_disk(self.instance)
 
@@ -107,11 +107,11 @@ def carry_out(
 ) -> None:
     """Run a job; a build returns once the domain runs, or undoes its steps and raises.
 
-    A domain that already runs is accepted as it is: the same request was built before a restart. `report` gets 'image',
-    'disk', 'started' and the Progress of the download. `checkpoint` is called before each step of a build and while it
-    waits for the image; it raises Cancelled to stop it. A Step calls neither. Raises BuildFailed (cannot be built),
-    Conflict (a domain or volume of its name is not ecomp's, or is another compute's) and EcompError (the hypervisor is
-    unreachable, or the image could not be inspected).
+    If the domain already runs (built before a restart), the build only reports 'started'. Otherwise `report` gets
+    'image', 'disk', 'started' and the Progress of the download. A build calls `checkpoint` before each step and while
+    it waits for the image; `checkpoint` may raise Cancelled, which passes. A Step calls neither. Raises BuildFailed
+    (cannot be built), Conflict (a domain or volume of its name is not ecomp's, or is another compute's) and EcompError
+    (the hypervisor is unreachable, or the image could not be inspected).
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)

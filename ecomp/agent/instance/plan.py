@@ -64,11 +64,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """The state of this host that a plan is based on, by instance; `addresses` by MAC, if queried.
+    """The state of this host that a plan is based on, by instance; `addresses` has {MAC: address} if queried.
 
-    `vanished`: domain and disk were missing in two checks at least CONFIRMATION_SECONDS (host/claims.py) apart.
-    `before_reboot`: here when the host went down, and not handled yet. `ready`: cloud-init has finished. `now`: ISO
-    8601, '' if unknown.
+    Domain and disk of the `vanished` were missing in two checks at least CONFIRMATION_SECONDS (host/claims.py) apart.
+    Those in `before_reboot` were here when the host went down, and are not handled yet. The cloud-init of the `ready`
+    has finished. `now` is ISO 8601, '' if unknown.
     """
 
     guests: Mapping[str, Guest]
@@ -87,7 +87,7 @@ def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations
         record, guest = records.get(instance), observations.guests.get(instance)
         task = _plan_end(wish, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
-            assert isinstance(wish, Request)  # _plan_end() has returned a task for an Invalid
+            assert isinstance(wish, Request)  # _plan_end() has returned a task for an InvalidRequest
             task = _plan_power(wish.power, record, guest, observations.shutdown_actions.get(instance))
         task = task or _plan_upkeep(instance, record, observations)
         if task is not None:
@@ -98,7 +98,7 @@ def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations
 def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     """Return the task (kind, reason) that ends an instance or its request; None if it lives.
 
-    The first of CLEAR (record gone), REFUSE (malformed request), DESTROY (tombstone), CLEAR (record in error).
+    The first of CLEAR (state `gone`), REFUSE (malformed request), DESTROY (tombstone), CLEAR (state `error`).
     """
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
@@ -116,8 +116,8 @@ def _plan_power(
 ) -> tuple[Kind, str] | None:
     """Return the next step of a requested power action; None if it is done or must wait.
 
-    It waits for a missing guest, and for a shutdown in time. Off: DONE for STOP, else START. Running: DONE for START,
-    and for a reboot after SHUT_OFF was recorded; otherwise, and if it was asked before, SHUTDOWN, at last SWITCH_OFF.
+    A guest that is off: DONE for STOP, else START. A running guest that was not asked to shut down: DONE for START, or
+    for a reboot with SHUT_OFF recorded. Other running guests: SWITCH_OFF or None by `shutdown_action`, else SHUTDOWN.
     """
     if power is None or power.is_done(record.power) or guest is None:
         return None
@@ -136,8 +136,8 @@ def _plan_power(
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
     """Return the task that makes guest and record agree, power actions aside; None if they do.
 
-    The first of BUILD (not active or stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault differs), ADDRESS,
-    READY.
+    The first of BUILD (no record, or neither active nor stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault
+    differs), ADDRESS, READY.
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
@@ -161,8 +161,8 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
 def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
     """Return whether there is an address to record: a new one, or the first since a boot.
 
-    The latter counts on the first interface only, and unless its lease is older than the end of the boot before. If one
-    of these times is unknown, or `now` (ISO 8601, '' if unknown) is before that end, it counts in any case.
+    The first one since a boot must be of the first interface, and its lease not older than the end of the boot before.
+    The lease may be of any age if one of these times is unknown, or that end is after `now` (ISO 8601, '' if unknown).
     """
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
@@ -219,7 +219,8 @@ OBSERVED_FAULTS = (
 def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return the fault to record for a guest that was active before; None if there is none.
 
-    A fault that the guest cannot confirm or end is kept: a failed start until it runs, a crash while it is off.
+    An observed fault replaces the recorded one. If none is observed, a recorded one that is not of OBSERVED_FAULTS is
+    kept (a failed start: until the guest runs), and CRASHED while the guest is off.
     """
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
@@ -233,10 +234,7 @@ def find_fault(record: Record, guest: Guest | None) -> str | None:
 
 
 def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return what is observed to be wrong with the guest; None if nothing is.
-
-    `guest` None: domain and disk are gone. Its trouble and size count only if it has both.
-    """
+    """Return what is observed to be wrong: missing parts, else the guest's trouble and size; None if nothing."""
     if guest is None:
         return DOMAIN_AND_DISK_GONE
     if not guest.disk:
