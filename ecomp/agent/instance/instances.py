@@ -80,7 +80,7 @@ from ecomp.virt import Hypervisor
 log = logging.getLogger(__name__)
 
 
-def load_shares(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
+def load_holdings(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
     """Return a malformed request with its holdings, read from etcd if empty; unchanged if its key is gone."""
     entry = store.get(keys.request(compute, wish.instance)) if wish.holdings == Holdings() else None
     return (
@@ -128,7 +128,7 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class HostServices:
-    """A host's hypervisor, workers and metadata; `ensure_metadata_server` runs every minute."""
+    """A host's hypervisor, workers and metadata; `ensure_metadata_server` runs every minute (default: no server)."""
 
     hypervisor: Hypervisor
     runner: Runner
@@ -256,7 +256,7 @@ class Instances:
         self.records = Records(control.compute, control.store, memory)
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return the guests; a running one refused metadata has that trouble. Refusals of unknown MACs are deleted."""
+        """List the guests, with a trouble if one runs and was refused metadata; delete refusals of unknown MACs."""
         guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
@@ -269,9 +269,9 @@ class Instances:
         """Build the guest once placement confirms its claim (rule 2), and record it as active.
 
         No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
-        is completed. Unreachable passes, for retries without limit; an unknown failure is raised as EcompError, up to
-        MAX_ATTEMPTS in all. The last of these and any other failure end the instance in error. A cancelled build raises
-        Superseded.
+        is completed. Unreachable passes and is not counted. Any other unknown EcompError is counted and passes, before
+        attempt MAX_ATTEMPTS. That attempt and all other failures end the instance in error, without raising. A
+        cancelled build raises Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -397,14 +397,14 @@ class Instances:
             return
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
-        record = record or make_refused_record(self.compute, load_shares(self.store, self.compute, wish), self.now())
+        record = record or make_refused_record(self.compute, load_holdings(self.store, self.compute, wish), self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
         """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
 
-        No-op if it is not `building` or has a request. Without a record it may have ended long ago, so only what was
-        begun here is removed.
+        No-op if the instance is not `building` or has a request. An instance without a record may have ended long ago:
+        nothing is written to etcd, and only its claim and what it has on this host are removed.
         """
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
@@ -421,7 +421,7 @@ class Instances:
             self.memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, reason: str) -> None:
-        """Drop a request that is not to be carried out, and its claim; the record is kept."""
+        """Delete a request that is not to be carried out, its claim and, unless in error, its name; log why."""
         record = self.records.get(instance)
         self.records.drop_request(
             instance, revision, record.name if record is not None and record.state == ERROR else None
@@ -430,14 +430,14 @@ class Instances:
         self._release_claim(instance)
 
     def end_vanished(self, instance: str, revision: int) -> None:
-        """End an instance whose domain and disk were removed outside ecomp; release its claim."""
+        """End an instance as `gone`: its domain and disk were removed outside ecomp. Release its claim."""
         record = self.records.get_existing(instance)
         self._remove(instance, RemoveLeftovers(instance, self.compute))
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=DOMAIN_AND_DISK_GONE), revision)
         log.warning('instance %s is gone: its domain and its disk were removed outside ecomp', instance)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
-        """Record the addresses of these MACs; that of the first interface also at /booted, as in 2019."""
+        """Record these addresses by MAC; write the first interface's also at /booted, with stage `addressed`."""
         record = self.records.get_existing(instance)
         interfaces = tuple(
             replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
@@ -457,7 +457,7 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record that cloud-init ended, and the guest's host keys; EcompError if its report cannot be read."""
+        """Record `ready`, or cloud-init's failure, and the host keys; EcompError if the report is unreadable."""
         previous, now = self.records.get_existing(instance), self.now()
         try:
             report = self.guest_data.read_report(instance)
@@ -479,14 +479,14 @@ class Instances:
             )
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        """Record that a guest went off or came on, and what is wrong with it."""
+        """Record whether a guest runs, and its fault or None. If it is off, remove its ready report."""
         record = self.records.write(
             self._make_observed_record(self.records.get_existing(instance), guest, MANUAL), revision
         )
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def start_after_reboot(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down; a failure becomes its fault. Raises as start()."""
+        """Start a guest that ran when the host went down. A failure becomes its fault, or passes as in start()."""
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
@@ -495,7 +495,7 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Ask a guest to shut down; log a failure, as if the guest had ignored the request. Unreachable passes."""
+        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down. Unreachable passes; another failure is logged."""
         if self._record_phase(request, revision, SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
@@ -506,20 +506,20 @@ class Instances:
             log.warning('instance %s: its guest cannot be asked to shut down: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
-        """Switch off a guest that did not shut down when asked; the next plan finds it off."""
+        """Record SHUTDOWN_REQUESTED, then switch the guest off; errors pass. The next plan finds it off."""
         self._record_phase(request, revision, SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Start a stopped guest; a failure becomes its fault. Unreachable and, before MAX_ATTEMPTS, WorkerDied pass."""
+        """Record SHUT_OFF, then start the guest; a failure becomes its fault. Unreachable and early WorkerDied pass."""
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
         self._start(self.records.get_existing(request.instance), revision, power.id, power.action, START_FAILED)
 
     def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Record the guest's state and the id of its power action, so that it is not repeated."""
+        """Record and remember the guest's state and its power action's id, so that the action is not repeated."""
         power = _get_power(request)
         record = replace(
             self._make_observed_record(self.records.get_existing(request.instance), guest, power.action), power=power.id
@@ -531,9 +531,9 @@ class Instances:
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
     ) -> None:
-        """Record a guest that exists; `has_lost_record` and a difference from its claim become faults.
+        """Record and remember a guest that exists; a lost record and a difference from its claim become faults.
 
-        With `start_if_off` it is started if it is off, unless the claim differs.
+        With `start_if_off`, a guest that is off is started, unless its claim differs.
         """
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
@@ -561,7 +561,7 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's DHCP addresses on libvirt's networks; return the unwritten record. BuildFailed."""
+        """Reserve DHCP addresses on libvirt's networks; return the unwritten record. BuildFailed if none is free."""
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
@@ -586,7 +586,7 @@ class Instances:
         )
 
     def _record_progress(self, record: Record, revision: int) -> Record:
-        """Record a build's progress, or leave it to the next write; cancel it if the request has changed."""
+        """Write a build's progress. If etcd gives no answer, log that; if Superseded, cancel the build."""
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -600,7 +600,7 @@ class Instances:
     ) -> None:
         """End an instance in error: remember the failure, remove its leftovers, then record that.
 
-        It is remembered with `request` (None: the remembered one), because the record may have to wait. With
+        The failure is remembered with `request` (None: the remembered one), because the record may have to wait. With
         `remove_guest` False domain and disk are not touched.
         """
         self.memory.remember(request, record, failure)
@@ -614,7 +614,7 @@ class Instances:
         self.records.end(record, revision)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        """Run `job`, unless None, and remove an instance's data, address reservations and claim."""
+        """Run `job`, unless it is None; then remove the instance's metadata, address reservations and claim."""
         if job is not None:
             self._run_step(job)
             failpoint('removed')
@@ -642,7 +642,7 @@ class Instances:
         retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
-        """Record and remember a power action's phase, with 0 `attempts`; False if it was recorded before."""
+        """Record a phase of a power action, with 0 `attempts`, and remember it; False if it was recorded before."""
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
@@ -653,7 +653,7 @@ class Instances:
         return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
-        """Start the guest; record it as active, or as off with a fault, with `power`. Raises as _resume()."""
+        """Start the guest; record it with `power` as active, or as off with a fault. Errors of _resume() pass."""
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)
@@ -664,15 +664,15 @@ class Instances:
         self.records.write(record, revision)
 
     def _start_built(self, record: Record, revision: int) -> str | None:
-        """Start a guest whose domain was defined; return its fault or None. Nothing is removed: it may have run."""
+        """Start a guest whose domain was defined; return its fault or None. Remove nothing, as it may have run."""
         log.info('START INSTANCE %s: its build had defined its domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{START_FAILED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Remove the ready report of an earlier boot, start the domain; return None or why it failed.
+        """Remove the ready report of an earlier boot and start the domain; return None or why it failed.
 
-        Unreachable passes, and WorkerDied, to have it retried, before the start number MAX_ATTEMPTS.
+        Unreachable passes. WorkerDied is counted in the record and passes, up to the attempt before MAX_ATTEMPTS.
         """
         self.guest_data.remove_report(record.instance)
         try:
@@ -697,7 +697,7 @@ class Instances:
         failpoint('powered')
 
     def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
-        """Return the unwritten record as observed, `boot_reason` if it came on; if off, remove its ready report."""
+        """Return the unwritten record as observed, `boot_reason` for a new boot; if off, remove its ready report."""
         if guest is not None and guest.running:
             observed = record.mark_running(boot_reason, self.now())
         else:
