@@ -79,7 +79,7 @@ class InlineRunner:
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
-        """Wait until woken, `timeout` seconds at most."""
+        """Wait for a wake-up, `timeout` seconds at most, and clear it."""
         wait([self.waker.reader], timeout)
         self.waker.clear()
 
@@ -177,7 +177,7 @@ class JobExecutor:
                     raise Cancelled
 
         def report_waiting() -> None:
-            """Send 'waits', once, and do as checkpoint()."""
+            """Send 'waits' at the first call, then call checkpoint()."""
             nonlocal has_reported
             if not has_reported:
                 has_reported = True
@@ -260,7 +260,7 @@ class _Worker:
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
     def get_download_time(self) -> float:
-        """Return when its job counts as downloading (monotonic, maybe past); inf if it awaits no image."""
+        """Return when its first job counts as downloading (monotonic, maybe past); inf if none awaits an image."""
         return min(
             (ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in self.tickets.values() if ticket.image_in_flight),
             default=math.inf,
@@ -303,7 +303,7 @@ class Workers:
     def run(self, job: Job) -> Iterator[JobEvent]:
         """Submit a job; return an iterator over its events, which raises what the job raised.
 
-        Outdated progress is skipped. WorkerDied: worker killed, or pool stopped; Cancelled: a build after cancel(None).
+        Outdated progress is skipped. Raises WorkerDied if its worker died or the pool stopped, Cancelled by cancel().
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
@@ -332,7 +332,7 @@ class Workers:
         self._cancels_builds = False
 
     def tend(self, timeout: float) -> None:
-        """Start, feed, read and reap workers once; waits until woken, `timeout` seconds at most."""
+        """Start, feed, read and reap workers once; wait for a wake-up, message or death, `timeout` seconds at most."""
         now = time.monotonic()
         self._assign_jobs()
         worker_count, grows_at = self._adjust_size(now)
@@ -407,7 +407,7 @@ class Workers:
         return True
 
     def _start(self) -> None:
-        """Start a worker and its sender; stop-only if it fills the size and no other is. OSError or RuntimeError."""
+        """Start a worker, stop-only if it is the last of the size and no other is. Raises OSError or RuntimeError."""
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
@@ -445,7 +445,7 @@ class Workers:
                     worker.outbox.put(('job', ticket.number, ticket.job))
 
     def _find_next(self, worker: _Worker) -> _Ticket | None:
-        """Return the worker's next queued job: STOPPING_STEPS first, no image in flight. The caller holds the lock."""
+        """Find the next job: of STOPPING_STEPS, else (unless stop-only) with no image in flight. Needs the lock."""
         stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
         if stopping is not None or worker.is_stop_only:
             return stopping
@@ -453,7 +453,7 @@ class Workers:
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _receive(self, worker: _Worker) -> None:
-        """Read the worker's messages without waiting, update its tickets, pass events on; end at a broken pipe."""
+        """Read the worker's messages without waiting, update its tickets, pass events on; stop at a broken pipe."""
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()
@@ -474,7 +474,7 @@ class Workers:
             return  # its sentinel reports its death, too
 
     def _share_download(self, ticket: _Ticket, kind: str, payload: object) -> None:
-        """Pass a download's progress or failure to queued builds of its image; failed ones leave. Needs the lock."""
+        """Pass a download's progress or failure to queued builds of its image; dequeue failed ones. Needs the lock."""
         failed = kind == 'failed' and isinstance(payload, BuildFailed) and payload.stage == 'image'
         if ticket.image_in_flight is None or not (failed or isinstance(payload, Progress)):
             return
