@@ -1,8 +1,8 @@
 """The records of a compute's instances, written while their request is unchanged (rule 5).
 
-A record that ecomp 1.0 wrote of a running guest is moved to its new key when it is read, that of an instance being
-built or destroyed by its next write. After etcd was restored the records are republished: this compute's memory is
-newer, and no other process writes its records. Only a tombstone in etcd takes precedence.
+A record that ecomp 1.0 wrote is moved to its new key: of an active or stopped instance when it is read, of another one
+by its next write. After etcd was restored the records are republished, because this compute's memory is newer and no
+other process writes its records. Only a tombstone in etcd takes precedence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, read if not cached; None if absent. Raises Unreadable if malformed."""
+        """Return the record, read (and migrated) if not cached; None if absent. Raises Unreadable if malformed."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -74,7 +74,7 @@ class Records:
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Return the record to end; None if absent or malformed (logged, overwritten later); Unreadable if newer."""
+        """Do as get(); but log a malformed record and return None: the end overwrites it. Unreadable if it is newer."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -96,7 +96,7 @@ class Records:
     def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
         """Forget, and return, the cached instances whose record another process changed or removed.
 
-        Unchanged active or stopped ones are remembered, in case the state directory could not be written.
+        An unchanged active or stopped one is saved in the state directory if it could not be saved there before.
         """
         to_check = {instance: cached for instance in wishes if (cached := self._cache.get(instance)) is not None}
         if not to_check:
@@ -140,10 +140,10 @@ class Records:
         return record
 
     def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
-        """Delete the address at /booted of an instance without record: its end would leave it.
+        """Delete the address at /booted of an instance without a record: its end would not delete the address.
 
-        With `is_here` False (it cannot have been built here) only a remembered one is deleted. It stays if another
-        compute has a request, too. A running guest's is written again.
+        With `is_here` False (it cannot have been built here) the address is deleted only if this compute remembers one.
+        It stays if another compute has a request for the instance. A running guest's address is written again later.
         """
         remembered = self._memory.get_entries().get(instance)
         may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
@@ -154,11 +154,11 @@ class Records:
     def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and release the instance's keys in one transaction.
 
-        These are its request, name, group slot and quota charge, and its address if this compute wrote it. In error the
-        name moves to the record's lease. If another compute has a request for an instance in error, it needs name,
-        group and quota, so they stay; if the instance never ends there, `audit --fix` releases them. If etcd is full,
-        NoSpace passes for an instance in error; any other ends without a record, and leaves group and quota to the
-        audit. The end is remembered.
+        These are its request, name, group slot and quota charge, and its address if this compute wrote it. The name of
+        an instance in error moves to the record's lease. If another compute has a request for an instance in error,
+        name, group and quota stay for that request; if no end there releases them, `audit --fix` does. If etcd is full,
+        NoSpace passes for an instance in error. Any other instance ends without a record then, and the audit releases
+        its group and quota. The end is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
@@ -194,7 +194,7 @@ class Records:
         self._memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, kept_name: str | None) -> None:
-        """Delete the request of an ended instance, and its name unless `kept_name`; Superseded if it changed."""
+        """Delete an ended instance's request, and the name in it unless `kept_name`; Superseded if it changed."""
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
@@ -240,7 +240,7 @@ class Records:
     def _migrate(self, record: Record, entry: Entry) -> RecordEntry:
         """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
 
-        A failed move is left to the next write. Roles come after all have moved: they forbid writes to the old key.
+        A failed move is left to the next write. Roles are set up after all moves, as they forbid writes to the old key.
         """
         own, older = self._get_keys(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
@@ -252,7 +252,7 @@ class Records:
         return RecordEntry(record, 0, entry.revision)
 
     def _find_other_request(self, instance: str) -> list[Exists]:
-        """Return the condition that another compute (a uuid) has a request, too, or [] (rule 12).
+        """Return, as a list, the condition that another compute (a uuid) has a request for it; [] if none (rule 12).
 
         One key, with any value, is enough: its compute may rewrite it often, and etcd takes at most 128 conditions.
         """
@@ -323,7 +323,8 @@ def decide_republish(
     """Decide what to republish of an instance that had not ended; None for nothing. Pure.
 
     None if etcd has its end, another compute's record, a malformed request or a tombstone. Drop if it was started, and
-    is neither here nor requested. An accepted destroy is published as a tombstone.
+    is neither here nor requested. An accepted destroy is published as a tombstone. Another request is published only if
+    etcd has none, or if the remembered power action differs.
     """
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
@@ -359,11 +360,11 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
 def republish(
     compute: str, store: Store, placement: Placement, memory: Memory, local_instances: Collection[str], now: str
 ) -> None:
-    """Write every instance that this compute remembers to a new etcd. Idempotent.
+    """Write every instance that this compute remembers to a new etcd; end the ended ones again. Idempotent.
 
     `local_instances` have a domain or a disk on this host. Skipped are Unreadable records (logged) and instances
-    claimed on another compute (logged if here). Unreachable, also after MAX_TRIES conflicts, or other EcompErrors may
-    leave a part written.
+    claimed on another compute (logged if here). For a Drop the end is remembered. Unreachable, also after MAX_TRIES
+    conflicts, or other EcompErrors may leave a part written.
     """
     published = 0
     queued = _list_queued(store)
@@ -413,7 +414,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd has queued, taken or not; False on a conflict, True if gone or malformed."""
+    """End an instance that an older etcd has queued; False on a conflict, True also if it is gone or malformed."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -459,7 +460,7 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with make_shared()'s change, and the move of an old record; False on a conflict or lost answer."""
+        """Commit with make_shared()'s change; a new record deletes the old key. False on a conflict or lost answer."""
         if self.record_key in {operation.key for operation in operations}:
             operations = [*operations, *map(Delete, self._list_moved_keys())]
         with suppress(UnknownOutcome):
@@ -470,7 +471,7 @@ class _EtcdState:
         return False
 
     def end(self, record: Record) -> bool:
-        """Write the last record and delete request and address; False as of commit()."""
+        """Write the last record and delete request and address; False on a conflict or lost answer."""
         with suppress(UnknownOutcome):
             removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
             return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
@@ -494,7 +495,7 @@ def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
 
 
 def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Carry out `step`, delete `queued`; False on a conflict. A wrong claim and a lost name are logged as faults."""
+    """Carry out `step`, recording faults of claim and name; a new request deletes `queued`. False on a conflict."""
     record = step.record
     if step.claim is not None:
         fault = _ensure_claim(placement, step.claim)
@@ -545,13 +546,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
-    """Return the compute that got the claim while this host was off, or ''."""
+    """Return the compute that holds the claim, if not `compute` (it came while this host was off), else ''."""
     claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
     return claimed_on if claimed_on != compute else ''
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
-    """Claim for the request if nothing is held; return '' or the fault to record. Unreachable passes."""
+    """Claim for the request if its instance holds nothing; return '' or the fault to record. Unreachable passes."""
 
     def attempt() -> str:
         consumer = allocations.read_consumer(placement, request.instance)
