@@ -7,7 +7,7 @@ changed. Overlays share base volumes, so each is read again once a day; a change
 base-<SHA-256 of its content>.<format>  a base volume; mtime: last use. Users flock it until an overlay refers to it
 base-<hash of its URL>.part             a download; as long as it will be, or as room is reserved for it
 .url-<hash of its URL>.json             the image that the URL had when its server was last asked
-.asked-<hash of its URL>                when the server was asked what it answered last, and in which boot
+.asked-<hash of its URL>                when the server was last asked and answered, and in which boot
 .away-<hash of its URL>                 when the server was last asked and gave no answer, and in which boot
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that its content has changed
 base-<hash of its URL>.<format>         a base volume with its earlier name: used by existing overlays only
@@ -84,7 +84,7 @@ class BaseVolumes:
         return entry if named == url else None
 
     def record_url(self, url: str, entry: Download, asked_at: float) -> None:
-        """Write what image the URL has, as its server answered at `asked_at` (monotonic). OSError."""
+        """Write what image the URL has, as its server answered at `asked_at` (monotonic); OSError if that fails."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._get_note_path('.url-', f'{_hash_url(url)}.json'), text + '\n')
         self.note_time(ASKED_PREFIX, url, asked_at)
@@ -109,7 +109,7 @@ class BaseVolumes:
         return 0.0
 
     def note_scrub(self, sha256: str, is_good: bool) -> None:
-        """Note that a base volume was read now; hold() refuses one that is not `is_good`. OSError."""
+        """Note that a base volume was read now; hold() refuses one that is not `is_good`. OSError passes."""
         if is_good:
             self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
         else:
@@ -128,7 +128,7 @@ class BaseVolumes:
         return None
 
     def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
-        """Rename a download to a base volume, unless a good one has its content and size; hold that. OSError."""
+        """Rename a download to its base volume, unless a good one of its size exists; hold that. OSError passes."""
         path = self._get_base_path(sha256, image_format)
         with self._hold_lock():
             is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
@@ -144,9 +144,9 @@ class BaseVolumes:
             return _hold_file(path)
 
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
-        """Extend an open download to `size_bytes`, evicting volumes for it; return its length.
+        """Extend an open download to `size_bytes`, evicting volumes for it; return its length. OSError passes.
 
-        Adds up to `ahead_bytes`, at most a quarter of the free room. OSError; BuildFailed if there is too little room.
+        Adds up to `ahead_bytes`, at most a quarter of the free room. Raises BuildFailed if there is too little room.
         """
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
@@ -235,7 +235,7 @@ class BaseVolumes:
     def _hold_lock(
         self, name: str = 'bases', pause_seconds: float = 0.002, checkpoint: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold a lock, without a timeout; call `checkpoint` before each retry. `bases`: to find, add and evict."""
+        """Hold lock `name` (`bases`: to find, add, evict), without a timeout; call `checkpoint` before each retry."""
         while (lock := try_lock(self._directory / LOCK_FILE, name)) is None:
             checkpoint()
             time.sleep(pause_seconds)
@@ -261,7 +261,7 @@ def list_bad(directory: Path) -> list[str]:
 
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this .part file, and keep it so; True for other files."""
+    """Yield whether no process writes this .part file, and keep it so in the block; True for other files."""
     try:
         lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:
@@ -286,7 +286,7 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
 
 
 def _hold_file(path: Path) -> BaseHold:
-    """Hold a base volume: shared flock without waiting, mtime now, owned by us. OSError."""
+    """Open a base volume, flock it shared without waiting, set its mtime to now and its owner to us. OSError passes."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
@@ -357,7 +357,7 @@ class Scrubber:
             self._thread.join()
 
     def scrub(self, now: float) -> None:
-        """Read volumes unread for a day at `now` (epoch); log unreadable ones; log changed ones, note them as bad."""
+        """Read volumes unread for a day at `now` (epoch); note whether they changed; log changed or unreadable ones."""
         for path in sorted(self._directory.glob('base-*')):
             match = BASE_NAME.fullmatch(path.name)
             # A read in the future is of a clock that was set back since; beyond a day it counts as old.
@@ -380,7 +380,7 @@ class Scrubber:
                 )  # fmt: skip
 
     def _hash_file(self, path: Path) -> str | None:
-        """Hash a file's content, at `bytes_per_second`; None if stop() was called. OSError."""
+        """Hash a file's content, at `bytes_per_second`; None if stop() was called. OSError passes."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -423,7 +423,7 @@ class CacheLimits:
 
 @dataclass(eq=False)
 class ImageCache:
-    """The base volumes in `directory`, and their download. Methods raise BuildFailed('image', reason).
+    """The base volumes in `directory`, and their download. hold() raises BuildFailed('image', reason).
 
     `inspect` reads a file's format and size, calling the checkpoint; errors of both pass. file:// URLs may point into
     `local_directory` (None: nowhere), others to what `egress` allows.
@@ -444,10 +444,10 @@ class ImageCache:
     ) -> Iterator[Iterator[BaseImage | None]]:
         """Yield the base volumes to make a disk on, each held until the next one is requested.
 
-        The last one has the URL's image. Before it may come the cached image, for use while its server is asked; if
-        that has a newer one, None follows: remove the disk, because the new image may need its room. `checkpoint` is
-        called at least once a second; `report_progress` gets the download's progress. The server is not asked if
-        another process began to ask it after `requested_at` (monotonic).
+        The last one has the URL's image, or the cached one if its server gives no answer. The cached image may come
+        first, for use while its server is asked. If that has a newer one, None follows: the caller removes its disk,
+        because the new image may need the room. `checkpoint` is called at least once a second. The server is not asked
+        if another process began to ask it after `requested_at` (monotonic).
         """
         try:
             bare, pin = split_pin(check_image(url))
@@ -457,7 +457,7 @@ class ImageCache:
             yield bases
 
     def sweep(self) -> None:
-        """Make the directory, and remove in it what killed workers left. OSError."""
+        """Make the directory, and remove in it what killed workers left. OSError passes."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
@@ -505,7 +505,7 @@ class ImageCache:
                 transfer.start()
                 yield hold.image
                 try:
-                    is_current = transfer.is_current(checkpoint)
+                    is_current = transfer.await_check(checkpoint)
                 except ServerUnavailable as error:
                     self._note_unreachable(url, error)
                     return True
@@ -524,7 +524,7 @@ class ImageCache:
             return True
 
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
-        """Log that the server gives no answer; ask it again only after UNREACHABLE_SECONDS."""
+        """Log that the server gives no answer, and note when: it is not asked for UNREACHABLE_SECONDS."""
         self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
         log.warning('the cached image is used: %s', error.reason)
 
@@ -536,7 +536,7 @@ class ImageCache:
 
     @contextmanager
     def _open_transfer(self, url: str, pin: str | None, cached_version: Version | None) -> Iterator[Transfer]:
-        """Make a Transfer to the URL's .part file; at the end abandon it and remove the file."""
+        """Yield an unstarted Transfer to the URL's .part file; at the end abandon it and remove the file."""
         part = self._bases.get_part_path(url)
         image_source = make_source(url, self.local_directory, self.egress)
         transfer = Transfer(url, image_source, cached_version, pin, part, self._bases.reserve)
@@ -549,7 +549,7 @@ class ImageCache:
     def _download(
         self, url: str, transfer: Transfer, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> BaseHold:
-        """Download, inspect, keep and hold the image; BuildFailed also if it exceeds this host's room for disks."""
+        """Download, inspect, cache, record and hold the image; BuildFailed also if it exceeds this host's disk room."""
         fetched = transfer.run(checkpoint, report_progress)
         part = self._bases.get_part_path(url)
         image = self.inspect(part, checkpoint)

@@ -1,7 +1,7 @@
 """The connections for image downloads; each address is checked when it is connected to.
 
-A host name is resolved once, in urllib3's `_new_conn`, below HTTP and TLS, which uses the name: a check before the
-request could see another answer of the name server. Another thread can close all connections.
+A host name is resolved once, in urllib3's `_new_conn`, which is below HTTP and TLS. A check before the request could
+get another answer from the name server. Another thread can close all connections.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Connections:
     ) -> BaseHTTPResponse:
         """Send a request, without retries; return any response, its body unread, also a redirect.
 
-        `timeouts`: seconds to connect, to read. AddressRefused, BuildFailed (unreadable authorities) or HTTPError.
+        `timeouts`: seconds to connect, to read. Raises AddressRefused, HTTPError, BuildFailed (unreadable authorities).
         """
         parts = urlsplit(url)
         if self._egress.proxy_url is not None:
@@ -183,9 +183,9 @@ class Connections:
         return resolved
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused by `image_sources:`, general rules, for etcd, placement and unlisted own addresses."""
+        """Raise AddressRefused if a rule or `image_sources:` refuses it, or it is etcd's, placement's or our own."""
         reason = find_address_refusal(host, address, self._egress.sources)
-        if reason is None and self._is_control(port, address):
+        if reason is None and self._resolves_to_control(port, address):
             reason = CONTROL_PLANE
         # A host reaches itself past its firewall by its own addresses, as it does by loopback.
         if reason is None and not is_listed_exactly(address, self._egress.sources):
@@ -197,8 +197,8 @@ class Connections:
         if reason is not None:
             raise AddressRefused(f'{host} is {address}', reason)
 
-    def _is_control(self, port: int, address: Address) -> bool:
-        """Return whether etcd or placement, resolved now, is there; if on loopback, at any address of this host."""
+    def _resolves_to_control(self, port: int, address: Address) -> bool:
+        """Resolve etcd and placement; return whether one is there (one on loopback is at every own address)."""
         target_addresses = set(expand_address(address))
         for host, control_port in self._egress.control_endpoints:
             if control_port == port:
@@ -250,7 +250,7 @@ class _HttpConnection(HTTPConnection):
 
 
 class _HttpsConnection(_HttpConnection, HTTPSConnection):
-    """The same with TLS, as load_tls_context() has it now; its BuildFailed passes."""
+    """An _HttpConnection with TLS; connect() calls load_tls_context(), whose BuildFailed passes."""
 
     def connect(self) -> None:
         self.ssl_context = load_tls_context()
@@ -270,7 +270,7 @@ def load_tls_context() -> ssl.SSLContext:
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache
 def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
-    """Load the authorities as of `modified_ns`: to read a hundred of them takes 20 ms."""
+    """Load the authorities at `path`, cached until `modified_ns` changes: to read a hundred takes 20 ms."""
     del modified_ns
     context = create_urllib3_context()
     context.load_verify_locations(**{'capath' if os.path.isdir(path) else 'cafile': path})

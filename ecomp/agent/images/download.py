@@ -135,7 +135,7 @@ class LocalSource:
     def open(self, cached_version: Version | None) -> Stream | None:
         """Return a stream, or None if it still is `cached_version`; BuildFailed if refused, missing or unreadable."""
         with _translate_errors(self._url):
-            path = self._path()
+            path = self._resolve_path()
             if not path.is_file():
                 raise BuildFailed('image', f'{self._url}: no such file on this host')
             file = path.open('rb')
@@ -144,16 +144,16 @@ class LocalSource:
             read = _translate_errors(self._url)(partial(file.read, CHUNK_BYTES))
             return _close_if_cached(cached_version, Stream(version, read, file.close))
 
-    def is_still(self, version: Version) -> bool:
-        """Return whether the file still is this version. Raises BuildFailed as open() does."""
+    def confirm_version(self, version: Version) -> bool:
+        """Return whether the file still has this version. Raises BuildFailed as open() does."""
         if (newer := self.open(version)) is not None:
             newer.close()
         return newer is None
 
     def read_sums(self) -> str | None:
-        """Return the first MAX_SUMS_BYTES of SHA256SUMS beside the file; None if absent."""
+        """Return the first MAX_SUMS_BYTES of SHA256SUMS beside the file; None if absent. Raises BuildFailed."""
         with _translate_errors(self._url):
-            path = self._path().with_name(SUMS_FILE)
+            path = self._resolve_path().with_name(SUMS_FILE)
             if not path.is_file():
                 return None
             with path.open('rb') as file:
@@ -165,7 +165,7 @@ class LocalSource:
     def close(self) -> None:
         """No-op: nothing is open."""
 
-    def _path(self) -> Path:
+    def _resolve_path(self) -> Path:
         """Return the file's path, links resolved; BuildFailed if it is not under `directory`."""
         if self._directory is None:
             raise BuildFailed(
@@ -188,12 +188,12 @@ class RemoteSource:
     def open(self, cached_version: Version | None) -> Stream | None:
         """Return a stream of the image, or None if the server still has `cached_version`.
 
-        ServerUnavailable (no answer, HTTP 5xx, 429) or BuildFailed. Follows up to MAX_REDIRECTS redirects; no retries.
+        Follows up to MAX_REDIRECTS. Raises ServerUnavailable (no answer, HTTP 5xx, 429) or BuildFailed; no retries.
         """
         return self._open_url(self._url, cached_version)
 
-    def is_still(self, version: Version) -> bool:
-        """Return whether the URL that answered open(), or else the image's own, has this version; raise as open()."""
+    def confirm_version(self, version: Version) -> bool:
+        """Return whether the URL that answered open(), or else the image's own, has this version. Raises as open()."""
         # Ask that URL, because a redirect may lead to another mirror each time.
         try:
             newer = self._open_url(self._found_at, version)
@@ -208,14 +208,14 @@ class RemoteSource:
         return newer is None
 
     def _open_url(self, url: str, cached_version: Version | None) -> Stream | None:
-        """Do as open(), from `url`, and note which URL answered; with a date and no ETag send a HEAD first."""
+        """Do as open() from `url`; store the URL that answered. If a date but no ETag is cached, send a HEAD first."""
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': cached_version.etag} if cached_version is not None and cached_version.etag else {}
         if (
             cached_version is not None
             and cached_version.modified
             and not cached_version.etag
-            and self._is_unchanged_by_head(url, cached_version)
+            and self._confirm_by_head(url, cached_version)
         ):
             return None
         with _translate_errors(self._url):
@@ -229,7 +229,7 @@ class RemoteSource:
             read = _translate_errors(self._url)(partial(answer.read1, CHUNK_BYTES, decode_content=False))
             return _close_if_cached(cached_version, Stream(_parse_version(answer, self._found_at), read, answer.close))
 
-    def _is_unchanged_by_head(self, url: str, cached_version: Version) -> bool:
+    def _confirm_by_head(self, url: str, cached_version: Version) -> bool:
         """Return whether a HEAD confirms the cached version; False on failure: some servers treat it unlike a GET."""
         with suppress(BuildFailed), _translate_errors(self._url):
             answer, found_at = self._request('HEAD', url, {})
@@ -275,7 +275,7 @@ class RemoteSource:
     def _request(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
         """Return the response, of any status, and the URL that sent it, after up to MAX_REDIRECTS.
 
-        Redirects are checked like a first URL. ServerUnavailable: no answer. BuildFailed: refused, Content-Encoding.
+        Redirects are checked like a first URL. Raises ServerUnavailable (no answer), BuildFailed (refused, compressed).
         """
         current_url, timeout = url, HEAD_TIMEOUT_SECONDS if method == 'HEAD' else TIMEOUT_SECONDS
         for hop in range(MAX_REDIRECTS + 1):
@@ -323,7 +323,7 @@ def _parse_version(answer: BaseHTTPResponse, found_at: str) -> Version:
 
 
 def _close_if_cached(cached_version: Version | None, stream: Stream) -> Stream | None:
-    """Close the stream, and return None, if it has the cached version: some servers send it."""
+    """Return the stream; close it and return None if it has the cached version, which some servers send."""
     if cached_version is not None and cached_version.is_same(stream.version):
         stream.close()
         return None
@@ -429,17 +429,17 @@ class Transfer:
         self._total_bytes: int | None = None
 
     def start(self) -> None:
-        """Start the check. is_current() and run() follow it, and abandon() in any case."""
+        """Start the check. await_check() and run() follow it, and abandon() in any case."""
         self.asked_at = time.monotonic()
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
-    def is_current(self, checkpoint: Callable[[], None]) -> bool:
-        """Wait for the answer: is the cached image current? Raises as run() does."""
+    def await_check(self, checkpoint: Callable[[], None]) -> bool:
+        """Wait for the server's answer; return whether the cached image is current. Raises as run() does."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._finished.is_set()
 
     def run(self, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> Download:
-        """Download the new image; call it only if is_current() is False or nothing is cached.
+        """Download the new image; call it only if await_check() is False or nothing is cached.
 
         Raises ServerUnavailable at a time limit, BuildFailed, OSError and what the checkpoint raises.
         """
@@ -452,7 +452,7 @@ class Transfer:
         return self._result
 
     def abandon(self) -> None:
-        """Abandon the transfer, if unfinished: what its thread still writes is discarded."""
+        """Have the thread end soon, without waiting for that; what it still writes is discarded."""
         self._is_abandoned = True
         self._may_download.set()
         self.source.stop()
@@ -476,7 +476,7 @@ class Transfer:
                 raise ServerUnavailable('image', f'{self.url}: the server does not answer in time')
             if (wait := self._waits_for) is not None and now - wait[1] > MAX_ANSWER_SECONDS:
                 raise ServerUnavailable('image', f'{self.url}: no {wait[0]} after {MAX_ANSWER_SECONDS:g} s')
-            if self._is_downloading and pace.is_slow(now, self._done_bytes):
+            if self._is_downloading and pace.check_pace(now, self._done_bytes):
                 slow = f'slower than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
                 raise ServerUnavailable('image', f'{self.url}: {slow}, {self._done_bytes} bytes so far')
             if now - self.asked_at > MAX_DOWNLOAD_SECONDS:
@@ -516,19 +516,19 @@ class Transfer:
                 return self._fetch_into(file, stream)
 
     def _fetch_into(self, file: IO[bytes], stream: Stream) -> Download:
-        """Download into `file`; check the pin or SHA256SUMS; without these do it again if the version changes."""
+        """Download into `file`; check the pin or SHA256SUMS. Without these, download again if the version changed."""
         expected = self.pin
         if expected is None:
             with self._limit_wait(SUMS_FILE):
                 sums = self.source.read_sums()
             expected = None if sums is None else find_sha256(sums, self.url)
         result = self._download(stream, file, expected)
-        return result if expected is not None or self._is_still(result.version) else self._fetch_again(file, result)
+        return result if expected is not None or self._recheck(result.version) else self._fetch_again(file, result)
 
     def _fetch_again(self, file: IO[bytes], first: Download) -> Download:
-        """Download again: servers of one name may differ in version. BuildFailed if in content.
+        """Download again, as servers of one name may report different versions; BuildFailed if the content differs.
 
-        The version returned has no ETag, and a date only if both have the same. Logs a warning.
+        The returned version has no ETag, and a date only if it is the same in both. Logs a warning.
         """
         with self._limit_wait('answer'):
             stream = self.source.open(None)
@@ -549,7 +549,7 @@ class Transfer:
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
         """Write the stream to `file`, durably; `expected` is its SHA-256, or None for any.
 
-        BuildFailed if empty, not as long as announced, or not `expected`; _Abandoned, and what `reserve` raises.
+        Raises BuildFailed if empty, not as long as announced or not `expected`, _Abandoned, and what `reserve` raises.
         """
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
@@ -582,17 +582,17 @@ class Transfer:
         os.fsync(file.fileno())
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
-    def _is_still(self, version: Version) -> bool:
-        """Return whether the server has this version, gives none, or is unavailable; other BuildFaileds pass."""
+    def _recheck(self, version: Version) -> bool:
+        """Ask if the server still has this version; True without ETag and date or an answer. BuildFailed passes."""
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):
-            return self.source.is_still(version)
+            return self.source.confirm_version(version)
         return True
 
     @contextmanager
     def _limit_wait(self, awaited: str) -> Iterator[None]:
-        """Allow MAX_ANSWER_SECONDS for the block, which waits for `awaited`; _wait() raises then."""
+        """Limit the block, which waits for `awaited`: _wait() raises after MAX_ANSWER_SECONDS."""
         self._waits_for = awaited, time.monotonic()
         try:
             yield
@@ -607,8 +607,8 @@ class _PaceMonitor:
         self._period_start: float | None = None
         self._done_bytes = 0
 
-    def is_slow(self, now: float, done_bytes: int) -> bool:
-        """Return whether the period that ends at `now` (monotonic) was too slow; False within it and at first."""
+    def check_pace(self, now: float, done_bytes: int) -> bool:
+        """End the period if it is over at `now` (monotonic); return whether it was too slow, False if not over."""
         if self._period_start is not None and now - self._period_start < SLOW_PERIOD_SECONDS:
             return False
         # Fewer bytes than before mean that a second download began.
