@@ -37,8 +37,8 @@ EXIT_NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command t
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     """Return what virt.image.inspect() returns for the file at `path`, within the limits.
 
-    BuildFailed if it is refused or exceeds a limit; EcompError, maybe temporary, if the child could not work; what
-    `checkpoint` raises, which ends the child.
+    Raises BuildFailed if the image is refused or exceeds a limit, and EcompError, maybe temporary, if the child could
+    not work. An error of `checkpoint` ends the child and passes.
     """
     limits = [str(os.getpid()), str(MAX_SECONDS), str(MAX_ADDRESS_SPACE_BYTES), str(MAX_QEMU_DATA_BYTES)]
     deadline = time.monotonic() + MAX_SECONDS
