@@ -63,8 +63,8 @@ class Answer(NamedTuple):
 def _read_token(path: Path, placement: str) -> str:
     """Return the token in a file; raise Unreachable unless it holds one ASCII word.
 
-    Unreachable, because a file is missing or empty while it is replaced. Its `backend` names the file: else a caller
-    that logs each backend's loss once would take it for an earlier loss of placement.
+    Unreachable, because a file is missing or empty while it is replaced. The error's `backend` names the file, because
+    callers log the loss of each backend once, and this is not the loss of placement.
     """
     backend = f'{placement} (token_file {path})'
     try:
@@ -193,7 +193,7 @@ class Connections:
         return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
-        """Return the error for a late answer: by the timeout, or after `deadline` (monotonic)."""
+        """Return the error for a late answer, which names the limit: the timeout, or `deadline` (monotonic) if past."""
         if time.monotonic() < deadline:
             return error_type(f'{self.name} gave no answer within {self._timeout[1]:g} s', self.name)
         return error_type(f'{self.name} gave no complete answer within {self._limits.seconds:g} s', self.name)
@@ -260,7 +260,7 @@ class Connections:
         return self.make_foreign_error(no_answer_error)
 
     def _take_connection(self) -> http.client.HTTPConnection:
-        """Return an idle connection younger than MAX_IDLE_SECONDS or a new one; raise Unreachable."""
+        """Return an open idle connection younger than MAX_IDLE_SECONDS, else connect; Unreachable if that fails."""
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()
@@ -298,7 +298,7 @@ class Connections:
         connection.close()
 
     def _make_tls_context(self) -> ssl.SSLContext:
-        """Read the certificates for a new connection; raise Unreachable, as a later call may work."""
+        """Read the certificates for a new connection; Unreachable if unusable, as a later call may work."""
         config = self._config
         try:
             for path in (config.ca_cert, config.cert_cert, config.cert_key):
@@ -326,8 +326,8 @@ def quote_path(path: str) -> str:
 def _is_retryable(error: Exception) -> bool:
     """Return whether to send a read again after this error.
 
-    A server that did not answer in time, or without end, would do so again. TLS fails for a lasting reason, unless the
-    server closed the connection.
+    False after a timeout or an endless answer, which would come again, and after a TLS error, unless the server closed
+    the connection.
     """
     if isinstance(error, ssl.SSLError):
         return classify_tls_error(error) is TlsFailure.HUNG_UP
@@ -345,7 +345,7 @@ def _read_body(response: http.client.HTTPResponse) -> bytes:
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Return whether an idle connection has received nothing: otherwise it was closed."""
+    """Return whether an idle connection is open: if it has received anything, the server closed it."""
     waiting = select.poll()
     waiting.register(connection.sock, select.POLLIN)
     return not waiting.poll(0)

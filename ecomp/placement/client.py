@@ -1,8 +1,8 @@
 """Calls to placement; the result is a value or one of ecomp's errors.
 
 Errors are distinguished by HTTP status and placement's stable codes (its errors.py: "Do not change the string values").
-A GET is retried; a write never is, its caller reads back first. Answers are checked where their parts are used: to
-check them while parsing would cost as much again.
+A GET is retried. A write is not: its caller first reads what placement has. Answers are checked where their parts are
+used: to check them while parsing would cost as much again.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Placement:
         PlacementRefusal: 400, with placement's own text.
         NotFound: 404.
         GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
-        Conflict, NoCapacity: 409 for a duplicate name or something in use; any other 409.
+        Conflict: 409 for a duplicate name or something in use. NoCapacity: any other 409.
         Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or a foreign answer.
         UnknownOutcome: a write had no answer, a 5xx, or a 200 without a generation.
         EcompError: any other status, such as 401, 403 or 406.
@@ -165,7 +165,7 @@ class Placement:
             raise self.make_foreign_error() from error
 
     def read_server_info(self) -> ServerInfo:
-        """Return placement's newest microversion and clock, which need no database; Unreachable without a version."""
+        """Ask for placement's newest microversion and clock (it needs no database); Unreachable without a version."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
@@ -195,7 +195,7 @@ class Placement:
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
-        """Return a 201, a 204 or a 200 of JSON; else raise as the class says (5xx or no answer: `no_answer_error`)."""
+        """Return a 201, a 204 or a 200 of JSON; else raise the class's errors (`no_answer_error`: 5xx, no answer)."""
         with self._report_if_slow():
             answer = self._connections.send(method, path, body, no_answer_error)
         # A proxy's welcome page is a 200 as well, and confirms no claim.
