@@ -42,7 +42,7 @@ class Consumer(NamedTuple):
 
 
 def read_candidates(placement: Placement, query: str) -> Offer:
-    """Return the candidates for a query (the text after the ?); none is no error.
+    """Return the candidates for a query (the text after the ?); an empty Offer if there are none.
 
     Disabled providers are left out, unless the query names their trait. Raises PlacementRefusal if the query is
     malformed or names a class or trait that placement does not know.
@@ -249,8 +249,8 @@ def release(
     """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
 
     Generations are read first; then `find_kept` returns which of those that hold something are wanted, and the others
-    are released under the generations read (rule 11). Before, `note_generations` gets these, so that no claim uses them
-    again (see ecomp.store.sharing); omit it if no process claims again. The first error passes, with some released.
+    are released under the generations read (rule 11). Before that, `note_generations` gets these, so that no claim uses
+    them again (ecomp.store.sharing); omit it if no process claims again. The first error passes, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
@@ -274,10 +274,10 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
 
 
 def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
-    """Return whether a consumer holds what we claimed with `sent_generation`, unanswered.
+    """Return whether a consumer holds exactly our claim with `sent_generation`, which had no answer.
 
-    False if that was None: another attempt may have claimed the same, and its late release would delete the claim until
-    the generation has changed once more.
+    False for None: another attempt may have claimed the same, and its late release would delete the claim until the
+    generation has changed once more.
     """
     is_next = sent_generation is not None and held.generation == sent_generation + 1
     return is_next and describe_difference(requested_allocations, held.allocations) is None

@@ -66,7 +66,7 @@ def list_providers(
 ) -> dict[str, Parsed]:
     """Return {uuid: `parse` of its part of the answer} of the providers that match a query (without one: all).
 
-    One call, slower with their number. Raises PlacementRefusal for an unknown trait, Unreachable for PARSE_ERRORS.
+    This is one call. Raises PlacementRefusal for an unknown trait, and Unreachable for PARSE_ERRORS.
     """
     path = '/resource_providers' + (query and f'?{query}')
     return placement.get_parsed(
@@ -88,9 +88,10 @@ def set_inventory(
 ) -> int | None:
     """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}; return its new generation.
 
-    `known_generation` is the provider's, or None to read it. After that `is_cancelled` is called; if True, None is
-    returned. A process that cancels later also writes later, so this write is refused and `is_cancelled` called again.
-    Raises GenerationConflict after MAX_TRIES, Conflict if a class in use would be removed, NotFound, UnknownOutcome.
+    `known_generation` is the provider's, or None to read it. Then `is_cancelled` is called; if it returns True, nothing
+    is written and None is returned. A process that cancels later also writes later: if that write comes first, this one
+    is refused and `is_cancelled` called again. Raises GenerationConflict after MAX_TRIES, Conflict if a class in use
+    would be removed, NotFound, UnknownOutcome.
     """
 
     def write() -> int | None:
@@ -199,7 +200,7 @@ def read_provider_name(placement: Placement, provider: str) -> str | None:
 
 
 def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[str, dict[str, Room]]:
-    """Return the room by class of the providers that exist: one call for all with a free VCPU, two for each other."""
+    """Read the room by class of the providers that exist: one call, and two for each that has no free VCPU."""
     roomy = placement.get_parsed(
         '/allocation_candidates?resources=VCPU:1',
         lambda data: {uuid: parse_rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
@@ -241,7 +242,7 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
 
 
 def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a class of an inventory, checked: integers and a ratio. Raises PARSE_ERRORS."""
+    """Check the fields of a class of an inventory and return them. Raises one of PARSE_ERRORS."""
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
@@ -303,7 +304,7 @@ def find_with_trait(placement: Placement, trait: str) -> Names:
 
 
 def _list_uncreatable(missing: Names) -> Names:
-    """Return the names without the prefix CUSTOM_: only placement itself can bring those."""
+    """Return the names without the prefix CUSTOM_, which no client can create."""
     return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
 
 
@@ -336,7 +337,7 @@ class UnknownNames(NamedTuple):
 def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
-    """Read all names of the query's kinds; describe unknown ones, with suggestions, also of `more_suggestions`."""
+    """Read placement's classes or traits; describe the query's unknown ones, suggesting also `more_suggestions`."""
     classes = _read_classes(placement) if query_names.classes else frozenset()
     traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
@@ -388,7 +389,7 @@ def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Return the providers that satisfy one constraint alone (in_tree: no call); PlacementRefusal for unknown names."""
+    """Find the providers that satisfy one constraint (in_tree: no call); PlacementRefusal for unknown names."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
