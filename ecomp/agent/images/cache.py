@@ -166,8 +166,8 @@ class BaseVolumes:
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
         """Evict until `more_bytes` of a download fit; return how many further bytes are free then.
 
-        The least recently used volumes go first, none that is held or has an overlay. BuildFailed, with nothing
-        evicted, if `size_bytes`, the whole download, exceeds the limit, or if eviction frees too little.
+        The least recently used volumes go first. A volume that is held or has an overlay stays. Raises BuildFailed and
+        evicts nothing if `size_bytes`, the whole download, exceeds the limit, or if eviction would free too little.
         """
         if size_bytes > self._limit_bytes:
             raise BuildFailed(

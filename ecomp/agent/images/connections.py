@@ -228,7 +228,7 @@ class Connections:
                 self._check_address(host, port, address)
 
     def _register(self, connection: HTTPConnection, new_socket: socket.socket) -> socket.socket:
-        """Return the socket, which stop() can shut down; after stop() close it, raise HTTPError."""
+        """Return the socket, and let stop() shut it down; if stop() was called, close it and raise HTTPError."""
         # A duplicate, because TLS detaches the original: during a handshake there would be none to shut down.
         with self._lock:
             if self._stopped:

@@ -84,7 +84,7 @@ class ServerUnavailable(BuildFailed):
 class Version:
     """A version of the image at a URL: its server's ETag, its date, and the length in bytes.
 
-    '' and None: unknown. `answered`: URL after redirects, without query (a signature?); '' from an older ecomp.
+    '' and None mean unknown. `answered` is the URL after redirects, without its query, which may be a signature.
     """
 
     etag: str = ''
@@ -502,7 +502,7 @@ class Transfer:
             self._has_answered.set()
 
     def _fetch(self) -> Download | None:
-        """Return None if the cached image is current, else download it after run(); _Abandoned after abandon()."""
+        """Return None if the cached image is current, else wait for run() and download. _Abandoned after abandon()."""
         with self._limit_wait('answer'):
             stream = self.source.open(self.cached_version)
         if stream is None:
