@@ -127,8 +127,8 @@ class Records:
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
         """Put the record, with `extra` in one transaction, if the request is at `revision`; return it.
 
-        Revision 0: there is no request. Superseded if request or record has changed. The old key is deleted; an active,
-        stopped or destroying instance is remembered.
+        A `revision` of 0 means that there is no request. Superseded if request or record has changed. The old key is
+        deleted; an active, stopped or destroying instance is remembered.
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
