@@ -206,7 +206,7 @@ class Placement:
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:
-        """Call the callback of `slow`, once, if the body takes longer than its seconds."""
+        """Call the callback of `slow`, once, if the block takes longer than the seconds of `slow`."""
         if self._slow is None:
             yield
             return

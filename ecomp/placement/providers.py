@@ -145,7 +145,7 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
 
 
 def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Return whether the inventory has exactly the classes, and at least the fields, `expected`; None: no provider."""
+    """Compare the inventory: exactly the classes, at least the fields, of `expected`; None if there is no provider."""
     try:
         current = read_raw_inventory(placement, provider)
     except NotFound:
@@ -262,7 +262,7 @@ def read_names(placement: Placement, provider: str, kind: str) -> Names:
 
 
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
-    """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False if equal.
+    """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False, unwritten, if equal.
 
     `update` is called again after a lost race. Raises NotFound, PlacementRefusal (unknown trait), GenerationConflict.
     """
