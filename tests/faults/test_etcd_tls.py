@@ -93,7 +93,7 @@ def test_wrong_client_certificates_are_reported(
     empty = tmp_path / 'empty'
     empty.touch()
     check_refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
-    check_refused(secured, {'ca_cert': None}, 'none: a public one')
+    check_refused(secured, {'ca_cert': None}, 'if not set: by a public one')
     check_refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
     check_refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
     check_refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')

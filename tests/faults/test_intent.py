@@ -386,7 +386,7 @@ def test_destroy_repeated_and_of_an_unknown_uuid(cluster: Control, compute: Ecom
     compute.pause()
     assert_one_line(cluster.eschedule('destroy', instance), 0, 'destroy accepted')
     tombstone = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
-    assert_one_line(cluster.eschedule('destroy', instance), 0, 'is being destroyed', 'already')
+    assert_one_line(cluster.eschedule('destroy', instance), 0, 'is already being destroyed')
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == tombstone
     compute.resume()
     wait_state(cluster, instance, 'gone')
@@ -425,7 +425,7 @@ def test_two_destroys_of_one_request(cluster: Control, compute: Ecompute) -> Non
         # Only one of them can have written; the other has ended, or it has not read yet and will find the tombstone.
         ended = wait_until(lambda: next((run for run in (first, second) if run.has_ended), None), 30, 'one has ended')
         assert ended is not None
-        assert_one_line(ended.wait(), 0, 'is being destroyed', 'already')
+        assert_one_line(ended.wait(), 0, 'is already being destroyed')
         frozen = second if ended is first else first
         frozen.wait_frozen_at('tombstoned')
         compute.resume()

@@ -403,7 +403,7 @@ def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecom
     assert own_control.placement.read_consumers(compute.uuid).keys() == {before}
     audit_findings = run_audit(own_control)
     assert [finding['subject'] for finding in audit_findings] == [since], audit_findings
-    assert 'holds nothing' in str(audit_findings), audit_findings
+    assert 'placement has no claim for it' in str(audit_findings), audit_findings
     compute.stop()
     compute.start()  # a restart does no harm, either
     check_unharmed(own_control, compute, since, address)

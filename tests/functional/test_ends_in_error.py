@@ -171,7 +171,7 @@ def test_dropped_request_releases_name_group_and_quota(toy_compute: ToyCompute, 
         toy_compute.planner.begin(work)
         toy_compute.planner.carry_out(work)
         record, failure = toy_compute.read_failure(instance)
-        assert 'too much' in failure.reason
+        assert 'too many together with the other requests' in failure.reason
         assert (record.name, record.project_id) == ('unkept', 'a-project')
         assert read_used() == 0
         assert cloud.store.get(keys.group('unkept')) is None

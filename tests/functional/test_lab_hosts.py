@@ -317,7 +317,7 @@ def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: machine.read_start_time(pid) is None, 30, 'ecompute is gone')
     full_inventory = load_compute(config).inventory or {}
-    assert 'hv1: less now' in run_elab('up', '--name', NAME, '--hosts', '2').stderr
+    assert 'hv1: inventory reduced' in run_elab('up', '--name', NAME, '--hosts', '2').stderr
     configs = [load_compute(ROOT / NAME / host / 'compute.yaml') for host in ('hv1', 'hv2')]
     assert [host_config.queues for host_config in configs] == [True, False]
     assert sum((host_config.inventory or {})['MEMORY_MB'] for host_config in configs) <= full_inventory['MEMORY_MB']

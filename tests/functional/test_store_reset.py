@@ -79,7 +79,7 @@ def test_reset_destroy_is_accepted_once(cloud: Cloud, front: ResettingProxy, sto
     compute, order = cloud.make_order()
     cloud.create(order)
     front.reset(b'"allocations": {}', ErrorCodes.INTERNAL_ERROR)
-    assert 'is being destroyed' in destroy(store, order.instance)
+    assert 'is already being destroyed' in destroy(store, order.instance)
     assert front.has_reset
     assert cloud.read_request(compute, order.instance).is_tombstone
     assert front.count(b'"allocations": {}') == 1

@@ -180,7 +180,7 @@ def test_eschedule_without_arguments_prints_the_help(tmp_path: Path) -> None:
         (['--fake', 'VCPU'], 'VCPU'),
         (['--fake', 'VCPU:0'], 'VCPU:0'),
         (['--fake', 'VCPU:-4'], 'VCPU:-4'),
-        (['--fake', 'VCPU:4,VCPU:5'], 'twice'),
+        (['--fake', 'VCPU:4,VCPU:5'], 'is given more than once'),
         (['--fake', 'vcpu:4'], 'vcpu'),
         (['--fake', ''], 'CLASS:TOTAL'),
         (['--frobnicate'], '--frobnicate'),

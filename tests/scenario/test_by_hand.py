@@ -133,7 +133,7 @@ def test_malformed_requests_are_refused_with_a_reason(cluster: Control, compute:
         (b'\xff\xfe', ['not text in UTF-8']),
         ('[]', ['expected a JSON object', 'list']),
         ('"text"', ['expected a JSON object']),
-        ('{"instance": 1, "instance": 2}', ['twice']),
+        ('{"instance": 1, "instance": 2}', ['a duplicate key']),
         ('[' * 50_000, ['nested too deeply']),
         ('{}', ['lacks allocations, instance, image']),
         ({'instance': ..., 'image': IMAGE}, ['lacks allocations']),
@@ -220,7 +220,7 @@ def test_malformed_request_of_a_running_guest_is_a_fault(cluster: Control, compu
     address = wait_address(cluster, instance)
     write_request(cluster, compute.uuid, instance, '{')
     fault = wait_until(lambda: (read_record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
-    assert 'unreadable' in str(fault)
+    assert 'its request is malformed' in str(fault)
     wait_address(cluster, place(cluster)[1])
     assert len(wait_log_lines(compute, instance, 'unreadable')) == 1
     assert (read_record(cluster, instance) or {})['state'] == 'active'

@@ -441,7 +441,7 @@ def test_queued_requests_obey_groups_and_quotas(small_cluster: Control) -> None:
         'strict anti-affinity',
     )
     assert_one_line(
-        run_in_process(small_cluster, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet'
+        run_in_process(small_cluster, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'group new does not exist'
     )
     enqueue_request(small_cluster, '--project', 'shop')
     refused = run_in_process(small_cluster, '--queue', '--flavor', 'small', '--project', 'shop')
