@@ -1,12 +1,12 @@
 """Take requests from the queues for one compute, without a thread of its own.
 
-A compute takes the oldest request that fits its room and that it may take (ecomp.model.queue), after a delay that grows
-with its load, so that emptier computes go first; after lost races, a random one of the next few, or all computes would
-race for each. It puts the taker key, claims on its provider, and moves the request to its /hosts key. The taker key is
-on the presence's lease and the move compares it, so a compute frozen for longer than its lease moves nothing. A claim
-that a dead attempt left on another compute is released by that compute only (rule 13). Offers knows the queues for all
-computes of the process; Taker and Puller take for one of them. They share a module of more than 700 lines because they
-are one protocol: Offers tells the other computes after a failed take that they may take.
+A compute takes the oldest request that fits its room and that it may take (ecomp.model.queue). Before that it waits,
+longer the fuller it is, so that emptier computes go first. After a lost race it takes a random one of the next few, or
+all computes would race for each. It puts the taker key, claims on its provider, and moves the request to its /hosts
+key. The taker key is on the presence's lease and the move compares that key, so a compute frozen for longer than its
+lease moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13).
+Offers knows the queues for all computes of the process; Taker and Puller take for one of them. They share a module of
+more than 700 lines because they are one protocol: after a failed take Offers offers the request to other computes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ WakeUp = Callable[[str], None]
 log = logging.getLogger(__name__)
 
 MAX_NAMED_COMPUTES = 3
-# How long the list of silent computes is cached.
 SILENT_CACHE_SECONDS = 5.0
 
 
@@ -103,7 +102,7 @@ class Offers:
         self.backlog: Backlog | None = None  # None before the queues were read
 
     def add(self, compute: str, wake_up: WakeUp) -> None:
-        """Offer requests to a compute of this process, from now on."""
+        """Offer requests to a compute of this process from now on, by calls of wake_up(reason)."""
         with self._lock:
             self._wake_ups = {**self._wake_ups, compute: wake_up}
 
@@ -124,7 +123,7 @@ class Offers:
         self.accepted_revision = find_accepted_revision(state.values())
 
     def find_silent(self, placement: Placement) -> list[str]:
-        """List the uuids of placement's computes not proven to be alive; log changes. Placement's errors pass."""
+        """List uuids of computes not proven alive, SILENT_CACHE_SECONDS old at most; log a new list. Errors pass."""
         with self._silent_lock:
             now = time.monotonic()
             if now - self._silent_read_at > SILENT_CACHE_SECONDS:
@@ -142,7 +141,7 @@ class Offers:
             return self._silent
 
     def on_queues(self, state: State) -> None:
-        """Replace the queues, and wake the computes that may take the new requests."""
+        """Replace the queues; wake computes that may take the new requests, or whose own taker keys changed."""
         previous = self.backlog
         backlog = queue.update_backlog(state, previous or Backlog())
         now, woken = time.monotonic(), list[str]()
@@ -164,7 +163,7 @@ class Offers:
             nudges[compute]('requests are queued')
 
     def wake_more(self) -> float:
-        """Wake more computes for untaken requests; return when (monotonic) to call this again."""
+        """Wake more computes for untaken requests; return when (monotonic) to call this again, or inf."""
         now, woken, next_time = time.monotonic(), list[str](), math.inf
         with self._lock:
             nudges = self._wake_ups
@@ -187,7 +186,7 @@ class Offers:
         return next_time
 
     def is_open(self, place: WaitingEntry, compute: str) -> bool:
-        """Return whether the compute may take the request now, which no other one here is taking."""
+        """Return whether the compute may take the request now; False while a compute of this process is taking it."""
         if place.entry.key in self._in_flight:
             return False
         offer = self._offers.get(place.entry.key)
@@ -222,7 +221,7 @@ class Offers:
         return max(takers.count_with_room(place.entry.flavor.resources), 1)
 
     def _add_offer(self, key: str, place: WaitingEntry, now: float) -> list[str]:
-        """Return the computes here that may take a new request now; offer it to more later. The caller has the lock."""
+        """Return the computes here that may take a new request now; offer it to more later. The caller holds _lock."""
         assert self._takers is not None
         order = queue.rank_takers(place.entry.instance, place.entry.flavor.resources, self._takers)
         if len(order) > queue.INITIAL_TAKERS:
@@ -237,7 +236,7 @@ class Offers:
 
 
 class Taker:
-    """Takes requests for one compute, one at a time; get_lease() is that of its presence."""
+    """Takes requests for one compute, one at a time; get_lease() returns the lease of the compute's presence."""
 
     def __init__(self, control: ControlPlane, get_lease: Callable[[], int]) -> None:
         self.compute = control.compute
@@ -247,12 +246,12 @@ class Taker:
         self.lease = get_lease
 
     def take(self, place: WaitingEntry, taker_revision: int = 0, still_fits: Callable[[], bool] = lambda: True) -> bool:
-        """Take the request; False after a lost race or cancellation, or if it does not fit here.
+        """Take the request; False after a lost race or cancellation, or if still_fits(), group or flavor forbid it.
 
-        `taker_revision` is that of our taker key, if an earlier attempt left one; `still_fits` is called once it
-        is put. Raises NoCapacity (placement has no room here), PlacementRefusal (it never accepts this claim) and
-        ClaimedElsewhere (another compute holds a claim; nothing is claimed here). Other errors but Conflict pass: the
-        request stays queued, and a claim that was made is released by release_claim(), or used by the next take.
+        `taker_revision` is that of our taker key, if an earlier attempt left one, else 0. still_fits() is called once
+        our taker key is put. Raises NoCapacity (placement has no room here), PlacementRefusal (placement never accepts
+        this claim) and ClaimedElsewhere (another compute holds a claim; nothing is claimed here). Other errors of etcd
+        and placement pass; then release_claim() or the next take handles a claim that was made.
         """
         waiting = place.entry
         mark = self._put_taker_key(place, taker_revision)
@@ -283,8 +282,8 @@ class Taker:
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
         """End in error a request that no compute can take; False if it is gone, being taken or claimed elsewhere.
 
-        An instance that ended here before keeps its record, with the reason as its fault; one that lives here is not
-        changed. Errors of etcd and placement pass; the call can be repeated.
+        The request is deleted. An instance that ended here before keeps its record, with the reason as its fault; the
+        record of one that lives here is not changed. Errors of etcd and placement pass; the call can be repeated.
         """
         waiting, now = place.entry, self.now()
         if find_compute(read_consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
@@ -300,15 +299,14 @@ class Taker:
             return sharing.write_final_record(self.store, record, conditions, [key]) is not None
         operations, shared = list[Put | Delete]([Delete(key)]), sharing.make_empty_change
         old = parse_old_record(stored.get(own[0]), self.compute, waiting.instance)
-        if (
-            old is not None and old.state in RETENTION_SECONDS and own[1] not in stored
-        ):  # others keep their name, group and quota
+        # Others keep their name, group and quota.
+        if old is not None and old.state in RETENTION_SECONDS and own[1] not in stored:
             operations.append(Put(own[0], record_to_json(replace(old, fault=reason)), stored[own[0]].lease))
             shared = partial(sharing.release_shared_keys, self.store, record.enter_state(GONE, now))
         return sharing.commit_with_shared(self.store, conditions, operations, shared) is not None
 
     def is_used(self, instance: str) -> bool:
-        """Return whether this compute has or had the instance, so that a take must not claim."""
+        """Read whether etcd has a record or request of the instance on this compute: then a take must not claim."""
         return bool(self.store.read(self._list_own_keys(instance)))
 
     def _list_own_keys(self, instance: str) -> list[str]:
@@ -320,10 +318,10 @@ class Taker:
         return delete_if_unchanged(self.store, keys.taker(queue_key), taker_revision)
 
     def release_claim(self, instance: str) -> bool:
-        """Release our claim for a request that is not taken; return True if it holds no claim now.
+        """Release and note our claim for a request that is not taken; return True if the instance now has no claim.
 
-        False, with nothing released, if another compute holds it, an attempt of it is in flight, or its request is
-        here; False also if the claim was changed concurrently. Errors of etcd and placement pass.
+        False, with nothing released, if the claim is on another compute, an attempt for the instance is in flight, its
+        request is here, or the claim was changed concurrently. Errors of etcd and placement pass.
         """
 
         def select_kept(holding: Mapping[str, Consumer]) -> Collection[str]:
@@ -339,9 +337,9 @@ class Taker:
         )
 
     def _put_taker_key(self, place: WaitingEntry, taker_revision: int, needs_flavor: bool = True) -> int | None:
-        """Put our taker key; return its revision, None if the request is gone or has another one.
+        """Put our taker key; return its revision, or None if the request or its taker key has changed.
 
-        With `needs_flavor` also None if the flavor is gone, whose requests no compute takes. Errors of etcd pass.
+        With `needs_flavor` also None if the request's flavor was deleted. Errors of etcd pass.
         """
         queue_key, lease = place.entry.key, self.lease()
         key = keys.taker(queue_key)
@@ -356,7 +354,7 @@ class Taker:
             return entry.revision if entry is not None and ours and entry.revision != taker_revision else None
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
-        """Claim for the request on this compute, as claim(); Conflict if our taker key has changed."""
+        """Claim the request's resources on this compute; Conflict if our taker key has changed, or from claim()."""
         key = keys.taker(waiting.key)
 
         def check() -> None:
@@ -369,7 +367,7 @@ class Taker:
         claim(self.placement, new_claims, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: WaitingEntry, taker_revision: int) -> tuple[bool, int]:
-        """Move the request to our key; return whether it is there, and the taker key's revision.
+        """Move the request to our /hosts key; return whether it is there, and the revision of our taker key.
 
         Raises Conflict if its group excludes this compute; other errors of etcd pass.
         """
@@ -428,11 +426,11 @@ MAX_SKIP_SECONDS = 30.0
 class Puller:
     """Chooses and takes requests for one compute; only on_hosts() is thread-safe.
 
-    `may_take` returns False while nothing may be taken. `registered_inventory` counts as free while the compute has no
-    requests, and a claim corrects that; None: read the room first. `list_guests` returns the instances with a domain. A
-    request is left alone if another compute, even a silent one, holds a claim for it (rule 13); while any is silent,
-    also if it is older than an acceptance or `first_seen_revision`, at which this compute first saw or accepted etcd:
-    the silent one may have taken it before etcd and placement were restored.
+    `may_take` returns False while nothing may be taken. `registered_inventory`, if not None, is the free room at first,
+    if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain. A
+    request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any compute is
+    silent, one that is older than any acceptance of etcd or than `first_seen_revision`, at which this compute first saw
+    or accepted etcd, is left alone, too: the silent compute may have taken it before etcd and placement were restored.
     """
 
     taker: Taker
@@ -466,7 +464,7 @@ class Puller:
         self._needs_cleanup = True
 
     def on_hosts(self, state: State) -> bool:
-        """Note the requests here; return whether others than our own moves changed the room."""
+        """Note this compute's requests; return whether some came or went other than by our moves: the room is stale."""
         requested = {keys.get_last_part(key) for key in state}
         with self._lock:
             changed = (requested ^ (self._requested or set())) - self._own_moves
@@ -475,11 +473,11 @@ class Puller:
         return bool(changed)
 
     def reset(self) -> None:
-        """Prepare for a step after one that raised an error, and may have left a claim."""
+        """Have the next step read the room and release left claims: call this after a step that raised an error."""
         self._room_read_at, self._needs_cleanup, self._next_take = -math.inf, True, None
 
     def step(self) -> float:
-        """Take requests until none fits; return the seconds, ROOM_INTERVAL_SECONDS at most, until the next step.
+        """Take what can be taken now; return the seconds, ROOM_INTERVAL_SECONDS at most, until the next step.
 
         Errors of etcd and placement pass; then reset() must be called before the next step.
         """
@@ -549,7 +547,7 @@ class Puller:
         return ROOM_INTERVAL_SECONDS
 
     def _choose_next(self, backlog: Backlog) -> WaitingEntry | None:
-        """Choose the request to take next; None if none fits or is open. Reads a stale room first."""
+        """Choose the request to take next; None if none is open and fits. Read a stale room first, or if none fits."""
         if not any(self.offers.is_open(other, self._compute) for other in backlog.entries.values()):
             return None  # without a call to placement
         if self.registered_inventory is not None and self._requested == set():
@@ -572,14 +570,13 @@ class Puller:
         if place is not None:
             self._next_room_read = math.inf
         elif self._next_room_read == math.inf:
-            interval = (
-                MAX_ROOM_AGE_SECONDS if DISABLED in self._room.traits else ROOM_INTERVAL_SECONDS
-            )  # an operator who enables it waits
+            # Shorter if the compute is disabled, because an operator who enables it waits.
+            interval = MAX_ROOM_AGE_SECONDS if DISABLED in self._room.traits else ROOM_INTERVAL_SECONDS
             self._next_room_read = max(now, self._room_read_at + interval) + self._rng.uniform(0.0, ROOM_SPREAD_SECONDS)
         return place
 
     def _check_fit(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Return whether the request still fits, as its taker; read an old room, or else old traits, first."""
+        """Return whether the request still fits this compute; first read the room if it is old, or else old traits."""
         age = time.monotonic() - self._room_read_at
         if age > MAX_ROOM_AGE_SECONDS:
             self._read_room(backlog)
@@ -588,7 +585,7 @@ class Puller:
         return queue.can_take(place.entry.flavor, self._room)
 
     def _is_enabled(self) -> bool:
-        """Read the provider's traits, and return whether it is enabled."""
+        """Read the provider's traits into the last room; return whether the provider is enabled."""
         traits = providers.read_names(self._placement, self._compute, providers.TRAITS)
         if traits != self._room.traits:
             self._room, self._fits_by_query = replace(self._room, traits=traits), {}
@@ -607,9 +604,10 @@ class Puller:
         return queue.choose_next(open_places, takes, deferred, self._choice_size, self._rng)
 
     def _read_room(self, backlog: Backlog) -> None:
-        """Read this compute's room; after a start or reset(), first release dead attempts' claims.
+        """Read this compute's room; after a start or reset() release this compute's claims for queued requests.
 
-        Those are ours for queued requests; later reads retry. No provider: no room. Errors of etcd and placement pass.
+        Dead attempts left these. A read that cannot release one leaves it to the next read. Without a provider there is
+        no room. Errors of etcd and placement pass.
         """
         with self._lock:
             self._is_room_stale = False
@@ -641,7 +639,7 @@ class Puller:
         self._room_read_at, self._has_read_traits = started_at, True
 
     def _is_held_elsewhere(self, place: WaitingEntry) -> bool:
-        """Return whether another compute still holds the claim that made a take fail."""
+        """If another compute's claim made a take fail, read placement; return whether another still holds a claim."""
         instance = place.entry.instance
         if instance not in self._claimed_elsewhere:
             return False  # a take finds out: its claim expects that nothing is held
@@ -651,15 +649,15 @@ class Puller:
         return instance in self._claimed_elsewhere
 
     def _is_older(self, place: WaitingEntry) -> bool:
-        """Return whether the request is older than our etcd, in which a take may be forgotten."""
+        """Return whether the request is older than `first_seen_revision` or any acceptance of etcd, see the class."""
         return place.revision <= max(self.first_seen_revision, self.offers.accepted_revision)
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
-        """Return whether a silent compute may run it, forgotten by etcd and placement."""
+        """Return whether a silent compute may run the request, taken before a restore. Placement's errors pass."""
         return self._is_older(place) and bool(self.offers.find_silent(self._placement))
 
     def _check_group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
-        """Return whether its group allows it here, and the group.
+        """Read the request's group; return whether the group allows the request here, and the group.
 
         (True, None) without a group, (False, None) if it is malformed; None also for a group that does not exist yet.
         """
@@ -682,7 +680,7 @@ class Puller:
             return False
 
     def _find_excluded(self, chosen: WaitingEntry, backlog: Backlog) -> list[WaitingEntry]:
-        """Return this request and all others that their groups exclude here."""
+        """Read the queued requests' groups; return `chosen` and all others that their group excludes here."""
         waiting = [(place, place.entry.group) for place in backlog.entries.values() if place.entry.group is not None]
         groups, unreadable = sharing.load_groups(self._store, {own.name for _, own in waiting})
         excluded = [
@@ -693,7 +691,7 @@ class Puller:
         return [chosen, *(place for place in excluded if place is not chosen)]
 
     def _take_if_fits(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Take the request if it still fits, and return whether; skip all requests of its flavor if that is gone."""
+        """Take the request if it still fits; return whether it was taken. If its flavor is gone, defer all of those."""
         if self._take(place, 0, partial(self._check_fit, place, backlog)):
             return True
         flavor, now = place.entry.flavor.name, time.monotonic()
@@ -707,7 +705,8 @@ class Puller:
     def _take(self, place: WaitingEntry, taker_revision: int, still_fits: Callable[[], bool]) -> bool:
         """Take the request, or note why that failed; return whether it is ours now.
 
-        NoCapacity, ClaimedElsewhere and PlacementRefusal are noted; other errors of etcd and placement pass.
+        NoCapacity, ClaimedElsewhere and PlacementRefusal are noted, the latter and a used uuid by _on_refusal(). Other
+        errors of etcd and placement pass. In any case the request is deferred.
         """
         waiting = place.entry
         instance = waiting.instance
@@ -743,7 +742,7 @@ class Puller:
         return is_taken
 
     def _on_refusal(self, place: WaitingEntry, reason: str) -> None:
-        """Read the room again at a first refusal, and end the request in error at a second one.
+        """Have the room read again; at a second refusal within ROOM_INTERVAL_SECONDS end the request in error.
 
         A refusal concerns the request alone, unless placement has lost our provider, which the read finds out.
         """
@@ -756,7 +755,7 @@ class Puller:
             log.error('instance %s is not taken from its queue: %s', instance, reason[:MAX_REASON_CHARACTERS])
 
     def _skip(self, places: Iterable[WaitingEntry], backlog: Backlog) -> None:
-        """Defer requests by a back-off up to MAX_SKIP_SECONDS, which those not in the backlog lose."""
+        """Defer `places` by a back-off up to MAX_SKIP_SECONDS; forget the back-offs of requests not in the backlog."""
         queued = {place.entry.instance for place in backlog.entries.values()}
         self._skips = {name: delay for name, delay in self._skips.items() if name in queued}
         self._claimed_elsewhere &= queued
@@ -793,12 +792,12 @@ class PullLoop:
         self._job.schedule()
 
     def on_hosts(self, state: State) -> None:
-        """Start a step if the requests of this compute changed its room. From any thread."""
+        """Pass this compute's requests to the puller; start a step if others changed them. From any thread."""
         if self._puller.on_hosts(state):
             self.wake_up('the room of this compute changed')
 
     def _run_step(self) -> float:
-        """Take a step, unless backing off after a failed one, which is reported; return when the next is due."""
+        """Run a step unless backing off; return when the next is due. A failure is reported, and starts a back-off."""
         # New requests do not shorten the back-off after a failed step.
         retry_time = self._puller.deferrals.get_due_time(TAKING)
         if time.monotonic() < retry_time < math.inf:
