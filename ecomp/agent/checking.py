@@ -30,7 +30,7 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield the UsageErrors of a start; those of traits and classes only if `has_placement` and placement answers."""
+    """Yield a start's UsageErrors as text: of ratios; if `has_placement` and it answers, also of traits and classes."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     try:
         provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
@@ -84,7 +84,7 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
-    """Read owner, uuid (None, '' if unreadable), and the free bytes of the disk of the nearest existing directory."""
+    """Read owner and uuid (None and '' if unreadable), and the free bytes, of a parent if the directory is missing."""
     owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid

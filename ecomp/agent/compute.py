@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Remember instances as ended that have no request, guest or living record in a familiar etcd; its errors pass.
+    """Save and log the end of each remembered instance without request, guest and living record; etcd's errors pass.
 
-    An end is written to etcd before the state directory: a kill in between, or a full disk, leaves an entry that would
-    reserve the address at every start. A build killed before its first record is left to the planner.
+    An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
+    would reserve its address at every start. A malformed record counts as living.
     """
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
@@ -73,7 +73,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Restore reservations removed outside ecomp, or reserve other addresses; log each. Only BuildFailed is caught."""
+    """Reserve missing addresses of active and stopped instances again, or others instead; log each, and BuildFailed."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
@@ -106,7 +106,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), with jobs in the caller's thread; errors of `admit` pass."""
+    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` pass."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
@@ -119,9 +119,9 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Open this machine as a host; change nothing before `admit` returns.
+    """Open libvirt and start this machine's networks, metadata server, workers and scrubber; `at_exit` ends all.
 
-    Errors of `admit` and hypervisor pass; EcompError if no metadata server starts. Even then `at_exit` closes all.
+    Nothing is changed before `admit` returns; its errors and libvirt's pass. EcompError if no metadata server starts.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -157,7 +157,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the inventory, measured unless `fake`, then updated by `inventory:`; UsageError as add_ratios()."""
+    """Return the inventory, measured unless `fake`, then set by `inventory:`; UsageError if a ratio has no class."""
     measured = {}
     if not fake:
         measured = provider.make_inventory(
@@ -179,12 +179,12 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def count_workers(config: ComputeConfig) -> int:
-    """Return `workers` of the configuration, or the CPUs, at most MAX_DEFAULT_WORKERS."""
+    """Return the configured `workers`; by default one for each CPU, but at most MAX_DEFAULT_WORKERS."""
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 
 def _get_image_cache_gib(config: ComputeConfig) -> int:
-    """Return `image_cache` of the configuration in GiB, or the default for the disk."""
+    """Return the configured `image_cache` in GiB; by default a part of the disk, see choose_cache_gib()."""
     return config.image_cache or provider.choose_cache_gib(config.state)
 
 
@@ -192,15 +192,14 @@ PLANNING = 'planning'
 LOCAL_CHECKS = 'checks between plans'
 REMOTE_CHECKS = 'checks beside plans'
 FOLLOWING = 'following etcd'
-# Minutes between checks of the key with this host's name.
 HOSTNAME_CHECK_MINUTES = 10
 
 
 @dataclass(eq=False)
 class PlanningLoop:
-    """The planning loop: begin(), run() until stop() is called, then drain().
+    """Plans for one compute from begin() to drain(); run() tends the workers until stop().
 
-    `remote_checks` are the periodic checks beside plans, by activity; after each plan its thread calls `on_planned`.
+    `remote_checks` are periodic checks, by activity, in another thread than plans. on_planned() is called in each plan.
     """
 
     host: HostServices
@@ -231,13 +230,13 @@ class PlanningLoop:
         self.read_only = False
 
     def begin(self) -> None:
-        """Start planning; the run() of one loop tends the workers of the whole process."""
+        """Watch the hypervisor for changes, and schedule a plan now and at each wake-up."""
         self.host.hypervisor.watch_changes(self.planner.wake_up, self.check_soon)
         self.planner.on_wake_up = self._plan_job.schedule
         self._plan_job.schedule()  # for wake-ups before this
 
     def run(self, notify_alive: Callable[[], float]) -> None:
-        """Tend the workers until stop(); notify_alive() returns the seconds until its next call."""
+        """Tend the workers of the whole process until stop(); notify_alive() returns seconds until its next call."""
         while not self._is_stopping:
             self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
@@ -262,28 +261,28 @@ class PlanningLoop:
         log.error('this compute is read-only from now on; its guests keep running: %s', reason)
 
     def become_writable(self) -> None:
-        """Resume after become_read_only(), because this process is the compute again."""
+        """Start tasks again after become_read_only(), and log that: this process is the compute again."""
         self.read_only = False
         self.planner.allow_builds()
         log.warning('this compute is no longer read-only: its ecompute holds the presence key again')
         self.planner.wake_up('this compute may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """Replace this compute's requests, and plan. The follower's callback."""
+        """Replace this compute's requests, and schedule a plan. The follower's callback."""
         self._state = state
         self.planner.wake_up('requests were read')
 
     def check_soon(self, reason: str) -> None:
-        """Plan and make the periodic checks now. From any thread."""
+        """Schedule a plan with the periodic checks now. From any thread."""
         self._next_check = 0.0
         self.planner.wake_up(reason)
 
     def is_ending(self) -> bool:
-        """Return whether no more tasks are started: for good, or until become_writable()."""
+        """Return whether no more tasks are started: after stop() for good, while read-only until become_writable()."""
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
-        """Plan unless ending; return when (monotonic) to plan again, or inf; after an error, log it and back off."""
+        """Plan once; return when (monotonic) to plan again: inf if ending, after a back-off if an error was logged."""
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -295,7 +294,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
-        """Start due tasks and checks; return when (monotonic) to plan again; step()'s errors pass."""
+        """Start due tasks and checks; return when (monotonic) to plan again. Errors of step() and on_planned() pass."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
@@ -325,7 +324,7 @@ class PlanningLoop:
             self.planner.hand_back(work, f'no thread can be started for a task: {error}')
 
     def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
-        """Run all checks; return when (monotonic) to retry failed ones, or inf."""
+        """Run all checks; return when (monotonic) to run all again because one failed, or inf."""
         results = [self._run_check(doing, look) for doing, look in checks.items()]
         if not all(results):
             return self._deferrals.defer(name)
@@ -333,7 +332,7 @@ class PlanningLoop:
         return math.inf
 
     def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
-        """Run a check unless ending; return False after a failure, reported unless the end caused it."""
+        """Run a check unless ending; return False after a failure, which is reported unless the loop is now ending."""
 
         def work() -> bool:
             check()
@@ -348,11 +347,10 @@ class Environment:
     """The parts and settings of a process that all its computes share.
 
     With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Without
-    `is_familiar_etcd` (etcd is the remembered one) they are read-only from the start (rule 10). `accepted_revision` of
-    that acceptance is to be written to etcd; 0: none, or written already. `first_seen_revision`: see Puller.
-    `spread_seconds` is the time over which the computes, which all start together, send their first queries to
-    placement. `audits` is an etcd connection without a guard, for answers to audits. With `checks_names` each compute
-    must check that placement knows the configured traits and classes.
+    `is_familiar_etcd` (etcd is the remembered one) they are read-only from the start (rule 10). They write the revision
+    `accepted_revision`, at which etcd was accepted, to etcd; 0: none, or written already. `first_seen_revision`: see
+    Puller. The first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an
+    etcd connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
     """
 
     fake: bool
@@ -372,7 +370,7 @@ class Environment:
 
 
 class Compute:
-    """One compute: register(), start() and, even after errors, stop(); threads that follow etcd call on_… methods."""
+    """One compute: call register(), start() and, even after errors, stop(). Followers of etcd call the on_… methods."""
 
     def __init__(
         self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
@@ -399,10 +397,11 @@ class Compute:
         self._presence = Presence(store, key, facts, self._become_read_only, environment.lease, self._become_writable)
 
     def register(self) -> None:
-        """Check that this compute may run here, register it in placement, and make its parts.
+        """Check that this compute may run here, save its identity, register it in placement, and make its parts.
 
-        In an unfamiliar etcd only the parts are made. Raises Conflict if another ecompute is this compute, or a compute
-        that is not alive has guests here; UsageError for the configuration; errors of etcd, placement and hypervisor.
+        Then it corrects the memory by etcd, and DHCP by the memory. In an unfamiliar etcd it only makes the parts.
+        Raises Conflict if another ecompute is this compute, or a compute that is not alive has guests here; UsageError
+        for a wrong configuration. Errors of etcd, placement and the hypervisor pass.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement
@@ -467,9 +466,9 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Publish the presence key and begin to plan; Conflict if another ecompute is this compute.
+        """Publish the presence key, begin to plan and to take requests; Conflict if another ecompute is this compute.
 
-        In an unfamiliar etcd only audits are answered. Adds to `at_exit` what ends this. etcd's errors pass.
+        In an unfamiliar etcd it only answers audits. Errors of etcd pass.
         """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
         if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
@@ -507,13 +506,14 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def on_requests(self, state: Entries) -> None:
-        """Pass all requests of this compute to its parts."""
+        """Replace this compute's requests, and schedule a plan."""
         self._requests = state
         self.daemon.on_state(state)
         if self.queues is not None:
             self.queues.on_hosts(state)
 
     def on_computes(self, state: Entries) -> None:
+        """Schedule a check of the presence key if it is not as it was put."""
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
@@ -521,16 +521,16 @@ class Compute:
         self._failures.report_failure(FOLLOWING, error)
 
     def on_back(self) -> None:
-        """Retry what failed, because etcd can be followed again."""
+        """End the failure of on_lost(), which retries deferred tasks; schedule a check of the presence and queues."""
         self._presence.schedule_check()
         self._failures.report_success(FOLLOWING)
         if self.queues is not None:
             self.queues.wake_up('etcd is back')
 
     def _write_acceptance(self) -> bool:
-        """Write the acceptance's revision, if any; return False, and log it, if etcd denies that.
+        """Write the acceptance's revision to etcd, unless it is 0; return False if etcd denies that, which is logged.
 
-        A role of ecomp 1.1 does. If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
+        A role that ecomp 1.1 made denies it. With `accepts_new_etcd` Denied passes, as all other errors of etcd do.
         """
         try:
             if self._environment.accepted_revision:
@@ -546,12 +546,13 @@ class Compute:
         self.daemon.become_read_only(reason)
 
     def _become_writable(self) -> None:
+        """Let tasks and takes start again after _become_read_only()."""
         self.daemon.become_writable()
         if self.queues is not None:
             self.queues.wake_up('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        """Raise Conflict if guests of a compute that is not alive are here (rule 9); no-op in an unfamiliar etcd."""
+        """Raise Conflict if another compute with guests here is not alive (rule 9); no-op in an unfamiliar etcd."""
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -560,19 +561,18 @@ class Compute:
                 )
 
     def _check_claims(self) -> None:
-        """Release orphaned claims, and note the provider's generation for the check after this one."""
+        """Note the provider's generation, also for _check_registration(), and release orphaned claims; errors pass."""
         self._generation = None
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
 
     def _check_registration(self) -> None:
-        """Check the provider; if it was changed, register it again unless nothing may be taken."""
-        # With the generation that the check of claims has read.
+        """Check the provider, and register it again if it was changed, unless ending or read-only; errors pass."""
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
 
     def _check_hostname(self) -> None:
-        """Keep the key with this host's name, by which users may name the compute while it is down.
+        """Write the key with this host's name if it differs: users may name the compute by it while it is down.
 
         No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors pass.
         """
@@ -587,7 +587,7 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _publish_room(self) -> None:
-        """Publish the room hint: None if unknown, while the provider is disabled, while ending or read-only."""
+        """Publish the room hint; None before requests are read, and while disabled, ending or read-only."""
         held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
         self._presence.add_fields(
@@ -604,7 +604,7 @@ class Compute:
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _close_provider(self) -> None:
-        """Close the provider, unless read-only; log an EcompError."""
+        """Reserve all VCPU and disable the provider, unless read-only; log success or the EcompError."""
         if self.daemon.read_only:
             return  # the provider belongs to another ecompute now
         failpoint('closing')
