@@ -38,7 +38,7 @@ SEED_TIMEOUT_SECONDS = 60.0
 def make_seed_reader(
     config: ComputeConfig, is_served: Callable[[], bool]
 ) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() by MAC, which calls `is_served` for each seed; None if guests get no NoCloud disk."""
+    """Return a function that makes the seed of a MAC by read_seed(); None if guests get no NoCloud disk."""
     if config.metadata == 'network':
         return None
     return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
@@ -89,9 +89,10 @@ SERVER_UID = '65520'
 def serve_metadata(
     libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
 ) -> Callable[[], None]:
-    """Start a metadata server if none answers, at its address on the guests' bridge; return what repeats that.
+    """Start a metadata server if none answers, at its address on the guests' bridge; return a function to repeat that.
 
-    Both may raise EcompError, and are no-ops without a bridge of libvirt's, logged if required. `at_exit` undoes it.
+    Both may raise EcompError. Without a bridge that libvirt made both do nothing; if `is_required`, that is logged.
+    `at_exit` stops our server, and removes the address if ecompute added it.
     """
     bridge = libvirt.find_bridge()
     if bridge is None:
@@ -129,17 +130,17 @@ class MetadataServer:
     """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
     def __init__(self, guest_directory: Path, config_directory: Path, bridge: str) -> None:
-        """Prepare our server, which answers this host, `bridge` and holders of DHCP leases only."""
+        """Prepare our server, without starting it; it answers only this host, `bridge` and holders of DHCP leases."""
         self._guest_directory = guest_directory
         self._config_directory = config_directory
         self._bridge = bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start our server unless a metadata server answers; UsageError for mdserver.conf.
+        """Start our server unless it runs or another metadata server answers; wait until it answers.
 
-        Call it only when this host has the address, which may otherwise be a cloud's own service. Raises EcompError if
-        another service listens there or ours does not answer within START_TIMEOUT_SECONDS.
+        Call it only when this host has the address, which may otherwise be a cloud's own service. Raises UsageError for
+        mdserver.conf, and EcompError if another service listens there or ours does not answer in START_TIMEOUT_SECONDS.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -217,7 +218,7 @@ def is_metadata(page: bytes | None) -> bool:
 
 
 def is_address_taken() -> bool:
-    """Return whether a server that serves no metadata listens where ours would.
+    """Probe whether a server that serves no metadata listens where ours would.
 
     Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
     """
@@ -239,7 +240,7 @@ def is_address_taken() -> bool:
 
 
 def fetch_root_page(address: str = METADATA_ADDRESS) -> bytes | None:
-    """Fetch 4 KiB of the root page, of any HTTP status; None if none answers within 2 s."""
+    """Fetch 4 KiB of the root page, of any HTTP status; None if no server answers within 2 s."""
     connection = http.client.HTTPConnection(address, timeout=2)
     try:
         connection.request('GET', '/')
@@ -272,10 +273,10 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
-        """Write the files of an instance; null keys or user-data mean those of mdserver.conf.
+        """Write a file for each MAC of an instance; null keys or user-data mean those of mdserver.conf.
 
-        Removes an earlier report, and overwrites other instances' files. Raises BuildFailed if a MAC belongs to another
-        instance that is current or whose file is being written; OSError if a write fails.
+        Removes an earlier report. Another instance's file of the MAC is overwritten, but BuildFailed is raised if that
+        instance is in list_current() or its file is being written; OSError if a write fails.
         """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
@@ -308,7 +309,7 @@ class GuestData:
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def read_instances(self) -> dict[str, str]:
-        """Return the instance of each file, by its name: a MAC or, for reports, the instance."""
+        """Return {name: instance} of the files; the name is a MAC or, of a report, the instance itself."""
         reports = (
             path for suffix in (READY_SUFFIX, PARTIAL_REPORT_SUFFIX) for path in self.directory.glob(f'*{suffix}')
         )
@@ -328,7 +329,7 @@ class GuestData:
             return set()
 
     def read_refusals(self) -> dict[str, str]:
-        """Return {MAC: reason} of refused guests; {} if a file cannot be read."""
+        """Return {MAC: reason} of guests that the server refused; {} for all if one file cannot be read."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
             paths = self.directory.glob(f'*{REFUSAL_SUFFIX}')
             return {
@@ -344,11 +345,11 @@ class GuestData:
 
     def read_report(self, instance: str) -> GuestReport:
         """Read a guest's report of cloud-init's end, empty if malformed; may raise OSError."""
-        with self._report_path(instance).open('rb') as file:
+        with self._get_report_path(instance).open('rb') as file:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
     def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
-        """Call notify(reason) at each report, from any thread; return what stops it. Only log if impossible."""
+        """Call notify(reason) at each report, from any thread; return what stops that. Log if it is impossible."""
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
@@ -356,7 +357,7 @@ class GuestData:
             return lambda: None
 
     def remove_report(self, instance: str) -> None:
-        """Remove the report of a guest that went off; log errors. It reports again after a start."""
+        """Remove the report of a guest that went off, which reports again after a start; log an error if it stays."""
         try:
             self._unlink_report(instance)
         except OSError as error:
@@ -381,7 +382,7 @@ class GuestData:
     def _unlink_report(self, instance: str) -> None:
         """Remove the guest's report, complete or not; OSError if that fails."""
         (self.directory / f'{instance}{PARTIAL_REPORT_SUFFIX}').unlink(missing_ok=True)
-        self._report_path(instance).unlink(missing_ok=True)
+        self._get_report_path(instance).unlink(missing_ok=True)
 
     def _read_owner(self, mac: str) -> str | None:
         """Return the instance in the MAC's file; None if the file is missing or malformed."""
@@ -390,5 +391,5 @@ class GuestData:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _report_path(self, instance: str) -> Path:
+    def _get_report_path(self, instance: str) -> Path:
         return self.directory / f'{instance}{READY_SUFFIX}'
