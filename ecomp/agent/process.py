@@ -14,7 +14,7 @@ from typing import TypeVar
 from ecomp.agent.compute import Compute, Environment, count_workers, now
 from ecomp.agent.host.claims import GenerationReader
 from ecomp.agent.host.provider import check_names
-from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
+from ecomp.agent.host.state import Identity, KnownEtcd, check_or_adopt
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
 from ecomp.agent.queue import Offers
@@ -54,7 +54,7 @@ REQUIRED_LIMITS = (
 
 @dataclass(eq=False)
 class Process:
-    """All computes of the process: register(), then run(); `at_exit` stops them, also after an error.
+    """All computes of the process: call register(), then run(); `at_exit` stops them, also after an error.
 
     `count` is the number of fake computes, or None for one, fake or not. `accepts_new_etcd`: see Environment.
     """
@@ -80,7 +80,7 @@ class Process:
         self._offers = Offers(self._widen_job.schedule)
 
     def register(self) -> None:
-        """Lock the state directory, recognise etcd, and register each compute.
+        """Lock the state directory, recognise etcd or adopt a first one, and register each compute.
 
         Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
         """
@@ -96,7 +96,7 @@ class Process:
         at_exit.callback(self._store.close)
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
-        familiar = is_familiar(self._guard, self._store, now())
+        familiar = check_or_adopt(self._guard, self._store, now())
         self._offers.start_revision = revision = self._guard.known_cluster.revision
         self._offers.term = lambda: self._guard.known_cluster.term
         accepted = revision if self.accepts_new_etcd else etcd_file.read_accepted()
@@ -140,9 +140,9 @@ class Process:
             etcd_file.start()
 
     def run(self) -> None:
-        """Start each compute, whose errors pass, and run in the main thread until end_soon().
+        """Start each compute (its errors pass), follow etcd, and tend workers in the main thread until end_soon().
 
-        Follows etcd (an unfamiliar one only for audits), and notifies systemd when ready, while alive and at the end.
+        An unfamiliar etcd is followed only for audits. Systemd is notified when ready, while alive and at the end.
         """
         self._computes[0].host.runner.waker.wake_on_signals()
         _run_each(Compute.start, self._computes)
@@ -177,11 +177,11 @@ class Process:
             ready.info('ready: %s', compute if self.count is None else f'compute {compute.uuid}, {compute}')
         if self.count is not None:
             log.info('ready computes: %d, after %.1f s', self.count, time.monotonic() - self._started_at)
-        self.service.notify_ready(self._status())
+        self.service.notify_ready(self._make_status())
         self._computes[0].daemon.run(self.service.notify_alive)
         self.service.notify_stopping('tasks in flight finish; guests keep running')
 
-    def _status(self) -> str:
+    def _make_status(self) -> str:
         """Return the status line for systemd."""
         if not self._environment.is_familiar_etcd:
             return 'read-only: etcd is not the one this compute knew. Try: journalctl -u ecompute'
@@ -193,7 +193,7 @@ class Process:
             compute.daemon.stop()
 
     def _register_one(self, number: int) -> None:
-        """Make the compute `number` (from 1), with `count` in its own subdirectory; register it."""
+        """Make and register the compute `number` (from 1); with `count` its state has a subdirectory of its own."""
         config, state, store = self.config, self._state, self._store
         with ExitStack() as stack:
             if self.count is not None:
@@ -207,7 +207,7 @@ class Process:
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
-        """Pass requests to computes whose requests changed, at first to all: lists for a thousand take a second."""
+        """Pass each compute its requests if they changed, and the first time; to pass all of a thousand is slow."""
         before, self._requests = self._requests, state
         changed = collect_changed_requests(before or {}, state, self._requests_by_compute)
         for compute, requests in changed.items():
@@ -259,7 +259,7 @@ class Process:
 
 
 def _check_limits(compute_count: int) -> None:
-    """Raise UsageError for a limit too low for this many computes: a library would abort, or a thread not start."""
+    """Raise UsageError for a system limit too low for this many computes, as a library or a thread would fail."""
     for limit, base, further, unit, where in REQUIRED_LIMITS:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
@@ -268,10 +268,10 @@ def _check_limits(compute_count: int) -> None:
 
 
 def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call `work` for all items concurrently; for a single one in this thread, the parent of workers.
+    """Call `work` for all items concurrently; for a single one in this thread, which is the parent of workers.
 
-    After a signal, or an item's error, noticed once those before it are finished, no further call is started, and the
-    error is raised after the calls in flight.
+    An item's error is noticed once the items before it are finished, an exception of a signal immediately. Then no call
+    is started, and the error is raised after the calls in flight.
     """
     if len(items) == 1:
         work(items[0])
@@ -287,7 +287,7 @@ def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
-    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd; ignore etcd's errors."""
+    """Log a warning for each plain-text backend and exposed secret file, and a vulnerable etcd; ignore its errors."""
     for host in list_cleartext_hosts(config.etcd, config.placement):
         text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
         log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)

@@ -9,8 +9,8 @@
 <state>/boot   the machine's boot id, and the instances, one a line, that were here before that boot and have not been
                handled since
 
-A start that is refused changes nothing, because save() writes the new uuid and token. The memory of instances may be
-older than etcd, if the disk was full, so it is used only while etcd cannot be read.
+Only save() writes a new uuid and token, so a start that is refused before changes neither. The memory of instances may
+be older than etcd, if the disk was full, so etcd's records take precedence.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Memory:
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
         """Save an instance; a `request` of None means the saved one.
 
-        No-op for a tombstone, or without request. With a `failure` it is being removed; None drops an earlier failure.
+        No-op for a tombstone or without request. A `failure` means that it is being removed; None drops an earlier one.
         """
         with self._lock_instance(record.instance):
             previous = self._entries.get(record.instance)
@@ -97,9 +97,9 @@ class Memory:
                 self._save(entry)
 
     def repair(self, request: Request, record: Record) -> None:
-        """Save an instance that lives by its record, if its file is missing or not current.
+        """Save an instance that lives by its record, if its file is missing, not written, or says `building`.
 
-        That is so after a full disk, in an old copy, or if it says `building`. Failed entries and malformed files stay.
+        Entries with a failure and malformed files are not changed.
         """
         instance = record.instance
         with self._lock_instance(instance):
@@ -110,7 +110,7 @@ class Memory:
                 self._save(MemoryEntry(request, record))
 
     def record_end(self, instance: str) -> None:
-        """Save that an instance is gone or failed, without leftovers here; forget some ends older than a day."""
+        """Save that an instance ended and left nothing here; forget some ends older than a day, see _sweep()."""
         with self._lock_instance(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
@@ -126,15 +126,15 @@ class Memory:
             return dict(self._entries)
 
     def get_ended(self) -> frozenset[str]:
-        """Return the instances that ended here in the last day."""
+        """Return the instances whose end here is remembered: for a day at least, until record_end() forgets it."""
         with self._changed:
             return frozenset(self._end_times)
 
     def load_unhandled(self) -> frozenset[str]:
         """Return the instances from before the last boot that were not handled since.
 
-        Empty at the first start here, which is saved; after a reboot, all that are remembered. Records tell which of
-        them ran, because this memory may be older than etcd. May raise OSError.
+        Empty at the first start here, which is saved. After a reboot these are all remembered ones, which is not saved:
+        records tell which of them ran, because this memory may be older than etcd. May raise OSError.
         """
         try:
             boot, *unhandled = self._boot_file.read_text().split() or ['']
@@ -153,7 +153,7 @@ class Memory:
             self._unhandled = frozenset(instances)
 
     def _load(self, path: Path, compute: str) -> None:
-        """Read the file of an instance; log and note a malformed or unreadable one."""
+        """Read an instance's file as one of `compute`, or its end, however old. Log and note an unreadable one."""
         try:
             data = load_object(path.read_bytes())
             if not keys.is_uuid(path.stem) or data.get('version') != VERSION:
@@ -210,7 +210,7 @@ class Memory:
             self._unsaved.discard(instance)
 
     def _sweep(self) -> None:
-        """Forget the oldest ends, MAX_SWEPT_PER_END at most, if older than a day, and their files."""
+        """Forget the oldest ends that are older than a day, MAX_SWEPT_PER_END at most, and remove their files."""
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.RETENTION_SECONDS[records.GONE])
         with self._changed:
             oldest = list(itertools.islice(self._end_times.items(), MAX_SWEPT_PER_END))
@@ -234,7 +234,7 @@ LOCK_WAIT_SECONDS = 2.0
 
 
 class Identity:
-    """An ecompute's lasting identity: its state directory, locked until close().
+    """An ecompute's lasting identity: its state directory, made if missing, and locked until close().
 
     Raises Conflict if another ecompute has the lock, UsageError if the directory or its lock file is unusable.
     """
@@ -260,18 +260,18 @@ class Identity:
         self._write_holder(f'{os.getpid()}\n'.encode())
 
     def choose_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid: configured, saved or new; may raise UsageError or OSError."""
+        """Return the provider's uuid, configured, saved or new, for save() to write; UsageError or OSError may pass."""
         if configured is None:
             return self._read_or_make('uuid')
         self._unsaved['uuid'] = configured
         return configured
 
     def choose_token(self) -> str:
-        """Return the secret that a copy of the uuid lacks; may raise UsageError or OSError."""
+        """Return the token, saved or new, for save() to write; may raise UsageError or OSError."""
         return self._read_or_make('token')
 
     def save(self) -> None:
-        """Save uuid and token, once nothing can refuse this start; remove old *.part files. May raise OSError."""
+        """Save uuid and token, once nothing can refuse this start; remove all *.part files. May raise OSError."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -295,7 +295,7 @@ class Identity:
             os.pwrite(self._lock, holder, 0)
 
     def _read_or_make(self, name: str) -> str:
-        """Return the saved uuid, or a new one that save() writes; UsageError if it is malformed."""
+        """Return the uuid in the file `name`, or a new one for save() to write; UsageError if it is malformed."""
         if name in self._unsaved:
             return self._unsaved[name]
         path = self.directory / name
@@ -309,7 +309,7 @@ class Identity:
 
 
 def _make_directory(directory: Path) -> None:
-    """Create the directory and missing parents, traversable for all; others keep their mode. May raise OSError."""
+    """Create the directory and its missing parents, traversable for all; existing ones keep their mode."""
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -321,10 +321,10 @@ def _make_directory(directory: Path) -> None:
 WRITE_INTERVAL_SECONDS = 1.0
 
 
-def is_familiar(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one; if none is, remember this one (rule 10).
+def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
+    """Return whether etcd is the remembered one; if none is remembered, remember this one (rule 10).
 
-    That writes /cluster if it does not exist. Errors of etcd pass, other than StrangeEtcd.
+    The latter writes /cluster if it does not exist. Errors of etcd pass, other than StrangeEtcd.
     """
     try:
         if guard.known_cluster.identity:
@@ -360,15 +360,15 @@ class KnownEtcd:
         return self._cluster
 
     def read_accepted(self) -> int:
-        """Read the revision at which ecomp 1.1 accepted an etcd; 0: none; UsageError if malformed."""
+        """Read the revision at which ecomp 1.1 accepted an etcd, 0 if none; UsageError if malformed."""
         return self._read_number(self._accepted_path)
 
     def read_first_seen(self) -> int:
-        """Read etcd's revision when first seen or accepted; 0: not noted; UsageError if malformed."""
+        """Read etcd's revision when it was first seen or accepted, 0 if not noted; UsageError if malformed."""
         return self._read_number(self._first_seen_path)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save etcd's first-seen revision; if etcd has 1.1's acceptance, remove its file. May raise EcompError."""
+        """Save etcd's first-seen revision; if etcd has 1.1's acceptance, remove that file. May raise EcompError."""
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
@@ -387,7 +387,7 @@ class KnownEtcd:
             raise UsageError(f'{path}: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`') from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
-        """Have the thread write this within WRITE_INTERVAL_SECONDS, if it has an identity."""
+        """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
         self._cluster = known_cluster
         self._changed.set()
 
@@ -402,7 +402,7 @@ class KnownEtcd:
             self._thread.join()
 
     def _run(self) -> None:
-        """Write the last scheduled state, once a second at most, until stop(); log failures."""
+        """Write the last scheduled state, every WRITE_INTERVAL_SECONDS at most, until stop(); log failures once."""
         written, has_failed, is_last = KnownCluster(), False, False
         while not is_last:
             self._changed.wait()
