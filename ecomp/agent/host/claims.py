@@ -57,8 +57,8 @@ class LastGoodCheck:
         self._generation: int | None = None
         self._skips_left = 0
 
-    def can_skip(self, generation: int | None) -> bool:
-        """Return whether an unchanged generation (None: never) replaces a check, MAX_SKIPPED_CHECKS times at most."""
+    def use_skip(self, generation: int | None) -> bool:
+        """Return whether an unchanged generation (None: never) replaces a check; count down MAX_SKIPPED_CHECKS."""
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1
@@ -93,7 +93,7 @@ def confirm_sightings(
 
 
 class ClaimKeeper:
-    """Releases orphaned claims; without `takes_from_queues` those for queued requests, too."""
+    """Releases orphaned claims on one compute; without `takes_from_queues` claims for queued requests, too."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
@@ -113,7 +113,7 @@ class ClaimKeeper:
         Skipped, MAX_SKIPPED_CHECKS times in a row at most, if `generation` (read before; None: not known) is unchanged
         and each consumer of the last check has a guest or a request in `requests`. Errors of placement and etcd pass.
         """
-        if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.can_skip(generation):
+        if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.use_skip(generation):
             return
         self.last_good_check.record(None)
         self._consumers = held = allocations.read_provider_allocations(self._placement, self._compute)
@@ -142,7 +142,7 @@ class ClaimKeeper:
             self._first_sightings.pop(consumer, None)
 
     def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
-        """Return those that hold nothing here, and those that are wanted, for which etcd is read."""
+        """Return the consumers that hold nothing here, or have a request or attempt, which is read from etcd."""
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
         computes_of = {consumer: held.allocations for consumer, held in holding.items()}
         return elsewhere | find_requested_instances(self._store, computes_of, include_queued=self._takes_from_queues)

@@ -1,8 +1,8 @@
 """This compute's provider in placement: its inventory, traits and aggregates.
 
 <state>/provider.json  {"version", "compute", "traits": […], "aggregates": […]}: those that this ecompute added.
-Others were added outside this ecompute, and stay. The file is written before placement, so that after a kill in between
-the next start removes what is no longer configured.
+Others were added outside this ecompute, and stay. The file is written before placement is changed, so that after a kill
+in between the next start removes what is no longer configured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PlacementInventory = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class MachineUsage:
-    """Totals and used amounts in bytes, the latter including guests and cached images."""
+    """CPUs, and totals and used amounts in bytes; the used amounts include guests and cached images."""
 
     cores: int
     memory: int
@@ -73,8 +73,8 @@ def choose_cache_gib(directory: Path) -> int:
 def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dict[str, int]]:
     """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
-    What others use, rounded up, is reserved, and `image_cache_gib` even if images use less. Our own guests are not,
-    because placement counts them as allocated.
+    Reserved is what others use, rounded up, and of DISK_GB also `image_cache_gib`, or what images use if that is more.
+    Our own guests are not, because placement counts them as allocated.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
@@ -90,7 +90,7 @@ def make_fixed_inventory(totals: Mapping[str, int]) -> dict[str, dict[str, int]]
 
 
 def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, float]) -> PlacementInventory:
-    """Add ratios, 1 if not configured; UsageError for a class that the inventory lacks."""
+    """Return `totals` with ratios, 1 if not configured; UsageError for a ratio of a class that `totals` lacks."""
     unknown = sorted(ratios.keys() - totals.keys())
     if unknown:
         raise UsageError(f'allocation_ratios: the inventory has no {", ".join(unknown)}, only {", ".join(totals)}')
@@ -98,7 +98,7 @@ def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, flo
 
 
 def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementInventory:
-    """Return the inventory with all VCPU reserved: nothing new is scheduled there."""
+    """Return a copy of the inventory with all VCPU reserved, so that nothing new is scheduled there."""
     closed_inventory = {name: dict(amounts) for name, amounts in current.items()}
     if 'VCPU' in closed_inventory:
         closed_inventory['VCPU']['reserved'] = closed_inventory['VCPU']['total']
@@ -205,17 +205,17 @@ class Registration:
 
         Skipped if `generation` (read before; None: not known) is the last good one, MAX_SKIPPED_CHECKS times at most.
         """
-        if self._last_good_check.can_skip(generation):
+        if self._last_good_check.use_skip(generation):
             return
         # is_closing() is called after the check: if close() has changed the provider, it returns True by then.
-        if self._is_as_configured():
+        if self._compare_provider():
             self._last_good_check.record(generation)
         elif not is_closing():
             log.warning('the provider was changed outside ecomp, or placement was restored: registering again')
             self.register(is_closing)
 
     def close(self) -> None:
-        """Reserve all VCPU and disable the provider, against scheduling until the next start."""
+        """Reserve all VCPU and disable the provider in placement: nothing is scheduled here until the next start."""
         providers.set_inventory(self.placement, self.compute, reserve_all_vcpus(self.inventory))
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
@@ -230,8 +230,8 @@ class Registration:
             if amount > total:
                 log.warning('%s of %s is used, but its capacity is %s. Try: eschedule audit', amount, name, total)
 
-    def _is_as_configured(self) -> bool:
-        """Return whether placement has this inventory, these traits and aggregates; it is read."""
+    def _compare_provider(self) -> bool:
+        """Read the provider; return whether inventory, traits and aggregates are as configured. Note `is_disabled`."""
         if not providers.has_inventory(self.placement, self.compute, self.inventory):
             return False
         current = {kind: providers.read_names(self.placement, self.compute, kind) for kind in self._list_kinds()}
@@ -253,7 +253,7 @@ class Registration:
         return status.apply_start(names) if kind == TRAITS else names
 
     def _update_names(self, is_closing: Callable[[], bool]) -> bool:
-        """Write the traits and aggregates; return whether that changed the provider."""
+        """Write traits and aggregates, and provider.json; return whether the provider changed. See _create_traits()."""
         self._create_traits()
         changed = False
         for kind in self._list_kinds():
@@ -308,13 +308,13 @@ def check_names(placement: Placement, traits: Collection[str], classes: Collecti
 
 
 def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
-    """Raise UsageError that names the traits, if any."""
+    """Raise UsageError that names the `unknown` traits, if any; it asks nothing."""
     if names := ', '.join(sorted(unknown)):
         raise UsageError(f'traits: {placement.name} does not know {names}, because its os-traits are older')
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
-    """Read provider.json's names by kind, none if missing or of another compute; UsageError if malformed."""
+    """Read provider.json's names by kind: no names if it is missing or another compute's; UsageError if malformed."""
     try:
         data: Mapping[str, object] = load_object(path.read_bytes())
         if data.get('version') != VERSION:
