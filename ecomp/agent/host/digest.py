@@ -1,6 +1,6 @@
 """Answer audits: write a digest of this compute, and remove leftovers on request.
 
-A read-only compute answers, too, unless another ecompute is this compute now. In an unfamiliar etcd the answer is that
+A read-only compute answers, too, unless another ecompute is this compute now. In an unfamiliar etcd the answer is an
 error instead of a digest, because that etcd has no requests for this compute's guests.
 """
 
@@ -47,7 +47,7 @@ def read_digest(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:
-    """Return the abandoned *.part files: {relative path: a mark that changes at each write}."""
+    """Return {relative path: a mark that changes at each write} of the *.part files that no process is writing."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
@@ -65,8 +65,8 @@ class AuditAnswerer:
     """Answers the audits passed to on_audits(), from start() to stop().
 
     `store` has no guard, and a connection of its own, because a long answer must not delay the writes of instances.
-    `may_remove` takes an instance before something of it is removed, and '' before a part file is removed or a digest
-    written; it raises an EcompError if etcd is unfamiliar.
+    `may_remove` is called with an instance before something of it is removed, and with '' before a part file is removed
+    or a digest written; it raises an EcompError if etcd is unfamiliar.
     """
 
     compute: str
@@ -86,6 +86,7 @@ class AuditAnswerer:
         self._job = ScheduledJob(self.threads, self.threads.audits, self._answer_all)
 
     def start(self) -> None:
+        """Schedule answers to the audits passed so far."""
         self._job.schedule()
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class AuditAnswerer:
         self._job.wait()
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
-        """Replace the audits to answer. The follower's thread calls this."""
+        """Replace the audits, and schedule answers if any came or went. The follower's thread calls this."""
         before, self._audits = self._audits, state
         if state.keys() != before.keys():
             self._job.schedule()
@@ -107,7 +108,7 @@ class AuditAnswerer:
             entry = audits[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
-                if compute in ('', self.compute) and self._is_ours():
+                if compute in ('', self.compute) and self._check_ours():
                     self._write_answer(entry, audit, 'heard' if not compute else 'clearing', '')
                     if compute:
                         self._write_answer(entry, audit, 'cleared', dump(self._remove_leftovers(entry)))
@@ -121,8 +122,8 @@ class AuditAnswerer:
             try_revoke(self.store, self._leases.pop(audit))
         return math.inf
 
-    def _is_ours(self) -> bool:
-        """Return False if another ecompute holds the presence key now, and answers instead; etcd's errors pass."""
+    def _check_ours(self) -> bool:
+        """Read the presence key; return False if another ecompute holds it, and answers. Errors of etcd pass."""
         entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
@@ -132,7 +133,7 @@ class AuditAnswerer:
             return True
 
     def _send_digest(self, entry: Entry, audit: str) -> None:
-        """Write the pages of the digest, the first one last; an EcompError becomes the only page."""
+        """Write the pages of the digest, the first one last; an EcompError in making them becomes the only page."""
         try:
             self.may_remove('')
             pages = to_pages(read_digest(self.hypervisor, self.data, self.state))
@@ -152,7 +153,7 @@ class AuditAnswerer:
             raise EcompError('the audit has finished')
 
     def _remove_leftovers(self, entry: Entry) -> list[str]:
-        """Remove what still is a leftover; log and return a line about each, or one about a malformed list."""
+        """Remove what still is a leftover; log and return a line about each. Or return one about a malformed list."""
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
@@ -180,7 +181,7 @@ class AuditAnswerer:
         # A build of this instance waits for the lock, and then recreates the disk.
         with self._locks.hold(instance, lambda: None):
             guest = self.hypervisor.list_guests().get(instance)
-            if self._is_wanted(instance):
+            if self._check_wanted(instance):
                 return 'not removed: its instance is requested or alive'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain exists'
@@ -199,7 +200,7 @@ class AuditAnswerer:
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
-        """Remove a part file unless it was written again; return what was done in words."""
+        """Remove a part file unless it was written since the digest, or is being written; return what was done."""
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it was written again, or is gone'
         path = self.state / leftover.name
@@ -208,8 +209,8 @@ class AuditAnswerer:
                 path.unlink(missing_ok=True)
         return 'removed' if is_abandoned else 'not removed: it is being written'
 
-    def _is_wanted(self, instance: str) -> bool:
-        """Return whether the instance is requested here, in flight, or alive or malformed anywhere."""
+    def _check_wanted(self, instance: str) -> bool:
+        """Read whether the instance has a request here, a queued one or an attempt, or a living or malformed record."""
         if self.store.get(keys.request(self.compute, instance)) is not None or instance in read_pending_instances(
             self.store
         ):
