@@ -24,7 +24,7 @@ from ecomp.store.client import Entry
 
 
 class Work(NamedTuple):
-    """A task with its request and that key's revision, as planned; the key may be gone since."""
+    """A planned task, with its request and that key's revision as of the plan; the key may be gone since."""
 
     task: Task
     revision: int
@@ -80,7 +80,6 @@ PLAN_INTERVAL_SECONDS = 60.0
 # Addresses are polled, because a bridge announces no leases; ever more rarely, because some guests never have one.
 FIRST_POLL_SECONDS = 2.0
 POLL_DIVISOR = 30
-# Names of activities whose failures are logged.
 CHECKING_CLAIMS = 'checking claims'
 SAVING_UNHANDLED = 'saving which instances wait since the reboot'
 READING_RECORD = 'reading the record of %s'
@@ -135,8 +134,8 @@ class Planner:
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """Return the due work, neither in flight nor deferred; until it is begun, the next step returns it again.
 
-        `state` has all requests of this compute. Cancels builds in flight whose instance is to be destroyed. Errors of
-        the hypervisor pass, and Unreachable from reading records.
+        `state` has all requests of this compute. Builds in flight of instances to be destroyed are cancelled. Errors of
+        listing guests pass, and Unreachable; other errors of reading records or addresses are reported in `failures`.
         """
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
@@ -174,9 +173,9 @@ class Planner:
         self.retry_now()
 
     def recheck(self) -> None:
-        """Forget records that others changed, and ask for a step; end builds without a request.
+        """Forget records that other processes changed, and wake the planner if any; end builds without a request.
 
-        etcd's errors in the first part pass; those of ending a build are logged. MAX_CLEANUP_SECONDS limits that part.
+        Errors of reading records pass; those of ending a build are logged. After MAX_CLEANUP_SECONDS no more are ended.
         """
         busy = self.get_in_flight()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
@@ -198,7 +197,8 @@ class Planner:
     def carry_out(self, work: Work) -> None:
         """Do the work, log and defer failures, and wake the planner.
 
-        No-op for a build while builds are stopped. After Superseded the next step plans again, or the build is ended.
+        A build is skipped while builds are stopped. If the request changed, the next step plans again; a build without
+        a request is ended.
         """
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
@@ -245,7 +245,7 @@ class Planner:
                 self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
-        """Return the due work as step() does; `busy` are the instances in flight at its start."""
+        """Return the due work, as step() does, and log unmanaged guests; `busy` were in flight when step() began."""
         self._read_wishes(state)
         records, unreadable = self._read_records(busy)
         without_address = [record.instance for record in records.values() if is_address_pending(record)]
@@ -304,7 +304,7 @@ class Planner:
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
         """Save which instances are unhandled since the reboot; report an OSError as a failure.
 
-        Handled means that it ran since, is not active by its record, or is not requested: its end would be intended.
+        An instance is handled once its guest runs, its record is not active, or its request is gone.
         """
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
@@ -317,7 +317,7 @@ class Planner:
             self.failures.report_success(SAVING_UNHANDLED)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
-        """Update wishes and held resources by changed requests; refuse new ones (not tombstones) over MAX_REQUESTS."""
+        """Parse changed requests, update what they hold; refuse new ones, but no tombstones, beyond MAX_REQUESTS."""
         before = self._wishes
         self._wishes = {}
         prefix = keys.request_prefix(self._instances.compute)
@@ -346,9 +346,9 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the records, and the instances whose record cannot be read; Unreachable passes.
+        """Return the records, and the instances whose record cannot be read, which is reported; Unreachable passes.
 
-        Leaves out busy or recordless instances, non-uuids, and tombstones' unreadable records; reports other errors.
+        Neither has busy instances, names that are no uuids, or malformed records of instances to be destroyed.
         """
         records, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
@@ -385,7 +385,7 @@ class Planner:
         return addresses
 
     def _end_without_request(self, instance: str) -> None:
-        """End a stopped build whose request was deleted; keep a finished guest; log errors."""
+        """End a build whose request was deleted, no-op for others; keep a finished guest; log errors."""
         try:
             self._instances.end_without_request(instance, self._instances.hypervisor.list_guests().get(instance))
         except Superseded:
@@ -395,7 +395,7 @@ class Planner:
 
 
 def choose_poll_interval(waited_seconds: float) -> float:
-    """Return seconds to the next poll: 1/POLL_DIVISOR of the wait, FIRST_POLL_SECONDS to PLAN_INTERVAL_SECONDS."""
+    """Return waited_seconds / POLL_DIVISOR, but FIRST_POLL_SECONDS at least and PLAN_INTERVAL_SECONDS at most."""
     return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)
 
 

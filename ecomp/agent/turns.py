@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 # Delay before a job is retried that found no thread or raised an unexpected error.
 RETRY_SECONDS = 1.0
-# Bounds of the back-off after failures.
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 15.0
 
@@ -31,7 +30,7 @@ Result = TypeVar('Result')
 
 
 class _Deferral(NamedTuple):
-    """When a name is due (monotonic); without a back-off it did not fail."""
+    """When a name is due (monotonic); `backoff` is None if it was deferred by a fixed time."""
 
     due: float
     backoff: Backoff | None
@@ -138,7 +137,7 @@ class FailureLog:
             log.warning('%s', put_before_fix(str(error), clause))
 
     def report_success(self, activity: str) -> bool:
-        """End and log an activity's failure, for all activities; call on_recovery(). Return whether there was one."""
+        """End an activity's failure for all activities, log that, call on_recovery(); return False if it had none."""
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is None:
@@ -267,7 +266,7 @@ class DaemonThreadPool:
 class ScheduledJob:
     """Calls `work` in a thread of `pool`, one run at a time.
 
-    `work` returns when (monotonic) it is due again, or inf; after an exception, or without a thread, in RETRY_SECONDS.
+    `work` returns when (monotonic) it is due again, or inf. If it raises or finds no thread, it is RETRY_SECONDS later.
     """
 
     def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
@@ -288,7 +287,7 @@ class ScheduledJob:
                     self._start_or_wait()
 
     def cancel(self) -> None:
-        """Start the job no more. A run in flight continues: see is_busy and wait()."""
+        """Do not start the job again. A run in flight continues: see is_busy and wait()."""
         with self._threads.changed:
             self._is_cancelled, self._due = True, math.inf
 
@@ -342,7 +341,7 @@ class Threads:
     SHARED_POOL_THREADS = 16
 
     def __init__(self, compute_count: int, max_tasks: int) -> None:
-        """Make pools: `max_tasks` threads at least for builds and for tasks, else one a compute up to a limit."""
+        """Make pools: of `max_tasks` threads or more for builds and tasks, the others of one a compute or fewer."""
         few_threads, shared_threads = min(compute_count, 4), min(compute_count, self.SHARED_POOL_THREADS)
         self.plans = DaemonThreadPool('planner', few_threads)
         self.builds = DaemonThreadPool('build', max(max_tasks, self.MIN_BUILD_THREADS))
