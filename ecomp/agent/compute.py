@@ -55,7 +55,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
     """Save and log the end of each remembered instance without request, guest and living record; etcd's errors pass.
 
     An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
-    would reserve its address at every start. A malformed record counts as living.
+    would reserve its address at every start. A malformed record counts as living. Builds without a record are left out.
     """
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
@@ -157,7 +157,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the inventory, measured unless `fake`, then set by `inventory:`; UsageError if a ratio has no class."""
+    """Return the inventory, measured unless `fake`, then set by `inventory:`; UsageError if a ratio lacks its class."""
     measured = {}
     if not fake:
         measured = provider.make_inventory(
@@ -197,7 +197,7 @@ HOSTNAME_CHECK_MINUTES = 10
 
 @dataclass(eq=False)
 class PlanningLoop:
-    """Plans for one compute from begin() to drain(); run() tends the workers until stop().
+    """Plans for one compute from begin() to drain(); run() tends the process's workers until stop().
 
     `remote_checks` are periodic checks, by activity, in another thread than plans. on_planned() is called in each plan.
     """

@@ -90,7 +90,7 @@ class Planner:
     """The requests of one compute, and the tasks that are in flight or deferred.
 
     step(), list_due_times() and recheck() must not run concurrently; all else is thread-safe. The caller of step()
-    calls begin() for each work before a thread carries it out. A wake-up asks for another step.
+    calls begin() for each work before a thread carries it out. A recovery in `failures` calls retry_now().
     """
 
     def __init__(self, instances: Instances, failures: FailureLog) -> None:

@@ -680,7 +680,7 @@ class Puller:
             return False
 
     def _find_excluded(self, chosen: WaitingEntry, backlog: Backlog) -> list[WaitingEntry]:
-        """Read the queued requests' groups; return `chosen` and all others that their group excludes here."""
+        """Read the queued requests' groups; return `chosen` and all others with a malformed or excluding one."""
         waiting = [(place, place.entry.group) for place in backlog.entries.values() if place.entry.group is not None]
         groups, unreadable = sharing.load_groups(self._store, {own.name for _, own in waiting})
         excluded = [

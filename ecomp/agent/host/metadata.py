@@ -38,7 +38,7 @@ SEED_TIMEOUT_SECONDS = 60.0
 def make_seed_reader(
     config: ComputeConfig, is_served: Callable[[], bool]
 ) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return a function that makes the seed of a MAC by read_seed(); None if guests get no NoCloud disk."""
+    """Return read_seed() as a function of the MAC, which asks `is_served` each time; None without NoCloud disks."""
     if config.metadata == 'network':
         return None
     return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
