@@ -127,7 +127,10 @@ def test_every_command_without_placement(own_control: Control, compute: Ecompute
     }
     not_needed = {'query': (instance,), 'list': ('list',), 'show': ('show', instance), 'destroy': ('destroy', instance)}
     results = run_concurrently(own_control, {**needed, **not_needed}, PLACEMENT_SECONDS)
-    messages = {**dict.fromkeys(('create', 'create again'), 'nothing was changed'), 'forget': 'only what is reported above was removed'}
+    messages = {
+        **dict.fromkeys(('create', 'create again'), 'nothing was changed'),
+        'forget': 'only what is reported above was removed',
+    }
     for name in needed:
         result = strip_waiting_line(results[name], own_control.placement.url) if how == 'frozen' else results[name]
         assert_one_line(result, 7, f'placement at {own_control.placement.url}', messages.get(name, ''))

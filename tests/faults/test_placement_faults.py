@@ -70,7 +70,7 @@ def test_placement_fails_during_build_and_destroy(
         assert faulty_placement.hits == 1
     else:
         wait_until(
-            lambda: count_losses(compute, 'placement')[0] or count_losses(compute, 'changed by somebody')[0],
+            lambda: count_losses(compute, 'placement')[0] or count_losses(compute, 'changed concurrently in each')[0],
             20,
             'it is noticed',
         )

@@ -301,7 +301,7 @@ def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
             assert time.monotonic() - offer.queried_at < MAX_OFFER_AGE_SECONDS
             assert cloud.create(order, offer=offer) == DeliveryOutcome(compute)
         messages.append(message)
-        if 'to go' in message:
+        if 'to leave' in message:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):

@@ -170,7 +170,7 @@ def test_removed_requests_leave_no_complaint_behind(toy_compute: ToyCompute, clo
     cloud.etcd.put(junk, '{}')
     assert toy_compute.step() == ['refuse no-uuid']
     assert toy_compute.step() == []
-    assert toy_compute.complaints._failing.keys() == {f'reading {unreadable}'}
+    assert toy_compute.complaints._failing.keys() == {f'reading the record of {unreadable}'}
     cloud.etcd.delete(keys.request(toy_compute.compute, unreadable))
     cloud.etcd.delete(junk)
     assert toy_compute.step() == []

@@ -130,7 +130,9 @@ def test_concurrent_reservations_are_distinct_until_the_range_is_full(
                 threads.map(lambda pair: reserve_address(hypervisors[pair[0] % 4], pair[1]), enumerate(instances))
             )
     assert sorted(map(str, addresses)) == [f'10.78.0.{last}' for last in range(2, 10)]
-    with pytest.raises(BuildFailed, match=r'scheduled: network small has no free address: all of 10.78.0.1 to 10.78.0.9 are'):
+    with pytest.raises(
+        BuildFailed, match=r'scheduled: network small has no free address: all of 10.78.0.1 to 10.78.0.9 are'
+    ):
         reserve_address(real_libvirt, str(uuid4()))
     real_libvirt.release_addresses(instances[0])
     assert reserve_address(real_libvirt, str(uuid4())) == addresses[0]
