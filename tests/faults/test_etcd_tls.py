@@ -139,7 +139,7 @@ def test_wrong_server_certificate_is_reported(
 ) -> None:
     """F35: etcd's certificate expired, or issued for another name: reported in one line, then repaired (fake)."""
     boot(secured)
-    for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'to another name')):
+    for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'for another name')):
         secured.etcd.kill()
         office.tls('server', *hosts, days=days)
         secured.etcd.launch()

@@ -252,7 +252,7 @@ def test_guest_that_cannot_report_a_key_is_advised_accept_new(guest: SshGuest, c
     )
     result = guest.run_ssh('--', 'true')
     assert result.code == 1
-    assert 'Fix: --accept-new' in result.stderr
+    assert 'give --accept-new' in result.stderr
 
 
 def test_ssh_config_uses_a_name_only_for_its_owner(guest: SshGuest) -> None:

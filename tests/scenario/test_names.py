@@ -132,7 +132,7 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
     assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
     assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: no instance and no command has this name')
-    assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: gone since')
+    assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: has been gone since')
 
 
 def test_name_has_one_holder_and_is_free_after_its_destroy(cluster: Control) -> None:

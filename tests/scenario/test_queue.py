@@ -476,7 +476,10 @@ def test_queued_requests_obey_groups_and_quotas(small_cluster: Control) -> None:
         == 3
     )
     assert last not in run_in_process(small_cluster, 'group', 'show', 'web').stdout
-    assert 'it waited in a queue, and this compute took it' in run_in_process(small_cluster, 'why', waiting_one).stdout
+    assert (
+        'it waited in a queue, and this compute took the request'
+        in run_in_process(small_cluster, 'why', waiting_one).stdout
+    )
     check_settled(small_cluster, first_compute, second_compute)
 
 
