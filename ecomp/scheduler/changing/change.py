@@ -58,8 +58,8 @@ def retry_until_accepted(
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    Its argument is True once a write had no answer: it then reads whether that was carried out. Raises Conflict after
-    MAX_TRIES, Unreachable if nothing was written, UnknownOutcome with a cure if such a write cannot be read back.
+    Its argument is True if the write of an earlier call had no answer, and so may be done. Raises Conflict after
+    MAX_TRIES calls. An Unreachable is raised again or, if there was such a write, as UnknownOutcome with `cure`.
     """
     is_unknown = False
     for _ in range(MAX_TRIES):
@@ -91,10 +91,10 @@ def destroy(
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
 
-    Its compute carries it out later. A queued instance is dequeued here; of one in error the record is removed.
-    `find_claiming_compute` asks placement which compute holds its claim ('': none): after a restore of etcd that one
-    may run what waits in a queue. Raises NotFound (gone or unknown), Unreadable (the record, if malformed without a
-    request, or newer), and as retry_until_accepted(). `key_index`: see find().
+    Its compute carries it out later. Done here: a queued instance is dequeued, and the record of one in error removed.
+    `find_claiming_compute` asks placement which compute holds a queued instance's claim ('': none): after a restore of
+    etcd that compute may run it. Raises NotFound (gone or unknown), Unreadable (the record is a newer ecomp's, or it is
+    malformed and there is no request), and as retry_until_accepted(). `key_index`: see find().
     """
 
     def read_and_write(is_unknown: bool) -> str | None:
@@ -119,7 +119,7 @@ def destroy(
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
-    """Find an instance not gone, or queued again; by its request if its record is malformed. Errors as destroy()."""
+    """Find what to destroy: a queue entry before a finished record, a malformed one's request. Raises as destroy()."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -142,7 +142,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Read etcd, and placement if queued; return a function that commits (None: stale), and the sentence."""
+    """Read etcd, and placement if queued; return the function to commit the destroy (None: stale), and a sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
     record, compute = entries.record, entries.record.compute
@@ -178,7 +178,7 @@ def _prepare_destroy(
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
-    """Delete a finished record with its lease and name; return the revision, or None if changed or requested again."""
+    """Delete a finished record, its lease and name; return the write's revision, None if changed or requested."""
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
     written = commit_with_shared(
@@ -190,7 +190,7 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
 
 
 def _read_membership(store: Store, record: Record) -> Membership | None:
-    """Read a record's group; None if there is no group to leave, or its key is malformed."""
+    """Read the group that a record names, with etcd's policy; None without a group, or if its key is malformed."""
     try:
         current_group = load_group(store, record.group.name)[0] if record.group else None
     except Unreadable:
@@ -203,8 +203,8 @@ def _prepare_dequeue(
 ) -> tuple[Callable[[], int | None], str]:
     """Prepare to remove a request from its queue, even if a compute is taking it; returns as _prepare_destroy().
 
-    An error of `find_claiming_compute` is a part of the sentence. A record remains, as a uuid is never used twice: a
-    compute that took the instance before a restore of etcd finds it when it publishes, and destroys.
+    An error of `find_claiming_compute` becomes a part of the sentence. A record of the end remains: a compute that took
+    the instance before a restore of etcd finds that record when it publishes its own, and destroys the guest.
     """
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions = [Unchanged(entry.key, entry.revision)]
@@ -240,7 +240,7 @@ POWER_REFUSALS = {
 
 
 class Acceptance(NamedTuple):
-    """The answer to a power change: `power` to wait for (None: nothing), and earlier ids that the record may have."""
+    """The answer to a power change. Callers wait for `power`, if any; the record may have `previous_ids` until then."""
 
     message: str
     power: PowerAction | None = None
@@ -250,15 +250,15 @@ class Acceptance(NamedTuple):
 def change_power(
     store: Store, instance: str, power_change: PowerAction, key_index: KeyIndex | None = None
 ) -> Acceptance:
-    """Write a power change into the request, over a pending other one; no-op if it is done or requested already.
+    """Write a power change into the request, in place of a pending other one.
 
-    Raises NotFound, Unreadable (the record), Conflict (neither active nor stopped, no valid request, being destroyed),
-    and as retry_until_accepted(). `key_index`: see find().
+    No-op if the same change is pending or the state is right already. Raises NotFound, Unreadable, Conflict (neither
+    active nor stopped, no valid request, being destroyed), and as retry_until_accepted(). `key_index`: see find().
     """
 
     def read_and_write(_: bool) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
-        entry, request = _read_request(entries)
+        entry, request = _parse_changeable_request(entries)
         earlier = _match_earlier_change(store, entries, request, power_change)
         if earlier is not None:
             return earlier
@@ -274,7 +274,7 @@ def change_power(
     return retry_until_accepted(instance, power_change.action, f'eschedule show {instance}', read_and_write)
 
 
-def _read_request(entries: InstanceEntries) -> tuple[Entry, Request]:
+def _parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
     """Return an instance's request entry and request; Conflict unless its power can be changed."""
     record, entry = entries.record, entries.request_entry
     if record.state not in (ACTIVE, STOPPED):
@@ -318,7 +318,7 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
-    """Make the answer to an accepted change; its message notes a silent compute."""
+    """Make the answer to an accepted change; its message says so if the instance's compute is silent."""
     instance, compute = entries.record.instance, entries.record.compute
     message = f'{instance}: {power_change.action} accepted; {compute} carries it out'
     if not is_alive(store, compute):
@@ -362,7 +362,7 @@ def clear(store: Store) -> ClearResult:
 
 
 def remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
-    """Remove the record if it is gone or in error, without a request and unchanged; return True if it is done."""
+    """Remove the record of an instance that is gone or in error and has no request; False if not, or if it changed."""
     if entries is None or entries.record_entry is None or entries.request_entry is not None:
         return False
     if entries.record.state not in (GONE, ERROR):

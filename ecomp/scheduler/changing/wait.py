@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class InstanceFollower:
-    """Follows an instance's record or, while it waits in a queue, its queue entry, until the context ends.
+    """Follows an instance's record or, while it waits in a queue, its queue entry; the context's end closes its Store.
 
-    The watch starts with the second read() or with wait(): of many instances most are finished at the first.
+    The watch starts with the second read() or with wait(), as most of many instances are finished at the first read().
     `key_index`: see find(); `claims`: see Store.
     """
 
@@ -70,9 +70,10 @@ class InstanceFollower:
         self._store.close()
 
     def read(self) -> tuple[bool, Entry | None]:
-        """Return whether etcd and placement answered, and the record's entry; if not, `silent_backend` is set.
+        """Return True and the record's entry; False and None if `silent_backend`, which is then set, does not answer.
 
-        The entry is None without an answer, in a queue, or with a request only: see is_queued and is_missing.
+        Of a watched key it is the last known entry, without a request to etcd. It is None for an instance in a queue,
+        with only a request, or without any key: see is_queued and is_missing.
         """
         self._start_following()
         with self._changed:
@@ -95,10 +96,10 @@ class InstanceFollower:
         return True, self._last_entry if is_record else None
 
     def is_trusted(self) -> bool | None:
-        """Return False if another compute holds the claim: the next read() then searches again.
+        """Search again; return False, and stop following, if the instance is at another compute that holds its claim.
 
-        The followed record may be of a compute without a request: in a queue it was the only one. None if placement,
-        which knows the claims, does not answer; True if etcd does not, or without `claims`.
+        The followed record may be of a compute without a request, the only one while the instance was queued. None if
+        placement, which knows the claims, does not answer; True if etcd does not, or without `claims`.
         """
         try:
             if not self._is_followed or (key := self._find_key()[0]) == self._key:
@@ -125,12 +126,12 @@ class InstanceFollower:
 
     @cached_property
     def queue_reason(self) -> str:
-        """The reason why the instance is queued, with any silent compute that holds its claim."""
+        """QUEUE_WAIT_REASON and any silent compute's claim, queued or not; read from etcd at first use, then kept."""
         claims = find_claims_on_silent(self._store, read_computes(self._store), [self._instance])
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
     def wait(self, seconds: float) -> None:
-        """Return once the watch first answers or the key changes, after `seconds` at the latest."""
+        """Start the watch; return once it has a state that read() has not seen, after `seconds` at the latest."""
         self._start_following()
         with self._changed:
             self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
@@ -165,13 +166,14 @@ class InstanceFollower:
             self._key, self._state, self._last_state = '', None, None
 
     def _on_state(self, state: Mapping[str, Entry]) -> None:
+        """Store what the watch got, and wake wait(); called in the watch's thread."""
         with self._changed:
             self._state = state
             self._changed.notify()
 
 
 def _name_backend(error: Unreachable) -> str:
-    """Return 'placement' or 'etcd'."""
+    """Return which backend did not answer: 'placement' or 'etcd'."""
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
@@ -195,8 +197,8 @@ class Deadline:
 def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
     """Return the record once `stage` is reached; StillGoing at the deadline.
 
-    A boot's stages are those of the current boot; of a stopped guest, the next one; with a pending `power_change`, of
-    the boot that it causes. Raises EcompError if the instance or cloud-init failed, NotFound if destroyed or removed.
+    A boot's stage must be of the current boot or, for a stopped guest or a pending `power_change`, of the next. Raises
+    EcompError if the instance failed (for `ready`: or its cloud-init), NotFound if it is destroyed or removed.
     """
     first: Record | None = None
     instance = wait.instance
@@ -239,14 +241,14 @@ def is_before_boot(stage: str, first: Record, current: Record, power_change: Pow
 
 
 def is_pending(power_change: PowerAction | None, first: Record, current: Record) -> bool:
-    """Return True until a start or reboot is done or replaced; False for stop, None. `first`: at the wait's start."""
+    """Return True until a start or reboot is done or replaced; False for a stop or None. `first`: first record read."""
     if power_change is None or power_change.action == STOP or power_change.is_done(current.power):
         return False
     return parse_action_id(current.power) in (power_change.id, parse_action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once it is gone or without a trace in etcd, StillGoing at the deadline; waits for a malformed record."""
+    """Return once the instance is gone or has no key; StillGoing at the deadline, also for a malformed record."""
 
     def read(entry: Entry) -> Record:
         try:
@@ -263,7 +265,7 @@ def wait_until_gone(wait: Wait) -> None:
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
     """Return the record once an accepted stop, start or reboot is carried out; StillGoing at the deadline.
 
-    EcompError if a started guest does not run, Conflict if another change replaced this one, NotFound if destroyed.
+    EcompError if a started guest does not run, Conflict if the change is replaced, NotFound if destroyed or removed.
     """
     instance, power = wait.instance, accepted.power
     assert power is not None  # otherwise there is nothing to wait for
@@ -285,7 +287,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 
 
 def _describe_power_wait(record: Record | None) -> str:
-    """Describe what a pending power change waits for, by the phase in the record (None: none)."""
+    """Describe what a pending power change waits for, by the phase in the record, if there is one."""
     how_far = parse_phase(record.power if record else None)
     return {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}.get(
         how_far, 'its compute to accept it'
@@ -316,11 +318,11 @@ class Wait:
         accepts_missing: bool = False,
         reset: Callable[[], None] = lambda: None,
     ) -> Record | None:
-        """Return the first record for which `is_reached` is true, if its compute is trusted.
+        """Return the first record for which `is_reached` is true and whose compute is_trusted().
 
-        None is an instance without any key, if `accepts_missing`. `describe` says what a record waits for. If the
-        compute proves not to be trusted, `reset` is called and errors of `is_reached` are ignored; otherwise they are
-        raised, as those of `read`, and StillGoing at the deadline.
+        `is_reached` and `describe`, which says what it waits for, get None without a record. With `accepts_missing` it
+        returns None for an instance without any key. `reset` is called if the compute is not trusted. Raises StillGoing
+        at the deadline, the errors of `read` and, of a trusted compute, those of `is_reached`.
         """
         deadline, has_answer = self.deadline, False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
