@@ -176,7 +176,7 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
     """Find an instance, also one that is gone; None without a trace in etcd, Unreadable if its record is malformed.
 
-    `key_index` has the keys of all instances, read a moment ago; what is not found by it is searched for.
+    `key_index` has the keys of all instances, read a moment ago; an instance that it lacks is searched for.
     """
     places = find_at_living_computes(store, instance, key_index)
     if places is None:
@@ -226,10 +226,10 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
 
 
 def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
-    """Read all instances, sorted by request time, and the errors of malformed records.
+    """Read all instances (`with_gone`: gone ones, too), sorted by request time, and the errors of malformed records.
 
     One with only a request is `scheduled`, with a fault if that is invalid; one in a queue is `queued`. If placement is
-    unreachable, the oldest of several requests counts; an error says so.
+    unreachable, the oldest of an instance's several requests counts; an error says so.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
     queued = {
@@ -260,7 +260,7 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
 
 
 def read_record(entry: Entry) -> Record:
-    """Parse a record; Unreadable, with key and cure, if malformed. A deleted one is written again by its compute."""
+    """Parse a record; Unreadable if malformed: the cure is to delete the key, as its compute writes it again."""
     try:
         if entry.dropped:
             raise ValueError(f'it is too large: {entry.dropped} bytes')
@@ -300,14 +300,14 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Return the change that takes these names; Conflict if another living instance has one, Unreadable as find()."""
+    """Return the change, unwritten, that takes these names; Conflict if another living instance has one, Unreadable."""
     named = {name: instance for instance, name in names.items() if name is not None}
     conditions = [check_name_is_free(store, name, instance) for name, instance in named.items()]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
 def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
-    """Return the condition that a name is free (has no living owner) or our own; errors as reserve_names()."""
+    """Return the condition that a name stays free or our own; Conflict if another living one has it, Unreadable."""
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:

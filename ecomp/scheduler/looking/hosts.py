@@ -87,7 +87,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
 
 
 def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
-    """Raise NotFound for a uuid unknown to etcd and placement. It may query placement: call it if a lookup failed."""
+    """Raise NotFound for a uuid unknown to etcd and placement, which it may ask; call it after a failed lookup."""
     full_uuid = _parse_uuid(argument)
     if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:
         return
@@ -187,7 +187,7 @@ class GuestAccess:
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
     """Find how to reach a running guest, preferably without its host; errors as find_running().
 
-    StillGoing without an address, EcompError if it is malformed or the host's name is not known.
+    StillGoing without an address, EcompError if the address is malformed or a needed host's name is not known.
     """
     record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
