@@ -83,10 +83,10 @@ def audit(
     interval_seconds: float = READ_INTERVAL_SECONDS,
     stalled: frozenset[str] = frozenset(),
 ) -> Report:
-    """Audit once: if the first read has findings, read again and report the confirmed ones.
+    """Audit once: if the first read has findings, read again and report those that the last two reads confirm.
 
-    `interval_seconds` pass before each further read. The computes in `stalled`, which did not answer the last audit,
-    get time to acknowledge it only. Raises the errors of etcd and placement.
+    It reads at intervals until two reads have digests of the same computes, MAX_READS times at most. For the computes
+    in `stalled`, silent in the last audit, it waits HEARD_TIMEOUT_SECONDS. Raises the errors of etcd and placement.
     """
     first = last = _read_planes(store, placement, stalled)
     findings, etcd = compare(first), first.etcd
@@ -111,7 +111,7 @@ def audit(
 
 @contextmanager
 def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield an audit's name and lease; then delete both and all answers, or let the lease expire (LEASE_SECONDS)."""
+    """Yield a new audit's name and lease; then revoke the lease and delete all answers, or let them expire."""
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease
@@ -126,7 +126,7 @@ def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
 def wait_for_answers(
     store: Store, audit_name: str, computes: set[str], heard_part: str, answer_part: str, stalled: Collection[str] = ()
 ) -> set[str]:
-    """Wait for each compute's part `answer_part`, ANSWER_TIMEOUT_SECONDS at most; return those that wrote it.
+    """Wait until each compute has written its `answer_part`, ANSWER_TIMEOUT_SECONDS at most; return those that did.
 
     A compute in `stalled`, or without its `heard_part`, is given up after HEARD_TIMEOUT_SECONDS.
     """
@@ -146,7 +146,7 @@ def wait_for_answers(
 def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
     """Read all planes, etcd first: the revisions of the next read then show later changes.
 
-    Asks living computes for digests; one without a valid one becomes a text. Raises the errors of etcd and placement.
+    It asks living computes for digests; those without a valid one are in `mute_reasons`. Raises the backends' errors.
     """
     etcd = _read_etcd(store)
     # A presence key without a lease proves no life: its compute is not waited for.
@@ -188,7 +188,7 @@ def _list_projects(etcd: Mapping[str, Entry]) -> list[str]:
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
-    """Read what placement counts for a project, in a quota's form."""
+    """Read what placement counts for a project: {class or 'instances': amount}."""
     count, used = providers.read_project_usages(placement, project)
     return {**used, **({INSTANCES: count} if count else {})}
 
@@ -280,19 +280,19 @@ class _Repairs:
             return f'repair not confirmed: {error}'
 
     def _delete(self, finding: Finding) -> str:
-        """Delete the first of the finding's keys; as _commit()."""
+        """Delete the first of the finding's keys; return a sentence, CHANGED_SINCE if it is not done."""
         key = finding.keys[0]
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
-        """Write a record again, on a lease for as long as its state is kept; as _commit()."""
+        """Write a record again, on a new lease for as long as its state is kept; returns as _delete()."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim again for an instance without a claim; CHANGED_SINCE if it has one, or no valid unchanged request."""
+        """Claim what an instance's request names; CHANGED_SINCE if it has a claim or no valid unchanged request."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
@@ -307,7 +307,7 @@ class _Repairs:
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
-        """Write the name of the instance's record, if it is free; as _commit()."""
+        """Write the key of the instance's name; CHANGED_SINCE without a name, or if a living instance holds it."""
         entries = find(self.store, finding.subject)
         change = restore_name(self.store, entries.name, finding.subject) if entries is not None else None
         if entries is None or entries.name is None or change is None or not change[1]:
@@ -316,7 +316,7 @@ class _Repairs:
         return self._commit(finding, operations, f'{keys.name(entries.name)} is restored', conditions)
 
     def _join_group(self, finding: Finding) -> str:
-        """Add the instance to its request's group; as _commit()."""
+        """Add the instance to its request's group; CHANGED_SINCE if it names none, or the instance is a member."""
         wish = self.world.requests_by_compute[finding.subject][finding.compute]
         if not isinstance(wish, Request) or wish.group is None:
             return CHANGED_SINCE
@@ -325,7 +325,7 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove up to MAX_MEMBERS_PER_TRANSACTION members without request, attempt or living record; as _commit()."""
+        """Remove MAX_MEMBERS_PER_TRANSACTION members at most, without request, attempt or living record."""
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
@@ -355,7 +355,7 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd if the finding's keys are unchanged, or revoke `lease`; return `message` or CHANGED_SINCE."""
+        """Change etcd if the finding's keys are unchanged, else revoke `lease`; return `message` or CHANGED_SINCE."""
         as_read = self._make_conditions(*finding.keys)
         written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
         return message if written is not None else CHANGED_SINCE
@@ -365,7 +365,7 @@ class _Repairs:
 
 
 def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
-    """Release a consumer's claims; return a sentence, CHANGED_SINCE if a request needs them or they changed."""
+    """Release and note a consumer's claims; CHANGED_SINCE if changed, or a request or unfinished record needs them."""
     computes: list[str] = []
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -382,7 +382,7 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
 
 
 def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
-    """Have a compute check and remove leftovers; return a line for each, or one for an error or without an answer."""
+    """Have a compute check and remove leftovers; return its line for each, or one line for an error or no answer."""
     leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
     try:
         with open_audit_session(store) as (name, lease):

@@ -51,7 +51,7 @@ POLL_SECONDS = 1.0
 
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
-    """Stop placement on a compute, with traits made if missing; return a sentence. NotFound unless ecompute made it."""
+    """Disable a compute by a trait, made if missing; return a sentence. NotFound unless ecompute made its provider."""
     _check_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
@@ -96,7 +96,7 @@ def wait_until_drained(
     deadline: Deadline,
     report: Callable[[str], None],
 ) -> None:
-    """Return once no request or claim is left on a disabled compute or on its way to it.
+    """Return once a compute, which the caller has disabled, has no request or claim, nor one in flight to it.
 
     `report` is called about once a second. StillGoing at the deadline: the compute stays disabled.
     """
@@ -162,7 +162,7 @@ class _BothPlanes:
     """Both planes as read: the provider (None: missing), its consumers if it is ours, and etcd.
 
     `in_flight` are instances with an attempt. `may_run_queued`: placement knows the compute and a request is queued,
-    which it may run after a restore of both planes.
+    which the compute may run after a restore of both planes.
     """
 
     provider: ProviderSummary | None
@@ -187,11 +187,10 @@ def forget(  # noqa: PLR0913
 ) -> None:
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
 
-    `now` returns the time in ISO form. Unless `fenced` (the operator confirms that the machine is off for good), a
-    compute with claims is refused, and one that placement knows while a request is queued: its instances could be
-    placed again while they run (rule 13; after a restore of both planes no claim may show that). Raises NotFound (no
-    compute of ours) and Conflict (it is alive or came back, an instance lives or may run there, its provider stays,
-    constant changes).
+    `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
+    an instance lives there, its provider stays, or keys keep changing. Conflict, too, unless `fenced` (the operator
+    confirms that the machine is off for good), for a compute with claims, or known to placement while any request is
+    queued: it may run these instances (rule 13; after a restore of both planes no claim may show that).
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 
@@ -282,7 +281,7 @@ class _Removal:
     report: Callable[[str], None]
 
     def remove(self, survey: Survey, remaining: Leftovers) -> None:
-        """Remove it all; _StaleReadError if something changed or the compute is alive, Conflict as _remove_stray()."""
+        """Remove and report the leftovers; _StaleReadError if a key or claim changed or the compute is alive."""
         silent = read_silence_condition(self.store, self.compute)
         if silent is None:
             raise _StaleReadError
@@ -316,7 +315,7 @@ class _Removal:
         self.report(f'{instance}: its accepted destroy is completed: {done}')
 
     def _remove_stray(self, name: str, conditions: Sequence[Unchanged]) -> None:
-        """Delete a request that no compute carries out; Conflict if its key is undecodable."""
+        """Delete a request that no compute carries out; _StaleReadError, or Conflict if its key is undecodable."""
         key = keys.request(self.compute, name)
         if self.store.commit(conditions, [Delete(key)]) is None:
             # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
@@ -326,7 +325,7 @@ class _Removal:
         self.report(f'{key}: removed: no compute carries it out')
 
     def _release(self, consumer: str, is_destroyed: bool = False) -> None:
-        """Release a consumer's claim on this compute, if it has one; _StaleReadError if it is in use.
+        """Release and note a consumer's claim, if on this compute; _StaleReadError if in use, or the compute is alive.
 
         `is_destroyed`: its request here is a tombstone, which keeps no claim. A silent compute claims nothing, and a
         claim elsewhere moves the generation that was read.
@@ -357,7 +356,7 @@ def _format_undecodable_key(compute: str, display_name: str) -> str:
 
 
 def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
-    """Make the final record of a destroy completed here at `now` (ISO); EcompError without record and valid request."""
+    """Make the final record of a destroy that ends at `now` (ISO); EcompError with neither record nor valid request."""
     record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):

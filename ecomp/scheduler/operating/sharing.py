@@ -32,9 +32,9 @@ LIST_HINT = 'Try: eschedule flavor list'
 
 
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
-    """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, of etcd.
+    """Return the query of a flavor, of schedule.yaml or else, through `get_store`, of etcd, merged with `query`.
 
-    Its amounts replace the flavor's; the rest is added. Raises NotFound, UsageError (name or resources), Unreadable.
+    Amounts in `query` replace the flavor's; the rest is added. Raises NotFound, UsageError (name, amounts), Unreadable.
     """
     try:
         flavor = config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(
@@ -134,9 +134,9 @@ def read_flavor(entry: Entry) -> Flavor:
 def _commit_flavor(
     store: Store, key: str, previous: Entry | None, change: Put | Delete, new_value: bytes | None
 ) -> None:
-    """Write or delete a key, reading back an unknown outcome; EcompError on a conflict.
+    """Write or delete a key; if it changed or etcd did not answer, EcompError unless it has `new_value` now.
 
-    `previous` and `new_value` are None for a key that does not exist before and after.
+    `previous` is None for a new key, `new_value` for one to delete.
     """
     try:
         if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
@@ -192,11 +192,11 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 
 
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
-    """Change a project's quota and count its usage; None if it then has no limits, and so no quota.
+    """Write a project's quota with a new count of its usage; without limits, delete it and return None.
 
-    `change` gets the current quota (None: none), perhaps several times, and returns one with the limits to write.
-    Deliveries and removals change an existing quota, so the count is valid if it is unchanged since; a missing one they
-    do not change, so a new one is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome, Unreadable.
+    `change` gets the current quota or None, perhaps several times, and returns one with the limits to write. Deliveries
+    and removals change an existing quota, so a count is valid if the quota is unchanged since. They do not create a
+    missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome, Unreadable.
     """
 
     def try_once() -> Quota | None:
