@@ -43,13 +43,13 @@ from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quo
 
 
 class Terms(NamedTuple):
-    """The group, without the order's instances, and the quota, as read; None: none."""
+    """The order's group, without the order's instances, and its project's quota, as read; each is None without one."""
 
     group: Group | None
     quota: Quota | None
 
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
-        """Count how many of `count` instances the quota allows (all without one); OverQuota below `minimum`."""
+        """Count how many of `count` instances the quota allows (without a quota all); OverQuota below `minimum`."""
         if self.quota is None:
             return count
         allowed = self.quota.count_allowed(make_charge(resources), count)
@@ -91,9 +91,8 @@ MAX_CONCURRENT_CALLS = 2
 class Claimer:
     """Claims for one attempt, while `is_attempt_ours` returns True.
 
-    Generations of its claims exceed `read_highest_released` (0: no other process can have claimed), see
-    allocations.claim(). It may move the claims of `movable` instances, which it made; those of `foreign` ones, made by
-    another attempt, stay so.
+    Generations of its claims exceed what `read_highest_released` returns: see allocations.claim(). It may move a claim
+    of `movable` instances, which it made; `foreign` instances, which another attempt claimed, never become movable.
     """
 
     placement: Placement
@@ -108,8 +107,8 @@ class Claimer:
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
         """Claim the candidates, at least one, for which there is room; return the instances that hold theirs.
 
-        Those without room are logged. After the calls in flight it raises UnknownOutcome before Unreachable,
-        ClaimedElsewhere, Conflict and PlacementRefusal; other blocks' claims stay.
+        Those without room are logged. On an error it waits for the calls in flight and keeps their claims; it raises
+        UnknownOutcome rather than Unreachable, ClaimedElsewhere, Conflict or PlacementRefusal.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
@@ -132,9 +131,9 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim for all with one call or, after a refusal, for each half; return who holds theirs.
+        """Claim for all with one call or, after a refusal, for each half; return the instances that hold theirs.
 
-        One whose compute is full, busy or forgotten is logged. Conflict if its claim keeps changing; others as claim().
+        One with a full, busy or forgotten compute is logged. Conflict if its claim keeps changing; others as claim().
         """
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
@@ -154,7 +153,7 @@ class Claimer:
         return set(candidates)
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
-        """Claim exactly these allocations, as allocations.claim(); then these are `movable`, unless `foreign`."""
+        """Claim exactly these allocations, or raise as allocations.claim(); all but `foreign` ones become `movable`."""
 
         def check() -> None:
             self.check(summarize_instances(claims))
@@ -176,7 +175,7 @@ class Claimer:
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this one was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
-        """Return False if one of its providers was removed, by `host forget`, since the offer."""
+        """Ask placement; return False if a provider of the candidate was removed, by `host forget`, since the offer."""
         return all(
             providers.read_provider_name(self.placement, provider) is not None for provider in candidate.allocations
         )
@@ -216,11 +215,11 @@ def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candid
 
 
 def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:
-    """Release the instances' claims unless delivered or in use; True if all are released.
+    """Release and note the instances' claims unless delivered or in use; return whether all are released.
 
     In use: another process took over the attempt, whose key had this `revision`, or a compute takes the instance from a
-    queue. Both are read after the generations (rule 11): a second eschedule writes its attempt before it claims, so
-    that is seen or its claim moves a generation. Raises the errors of etcd and placement.
+    queue. Both are read after the generations (rule 11): a second eschedule writes its attempt before it claims, so its
+    key is seen or its claim moves a generation. Raises the errors of etcd and placement.
     """
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
@@ -254,8 +253,8 @@ class DeliveryOutcome(NamedTuple):
 def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
     """Write the attempt's key on `lease`; return its revision.
 
-    With `resume`, or at the second of three tries, an existing attempt is taken over and logged. Conflict if others
-    keep taking it over, or an older attempt has one of these instances.
+    With `resume`, or from the second of three tries on, it takes over an existing attempt, logs that, and raises
+    Conflict if an older attempt by another key has one of these instances. Conflict also after the third try.
     """
     key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):
@@ -276,7 +275,7 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
 
 
 def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
-    """Raise Conflict if an older attempt by another key has an instance: a set and its member.
+    """Raise Conflict if an older attempt by another key has one of our instances, as a set and its member may.
 
     Call it before looking for deliveries: of two attempts each then sees the other's key or its delivery.
     """
@@ -298,9 +297,9 @@ def deliver(
 ) -> bool:
     """Deliver (compute, request) pairs, at least one, in one transaction; True once it is done.
 
-    False: our attempt's key lost this `revision`, a record exists, or shared keys keep changing. Part of it are
-    `make_shared_change` (names, group, quota) and a set's `user_data`. Raises the errors of that function and of etcd,
-    with nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
+    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`. False if our attempt's
+    key lost this `revision`, a record exists, or shared keys keep changing. Raises the errors of that function and of
+    etcd, with nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
     """
     attempt_key = keys.attempt(attempt)
     conditions = [Unchanged(attempt_key, revision)]
@@ -330,7 +329,7 @@ def deliver(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Return the write of user-data (None: none) and the lease granted for it; 0 if an existing one is refreshed."""
+    """Grant a lease for user-data or refresh its key's; return the write ([] for None), and the lease granted or 0."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)

@@ -102,7 +102,7 @@ def read_earlier_claims(
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
 
-    Others: a silent compute, one that group or query exclude, other amounts, or a query unparsable here (rule 13).
+    Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
     """
     held = {instance: allocations.read_consumer(placement, instance).allocations for instance in order.instances}
     claimed_on = {instance: compute for instance, claim in held.items() if (compute := find_compute(claim))}
@@ -212,10 +212,9 @@ class ClaimedSet(NamedTuple):
 class Attempt:
     """One run of create(), a method for each step; other data is read when it is first needed.
 
-    Its key is on `lease`, with `revision` once it is written; see create() for arguments. Of the `attempted` instances
-    undo() releases the claims of `movable` ones, which this attempt made (it moves no others, rule 13), and of
-    `unclaimed` ones, which had none when it was announced and none of another attempt since. `placement` is set once
-    `backend` has answered.
+    Its key is on `lease`, with `revision` once it is written; see create() for arguments. undo() releases the claims of
+    these `attempted` instances: `movable`, which this attempt made (it moves no others, rule 13), and `unclaimed`, with
+    no claim after the announcement and none of another attempt since. claim() sets `placement`.
     """
 
     store: Store
@@ -236,7 +235,7 @@ class Attempt:
     _placer: Placer | None = None
 
     def announce(self, owner: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
-        """Write the attempt's key; return what is delivered already: then all is done. Conflict: a uuid is in use."""
+        """Write the attempt's key; return what was delivered before ({}: nothing). Conflict if a uuid is in use."""
         value = {'version': 1, 'instances': list(self.order.instances), 'query': self.order.query, **owner}
         self.revision = announce(self.store, self.lease, self.order.instance, value, self.resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
@@ -245,7 +244,7 @@ class Attempt:
     def claim(self, terms: Terms) -> ClaimedSet:
         """Claim a place for each instance, or for the minimum; errors as those of the placers.
 
-        ClaimedElsewhere if, after three tries, too many of a resumed order are claimed elsewhere.
+        ClaimedElsewhere if too many of a resumed order must stay elsewhere, or others claim them in three tries.
         """
         if self.sample_above is None:
             self.read_alive()  # read while placement is queried
@@ -284,7 +283,7 @@ class Attempt:
         return self._claim_offered(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver what is claimed, as of `scheduled_at` (ISO), then release unused claims; return {instance: outcome}.
+        """Deliver what is claimed (`scheduled_at`: ISO), release others, revoke the lease; return {instance: outcome}.
 
         Raises Excluded (group, quota), _DeliveryRefusedError (not our attempt now), Conflict (a name), UnknownOutcome.
         """
@@ -315,7 +314,7 @@ class Attempt:
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
     def undo(self) -> str:
-        """Release the claims and the attempt's key; return UNCHANGED, UNDONE or what is left, also after an error."""
+        """Release the claims, revoke the lease; return UNCHANGED, UNDONE, or what is left, also after an error."""
         outcome = UNCHANGED
         if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
             outcome = self._release(releasable)
@@ -324,7 +323,7 @@ class Attempt:
         return outcome
 
     def _claim_sampled(self, terms: Terms) -> ClaimedSet | None:
-        """Claim on a sampled compute; None if all computes have to be considered."""
+        """Claim on a sampled compute; None with `resume`, or if all computes have to be considered."""
         if self.sample_above is None or self.resume:
             return None
         placer = SampledPlacer(self.claimer, self.order, self.rng, self.attempted)
@@ -332,7 +331,7 @@ class Attempt:
         return ClaimedSet(placed, terms, placer.fitting) if placed else None
 
     def _claim_offered(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> ClaimedSet:
-        """Claim with this offer beside `placed`; as Placer.place(), but Conflict if a newer attempt took over."""
+        """Claim as Placer.place() does with this offer; Conflict instead of NoCapacity if a newer attempt took over."""
         placer = self.get_placer()
         try:
             placed = placer.place(offer, terms, placed)
@@ -343,7 +342,7 @@ class Attempt:
             raise
 
     def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
-        """Take over earlier claims, each on its compute; ClaimedElsewhere if too many must stay."""
+        """Take over earlier claims; log those that must stay, or raise ClaimedElsewhere if they are too many."""
         claims, placer.claimed_elsewhere = read_earlier_claims(self.placement, self.order, placer.alive, terms.group)
         self.unclaimed |= set(self.order.instances) - claims.keys() - placer.claimed_elsewhere.keys()
         placed = placer.take_over(claims)
@@ -434,13 +433,13 @@ class Attempt:
         return compute in self.read_computes().stored_hostnames
 
     def is_attempt_ours(self) -> bool:
-        """Return True unless its key is gone or another process took it over; refresh its lease."""
+        """Refresh the lease, read the key; return False if the key is gone or another process took it over."""
         self.store.keep_alive(self.lease)  # a long attempt that still asks is alive
         entry = self.store.get(keys.attempt(self.order.instance))
         return entry is not None and entry.revision == self.revision
 
     def refresh_offer(self) -> Offer:
-        """Query the candidates again; refreshes the lease."""
+        """Refresh the lease, and query the candidates again."""
         self.store.keep_alive(self.lease)
         return allocations.read_candidates(self.placement, self.order.query or '')
 

@@ -138,24 +138,24 @@ def _enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Queue as enqueue() does; Conflict if flavor, name or uuid changed. With a lost answer it resumes itself."""
+    """Queue the request for enqueue(). If etcd's answer is lost and nothing was queued, try once more with `resume`."""
     instance = queue_entry.instance
     if not resume:
         _check_allowed(store, queue_entry)  # before anything is written
-    elif _is_enqueued(store, queue_entry):
+    elif _check_enqueued(store, queue_entry):
         return False
     lease = store.grant(keys.ATTEMPT_SECONDS)
     try:
         value = {'version': 1, 'instances': [instance], 'query': queue_entry.flavor.query, **owner}
         revision = announce(store, lease, instance, value, resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
-        if resume and _is_enqueued(store, queue_entry):
+        if resume and _check_enqueued(store, queue_entry):
             return False
         try:
             if _commit(store, queue_entry, flavor_revision, user_data, revision):
                 return True
         except UnknownOutcome as error:
-            if _read_back(store, queue_entry, revision):
+            if _settle_commit(store, queue_entry, revision):
                 return True
             if resume:
                 raise Conflict(f'{instance}: not queued: {error}. Try: the same command again') from error
@@ -167,14 +167,14 @@ def _enqueue(
     return _enqueue(store, queue_entry, flavor_revision, user_data, owner, resume=True)
 
 
-def _read_back(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
-    """Return whether a commit without an answer, which cannot land after this, queued the request.
+def _settle_commit(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
+    """Delete our attempt, so that the commit without an answer cannot land later; return whether it landed.
 
     Raises Conflict as check_same(), and UnknownOutcome if etcd gives no answer again.
     """
     try:
         delete_if_unchanged(store, keys.attempt(queue_entry.instance), revision)
-        return _is_enqueued(store, queue_entry)
+        return _check_enqueued(store, queue_entry)
     except Unreachable as error:
         cure = f'the same command with --uuid {queue_entry.instance}'
         doubt = f'; it is unknown whether {queue_entry.instance} is queued. Try: {cure}'
@@ -214,13 +214,13 @@ def _commit(
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:
-    """Raise Conflict (name, group), OverQuota, UsageError or Unreadable if it must not be queued; reads only."""
+    """Raise Conflict (name, group), OverQuota, UsageError or Unreadable if the request must not be queued."""
     reserve_names(store, {queue_entry.instance: queue_entry.name})
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
-def _is_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
-    """Return True if the same request was queued before, False for a new uuid; otherwise Conflict as check_same()."""
+def _check_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
+    """Read etcd; return True if the same was requested before, False for a new uuid; else Conflict (check_same())."""
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False
