@@ -1,8 +1,8 @@
 """Explain a refusal: what each compute lacks, and the smallest change that fits.
 
-It takes MAX_CALLS to placement in a cluster of any size. One call returns the free amounts of all providers with any of
-a class free. A full provider is in no answer: a living compute's hint gives its size, others are read one by one while
-calls are left. The last calls read the limits of the nearest computes.
+It takes MAX_CALLS to placement in a cluster of any size. One call returns the free amounts of all providers that have
+any of one class free. A full provider is in no answer: a living compute's hint gives its size, others are read one by
+one while calls are left. The last calls read the limits of the nearest computes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ProviderFacts:
         living: Mapping[str, PresenceFacts],
         extra_used: Mapping[str, Sequence[Resources]],
     ) -> dict[str, Provider]:
-        """Read those of these providers that the calls suffice for; others, and unlisted ones, are left out.
+        """Read these providers while calls are left; other providers, and unlisted ones, are left out.
 
         `living` is {compute: presence}; `extra_used` is added to their usage. Raises placement's errors, and
         UnsupportedQueryError if too many aggregates are involved.
@@ -121,7 +121,7 @@ class ProviderFacts:
         return self._read_nearest_limits(self._check_doubtful(results, living), living)
 
     def is_offered(self, query: Sequence[Constraint], provider: str) -> bool:
-        """Return whether placement offers a provider for a query; False if no call is left."""
+        """Ask placement whether it offers a provider for a query; False if no call is left."""
         if not self._calls_left:
             return False
         self._calls_left -= 1
@@ -132,7 +132,7 @@ class ProviderFacts:
         return any(provider in allocations for allocations in offered)
 
     def _read_aggregates(self, aggregates: Iterable[str]) -> None:
-        """Read the members of these aggregates, one call each; errors as _spend()."""
+        """Read the members of these aggregates, one call each; UnsupportedQueryError if too few calls are left."""
         for name in dict.fromkeys(aggregates):
             if name not in self._members_by_aggregate:
                 self._spend(1)
@@ -143,7 +143,7 @@ class ProviderFacts:
     def _read_free(self, uuids: Collection[str], hints: Mapping[str, Hint | None]) -> None:
         """Read the providers with anything free, a class a call, and then those that share; errors as _spend().
 
-        The class that most unread ones may have comes first. Stops when the rest can be read singly, or at the reserve.
+        The class that most unread ones may have comes first. It stops when calls suffice for the rest, or run out.
         """
         classes = list(dict.fromkeys([*FIRST_CLASSES, *(amount.name for amount in self._amounts)]))
         sharing: frozenset[str] | None = None
@@ -175,7 +175,7 @@ class ProviderFacts:
     def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
         """Find the providers that share with others, with one call.
 
-        Empty without a call if none is left, or each listed provider is read or has a hint, and so does not share.
+        Makes no call and returns none if no call is left, or each listed provider is read or has a hint.
         """
         if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
@@ -204,7 +204,7 @@ class ProviderFacts:
     def _infer_full(
         self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found_providers: Mapping[str, Provider]
     ) -> dict[str, Provider]:
-        """Infer full providers from hints and, by a spare call, which are disabled; {} if other traits matter."""
+        """Return those that are full by their hint; a spare call marks disabled ones. {} if other traits matter."""
         if self._trait_constraints - {NOT_DISABLED}:
             return {}  # hints do not contain traits
         full = {
@@ -224,12 +224,12 @@ class ProviderFacts:
         return full
 
     def _is_full(self, hint: Hint) -> bool:
-        """Return True if each requested class in the hint is exactly used up; a negative hint (overcommit) is not."""
+        """Return True if each requested class in the hint is used up (hint or later calls), none overcommitted."""
         free = [(amount.name, hint[amount.name].free_percent) for amount in self._amounts if amount.name in hint]
         return all(hundredths == 0 or (hundredths > 0 and name in self._exhausted_classes) for name, hundredths in free)
 
     def _read_individually(self, unseen: Iterable[str], found_providers: Mapping[str, Provider]) -> dict[str, Provider]:
-        """Read providers one by one, as many as there are calls for."""
+        """Read providers one by one while unreserved calls are left; return those that exist."""
         unseen, providers_read = list(unseen), dict[str, Provider]()
         spare = self._calls_left - self._count_reserved_calls(found_providers.values()) if unseen else 0
         for uuid in unseen:
@@ -249,7 +249,7 @@ class ProviderFacts:
         return replace(provider, aggregates=aggregates, is_standalone=listings is None or listings.is_alone)
 
     def _count_reserved_calls(self, found_providers: Iterable[Provider]) -> int:
-        """Count the calls kept for is_offered(): ADVICE_CALLS, or 0 if providers are found and no query fits one."""
+        """Count the calls kept for is_offered(): ADVICE_CALLS, but 0 if no other query fits any provider found."""
         has_providers = False
         for provider in found_providers:
             has_providers, cures = True, find_miss(self._constraints, provider).cures
@@ -287,7 +287,7 @@ class ProviderFacts:
     def _read_nearest_limits(
         self, found_providers: dict[str, Provider], living: Collection[str]
     ) -> dict[str, Provider]:
-        """Add the limits of the nearest providers while calls are left; change the argument."""
+        """Add the limits of the nearest providers while calls are left; change and return the argument."""
         unread = (
             provider for uuid, provider in found_providers.items() if uuid in living and uuid in self._known_providers
         )
@@ -384,7 +384,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
     """Return a line for each compute, the closest host, and the smallest change that fits.
 
     Of more than MAX_LISTED_COMPUTES only the nearest have one. No change is advised if a compute has room again; with
-    `taken` it is a smaller --count. An unsupported query gives one line. Raises the errors of etcd and placement.
+    `taken` the change is a smaller --count. An unsupported query gives one line. Raises etcd's and placement's errors.
     """
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
@@ -426,7 +426,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls
 
 
 def _explain_limit(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
-    """Explain computes with room that limit= left out: {compute: text}; {} if placement offered fewer than that."""
+    """Explain computes with room that limit= left out: {compute: text}; {} if placement offered less than the limit."""
     limited = read_limit(refusal.query)
     if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
         return {}
@@ -471,7 +471,7 @@ def find_shortfalls(
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query with NOT_DISABLED added, in_tree marked as --on's (None: not); UnsupportedQueryError."""
+    """Parse a query, add NOT_DISABLED, and mark in_tree as --on's unless None. Raises UnsupportedQueryError."""
     typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
         constraint._replace(argument=typed)
@@ -488,7 +488,7 @@ def _examine(
     known_computes: Computes,
     refusal: Refusal,
 ) -> tuple[dict[str, str], list[Miss]]:
-    """Return {provider: what it lacks ('': no compute)} and the misses, of those read; as ProviderFacts.find()."""
+    """Return {provider: what it lacks ('': no compute)} and the misses, of those read. Errors as facts.find()."""
     takers = [candidate.compute for candidate in refusal.taken]
     extra_used: dict[str, list[Resources]] = {}
     for candidate in refusal.taken:

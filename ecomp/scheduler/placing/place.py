@@ -73,7 +73,7 @@ class Contention:
         """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few).
 
         Before the first one, True if others are in flight and fewer than MIN_SPARE_PLACES are left. Later, if too few
-        are left and attempts are ahead, after up to MAX_PAUSE_SECONDS; False after MAX_REFRESHES without progress.
+        are left and some are ahead: True after sleeping (MAX_PAUSE_SECONDS), False once MAX_REFRESHES brought no fewer.
         """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
@@ -196,7 +196,7 @@ class Placer:
     ) -> list[Candidate] | None:
         """Choose places that older attempts will hardly take; None if the offer is to be refreshed. May sleep.
 
-        With too few places, return a random one for one instance, `batch` for several.
+        With too few places, return a random place for one instance, and `batch` for several.
         """
         weigh, lacking = self.order.weigh, len(batch)
         # Not shuffled: every attempt has to simulate the others in the same order.
@@ -231,7 +231,7 @@ class Placer:
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count what the quota allows, at most order.count (all without candidates). OverQuota, or as check_complete()."""
+    """Count what the quota allows, at most order.count (all without candidates). Raises OverQuota, UsageError."""
     for candidate in candidates:
         check_complete(candidate.allocations)
     if not candidates:
@@ -286,7 +286,7 @@ def check_complete(allocations: Allocations) -> None:
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute to try: `weight` (None: not weighed), one's amounts and the rooms by class, and how many go there."""
+    """A compute to try, its `weight` (None: not weighed) and `rooms`, one instance's `amounts`, how many go there."""
 
     compute: str
     hostname: str | None
@@ -384,7 +384,7 @@ class SampledPlacer:
     def _claim_best(self, free_shares: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
         """Claim on the best sampled compute; return {instance: candidate}, or {} if on none.
 
-        At most MAX_QUERIES are queried; after MAX_STALE_HINTS (not offered, or taken) only those offered so far count.
+        It queries MAX_QUERIES at most; after MAX_STALE_HINTS (not offered, or taken) it tries those offered so far.
         """
         weigh = self.order.weigh
         ranked = self.rng.sample(sorted(free_shares), len(free_shares))
@@ -409,7 +409,7 @@ class SampledPlacer:
         return choose(offer, [compute], self.order.weigh, self.rng).candidates
 
     def _claim_candidate(self, candidate: Candidate, terms: Terms) -> dict[str, Candidate]:
-        """Claim it: {instance: candidate}, or {} without room. As count_to_place() and Claimer.claim_what_fits()."""
+        """Claim it: {instance: candidate}, or {} without room. OverQuota, UsageError, or as claim_what_fits()."""
         count_to_place([candidate], terms, self.order)  # OverQuota, UsageError
         instance = self.order.instance
         self.attempted += [instance] if instance not in self.attempted else []
