@@ -27,7 +27,7 @@ class ConfError(Exception):
 
 
 def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """Return the user-data file's bytes; `opener` is that of open(). Raises ValueError."""
+    """Return the user-data file's bytes; `opener` is that of open(). ValueError if unreadable or too large."""
     try:
         with open(path, 'rb', opener=opener) as file:
             data = file.read(MAX_USER_DATA_BYTES + 1)
@@ -53,7 +53,7 @@ def _parse_port(value: str, _: Path = Path()) -> int:
 
 
 def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    """Return a reader of a path to `description`, whose value `convert` makes; ValueError for an empty text."""
+    """Return a reader of a path, whose value `convert` makes; ValueError, with `description`, for an empty text."""
 
     def read(value: str, base: Path) -> T:
         if not value:
@@ -63,7 +63,8 @@ def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[
     return read
 
 
-def _check_readable(path: Path) -> Path:
+def _check_user_data(path: Path) -> Path:
+    """Read the user-data file, and return its path unchanged; ValueError as read_user_data()."""
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
@@ -76,7 +77,7 @@ def _make_field(default: T, read: Reader[T], name: str = '') -> T:
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of mdserver; most fields are a key of [mdserver].
+    """The configuration of mdserver; most fields are set by a key of [mdserver].
 
     `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `user_data` and
     `public_keys`, pairs of name and line, are for guests without their own. `neighbours`, not a key, is the ARP table.
@@ -88,7 +89,7 @@ class Config:
     leases: str = _make_field(
         '/var/lib/libvirt/dnsmasq/*.status', _make_path_reader("a pattern of status files of libvirt's dnsmasq", str)
     )
-    user_data: Path | None = _make_field(None, _make_path_reader('a file', _check_readable), name='user-data')
+    user_data: Path | None = _make_field(None, _make_path_reader('a file', _check_user_data), name='user-data')
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     neighbours: Path = Path('/proc/net/arp')
 
@@ -98,7 +99,7 @@ FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Con
 
 
 def load(path: Path | None) -> Config:
-    """Return the configuration in the file `path` (None: the defaults); close a /proc/self/fd/N. Raises ConfError."""
+    """Read the configuration in the file `path` (None: the defaults); close a /proc/self/fd/N. Raises ConfError."""
     if path is None:
         return Config()
     named_path, descriptor = path, None

@@ -52,7 +52,7 @@ OpenedFile = tuple[str, 'int | OSError']
 
 
 class Files:
-    """The files about guests; `ask` executes the five requests, None: this process. OSError if the monitor is gone."""
+    """The files about guests. `ask` executes requests, carry_out() if it is None. OSError if the monitor is gone."""
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[OpenedFile]] | None = None) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class Files:
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
-        """Return the MACs at an address on any bridge, also 00:00:00:00:00:00 (incomplete); BrokenFileError."""
+        """Return the MACs at an address on any bridge (incomplete: 00:00:00:00:00:00). Raises BrokenFileError."""
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
@@ -230,7 +230,7 @@ def _open(path: Path, follow_links: bool = False) -> OpenedFile:
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
-    """Store the first report of an existing guest, durably; FileNotFoundError without it, or another OSError."""
+    """Store an existing guest's report, durably, unless it has one; FileNotFoundError without a guest, or OSError."""
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
@@ -255,7 +255,7 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 
 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
-    """Store the reason, no-op beyond MAX_REFUSALS; '' removes it. Raises OSError."""
+    """Store the reason, or only remove the old one if it is '' or MAX_REFUSALS are stored. Raises OSError."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
     with suppress(OSError, ValueError):
         if _read_all(_open(path)[1]) == reason.encode():
