@@ -41,7 +41,7 @@ class RateLimiter:
     def __init__(self, rate: float, burst: int) -> None:
         self._step = 1 / rate
         self._tolerance = (burst - 0.5) / rate  # half a step less, so that rounding has no effect
-        self._used_until: dict[str, float] = {}  # when an address's share will be unused again
+        self._used_until: dict[str, float] = {}  # until when the counted events of an address use its rate
 
     def schedule(self, address: str, now: float) -> float:
         """Count one event; return its delay in seconds, 0.0 to MAX_CONNECTIONS_PER_ADDRESS / rate."""
@@ -59,7 +59,7 @@ class RateLimiter:
         return True
 
     def _record(self, address: str, now: float, used_until: float) -> None:
-        """Store when the share is unused again, plus this event; at the limit drop idle addresses."""
+        """Store `used_until` plus one event; if MAX_TRACKED_ADDRESSES are known, first drop those idle at `now`."""
         if len(self._used_until) >= MAX_TRACKED_ADDRESSES:
             self._used_until = {other: until for other, until in self._used_until.items() if until > now}
         self._used_until[address] = used_until + self._step
@@ -74,7 +74,7 @@ class _OneRequestTask(WSGITask):  # type: ignore[misc]
 
 
 class _Channel(HTTPChannel):  # type: ignore[misc]
-    """A connection that is not read before the time that Server.admit() returned."""
+    """A connection that is not read before the time from Server.admit(), which its constructor calls."""
 
     task_class = _OneRequestTask
 

@@ -115,7 +115,7 @@ def make_version_list() -> bytes:
 
 
 def find_body(path: str, guest: Guest) -> bytes | None:
-    """Return the body for this guest at this path (a directory's list of entries), or None for 404 and for `/`."""
+    """Return what this guest gets at this path (a directory: its entries); None if nothing, or for `/`."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in EC2_VERSIONS:
