@@ -38,7 +38,7 @@ MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
-    """A monitor process, until close(). It is forked, so create it before any other thread."""
+    """A monitor process, which runs until close(). It is forked: create it before any other thread."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user name or, as chown(1), any number, its own gid if unknown; ValueError if none or root."""
+    """Return the ids of a user name or number (its gid, too, if no user has it); ValueError if unknown or root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:

@@ -65,7 +65,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
         self._log_limiter = limits.RateLimiter(limits.LOG_LINES_PER_SECOND, limits.LOG_LINE_BURST)
 
     def can_log(self, address: str) -> bool:
-        """Return whether another line about this address may be logged now, and count it."""
+        """Return whether another line about this address may be logged now; if so, count it."""
         return self._log_limiter.try_acquire(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
@@ -190,7 +190,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client is local, on `bridge` or has a lease; True if `bridge` is None, False if unreadable.
+    """Return whether the client is local, on `bridge` or has a lease; True without `bridge`, False after an error.
 
     The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
     not work: a restarted network has a new bridge of the same name.
@@ -213,7 +213,7 @@ def end_with_parent() -> None:
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
-    # From here on the monitor is expected to end.
+    """Handle a signal: exit with 0, and ignore the end of the monitor from here on."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
 
@@ -241,6 +241,7 @@ def _resolve_user(name: str) -> UserIds:
 
 
 def _load_config(arguments: argparse.Namespace) -> conf.Config:
+    """Read mdserver.conf, with --guests and --listen in place of its values. Raises ConfError."""
     config = conf.load(arguments.conf)
     if arguments.guests is not None:
         config = replace(config, guests=arguments.guests)
@@ -389,9 +390,8 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
 
 
 def notify_systemd(state: str) -> None:
-    """Send `state` to systemd if it started this process (sd_notify(3)); ignore OSError."""
+    """Send `state` to systemd if it started this process (sd_notify(3)); errors are ignored, as systemd times out."""
     if path := os.environ.get('NOTIFY_SOCKET'):
-        # Errors are ignored: systemd has its own timeout.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.settimeout(5)
             channel.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
