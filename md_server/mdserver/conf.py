@@ -46,7 +46,7 @@ def _parse_address(value: str, _: Path = Path()) -> str:
 
 
 def _parse_port(value: str, _: Path = Path()) -> int:
-    # 0 is any free port, for tests.
+    """Parse a port; 0, any free port, is for tests. Raises ValueError."""
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port, 0 to 65535')
     return int(value)
@@ -190,6 +190,7 @@ def _find_field(key: str) -> Field[Any]:
 
 
 def _check_key_name(name: str) -> str:
+    """Return the name of a key in [public-keys] unchanged; ValueError if it is invalid."""
     if not re.fullmatch('[a-z0-9._@+-]+', name):
         raise ValueError('is not a valid name of a key: a name has only letters, digits and . _ @ + -')
     return name

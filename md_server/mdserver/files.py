@@ -168,6 +168,7 @@ class Files:
         return leases, problems
 
     def _read_table(self) -> str:
+        """Read the neighbour table; BrokenFileError if it is unreadable."""
         neighbours = self._config.neighbours
         try:
             return neighbours.read_text(encoding='ascii', errors='replace')
@@ -175,11 +176,11 @@ class Files:
             raise BrokenFileError(f'{neighbours}: {error.strerror}') from error
 
     def _read_neighbours(self, address: str) -> list[list[str]]:
-        """Return the fields of each entry of this address, also of incomplete ones."""
-        # IP address, HW type, Flags, HW address, Mask, Device.
+        """Return this address's entries, also incomplete: IP address, HW type, Flags, HW address, Mask, Device."""
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
     def _open_user_data(self) -> int:
+        """Return a descriptor of the user-data file, which the caller closes. Raises OSError."""
         [(_, opened)] = self._ask('user-data')
         if isinstance(opened, OSError):
             raise opened
