@@ -90,10 +90,7 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
         return self.connected and bool(super().writable())
 
     def is_late(self, now: float) -> bool:
-        """Return whether, at monotonic time `now`, its request or its lifetime takes too long.
-
-        From `starts_at` on: REQUEST_TIMEOUT_SECONDS to receive the request, then CONNECTION_TIMEOUT_SECONDS.
-        """
+        """Return whether it receives for over REQUEST_TIMEOUT_SECONDS, or exists over CONNECTION_TIMEOUT_SECONDS."""
         is_receiving = not self.requests and not self.total_outbufs_len
         return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
 

@@ -179,7 +179,7 @@ def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]
 
 
 def _dump_yaml(data: Mapping[str, Any]) -> bytes:
-    # JSON is YAML if it is not \u-escaped: YAML has no surrogate pairs.
+    """Dump data as JSON that is YAML: not escaped to ASCII, as YAML has no surrogate pairs."""
     return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 

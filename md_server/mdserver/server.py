@@ -166,7 +166,7 @@ def _check_headers() -> None:
 
 
 def _make_response(body: bytes) -> bottle.HTTPResponse:
-    # No charset: user-data may have any encoding.
+    """Make the answer 200 with a body as text, without a charset: user-data may have any encoding."""
     return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
 
 
@@ -350,8 +350,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_unit(text: str) -> None:
+    """Print a unit in UTF-8, as systemd reads it, regardless of the terminal's encoding. Raises OSError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # systemd reads UTF-8, regardless of the terminal's encoding.
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     print(text, end='', flush=True)
 
