@@ -190,7 +190,10 @@ def test_canary_on_one_host_with_a_flavor(cluster: Control) -> None:
 
 
 def test_canary_with_an_unusable_query_is_refused(cluster: Control, compute: Ecompute) -> None:
-    for query, reason in (('resources=VCPU:1', 'which every guest needs'), ('resources=VCPU:1,NONE:1', 'no resource class NONE')):
+    for query, reason in (
+        ('resources=VCPU:1', 'which every guest needs'),
+        ('resources=VCPU:1,NONE:1', 'no resource class NONE'),
+    ):
         refused = run_canaries(cluster, query)
         assert (refused.code, refused.stdout) == (2, '')
         assert reason in refused.stderr
