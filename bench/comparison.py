@@ -85,10 +85,10 @@ def _make_process_caller(arguments: Sequence[str]) -> Callable[[], tuple[int, st
 
 
 def _make_main_caller(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
-    import ecomp.placement.by_http
+    import ecomp.placement.http_client
     import ecomp.scheduler.placing.create
     import ecomp.scheduler.placing.explain
-    import ecomp.store.by_h2  # noqa: F401  (loaded before the measurements)
+    import ecomp.store.http2_client  # noqa: F401  (loaded before the measurements)
     from ecomp import schedule
 
     def ask() -> tuple[int, str]:

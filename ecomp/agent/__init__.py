@@ -4,12 +4,12 @@
 has the base volumes; the modules here are the loop that uses them.
 
 The threads of an ecompute, by name: the state each one owns, who else may touch it, and how the thread ends. All
-computes of the process (`--count`) share them; turns.Threads limits the numbered ones. One thread at a time handles a
+computes of the process (`--count`) share them; jobs.Threads limits the numbered ones. One thread at a time handles a
 compute or an instance.
 
     main                      tends the worker processes (Workers), which take jobs from other threads under a lock;
                               signals set flags and wake it. Ends last, after the threads that are joined
-    turns                     starts scheduled jobs when due (Threads). Ends, as numbered threads, at Threads.close()
+    timer                     starts scheduled jobs when due (Threads). Ends, as numbered threads, at Threads.close()
     planner_N                 reads requests, plans and starts tasks. Owns the Planner, except for what is in flight or
                               deferred, and widens offers (Offers). Planning stops at a signal, and while read-only
     build_N                   carries out a build. Owns the instance and its record while it does; passes the result to

@@ -29,9 +29,9 @@ from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServ
 from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
+from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
 from ecomp.agent.queue import Offers, Puller, PullLoop, Taker
-from ecomp.agent.turns import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint

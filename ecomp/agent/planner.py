@@ -13,7 +13,7 @@ from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings
 from ecomp.agent.instance.instances import Instances, Shutdowns
 from ecomp.agent.instance.plan import Kind, Observations, Task, Wish, is_address_pending, is_unready, plan
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.turns import Deferrals, FailureLog
+from ecomp.agent.jobs import Deferrals, FailureLog
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources

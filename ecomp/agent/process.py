@@ -16,9 +16,9 @@ from ecomp.agent.host.claims import GenerationReader
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, check_or_adopt
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
+from ecomp.agent.jobs import ScheduledJob, Threads
 from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
 from ecomp.agent.queue import Offers
-from ecomp.agent.turns import ScheduledJob, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import list_cleartext_hosts, list_exposed_secrets
 from ecomp.errors import EcompError, UsageError
@@ -26,8 +26,8 @@ from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, describe_vulnerabilities
 from ecomp.model.host import collect_changed_requests
 from ecomp.model.order import MAX_REQUEST_BYTES
-from ecomp.placement.by_http import MAX_IDLE_CONNECTIONS
 from ecomp.placement.client import Placement
+from ecomp.placement.http_client import MAX_IDLE_CONNECTIONS
 from ecomp.store.client import Guard, Store
 from ecomp.store.presence import LEASE_SECONDS, PresenceLease
 from ecomp.store.watch import Follower, Subscription

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.instance.records import get_revision, parse_old_record
-from ecomp.agent.turns import Deferrals, FailureLog, ScheduledJob, Threads
+from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.errors import (
     ClaimedElsewhere,
     Conflict,

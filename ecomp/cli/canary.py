@@ -36,14 +36,14 @@ from ecomp.model.query import check_query, restrict_to_compute
 from ecomp.model.record import SCHEDULED, WAIT_REASONS, describe_wait
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import destroy, remove_if_finished
-from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
-from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.looking.hosts import make_no_such_compute
-from ecomp.scheduler.operating.sharing import apply_flavor
+from ecomp.scheduler.changes.change import destroy, remove_if_finished
+from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage, wait_until_gone
+from ecomp.scheduler.operations.sharing import apply_flavor
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.placing.place import check_complete
+from ecomp.scheduler.queries.find import find
+from ecomp.scheduler.queries.hosts import make_no_such_compute
 
 # Canaries in flight at a time. Each further host waits until an earlier canary is destroyed.
 MAX_CONCURRENT_CANARIES = 64

@@ -17,8 +17,8 @@ from ecomp.model.record import GONE, STAGES, Record
 from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.changing.change import Acceptance
-    from ecomp.scheduler.changing.wait import Deadline
+    from ecomp.scheduler.changes.change import Acceptance
+    from ecomp.scheduler.changes.wait import Deadline
     from ecomp.store.sharing import KeyIndex
 
 ADDRESSED = 'addressed'
@@ -26,9 +26,9 @@ ADDRESSED = 'addressed'
 
 def _destroy(ctx: Context) -> int:
     """Destroy the instances, with --wait wait until they are gone; return the exit code."""
-    from ecomp.scheduler.changing.change import destroy
-    from ecomp.scheduler.changing.wait import Wait, wait_until_gone
-    from ecomp.scheduler.looking.find import is_known
+    from ecomp.scheduler.changes.change import destroy
+    from ecomp.scheduler.changes.wait import Wait, wait_until_gone
+    from ecomp.scheduler.queries.find import is_known
 
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
 
@@ -55,8 +55,8 @@ def _destroy(ctx: Context) -> int:
 
 def _change_power(ctx: Context) -> int:
     """Stop, start or reboot (ctx.name) each instance once; with --wait wait; return the exit code."""
-    from ecomp.scheduler.changing.change import change_power
-    from ecomp.scheduler.changing.wait import Wait, wait_for_power
+    from ecomp.scheduler.changes.change import change_power
+    from ecomp.scheduler.changes.wait import Wait, wait_for_power
 
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
     acceptances: dict[str, Acceptance] = {}
@@ -90,7 +90,7 @@ def _change_power(ctx: Context) -> int:
 
 def _clear(ctx: Context) -> int:
     """Remove the records of all gone and failed instances; return 1 if one cannot be removed, else 0."""
-    from ecomp.scheduler.changing.change import clear
+    from ecomp.scheduler.changes.change import clear
 
     removed, errors = clear(ctx.store)
     gone_count = sum(state == GONE for state in removed.values())
@@ -116,7 +116,7 @@ def wait_and_report(
     and EcompErrors: see Outcomes.wait(). `instance_index` has recent places of instances, `power_by_instance` pending
     power changes; `resolve_instance` may add such changes.
     """
-    from ecomp.scheduler.changing.wait import Wait, wait_for_stage
+    from ecomp.scheduler.changes.wait import Wait, wait_for_stage
 
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
 

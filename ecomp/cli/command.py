@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ecomp.model.host import ComputeNames, Computes
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement, SlowAnswerReport
-    from ecomp.scheduler.changing.wait import Deadline
+    from ecomp.scheduler.changes.wait import Deadline
     from ecomp.store.client import Store
     from ecomp.store.sharing import KeyIndex
 
@@ -180,7 +180,7 @@ class Context:
         A whole uuid is not checked. Raises NotFound, UsageError (several uuids begin with the word), Conflict (the
         instance has another name), Unreadable (the name's key is malformed).
         """
-        from ecomp.scheduler.looking.find import resolve
+        from ecomp.scheduler.queries.find import resolve
 
         instance = resolve(self.store, word, instance_index)
         self.display_names.setdefault(instance, word)
@@ -192,7 +192,7 @@ class Context:
         Raises NotFound, Conflict (several computes have the host name), UsageError ('', or several uuids begin with the
         word). Errors of etcd pass, and of placement, which is asked only for the beginning of a uuid.
         """
-        from ecomp.scheduler.looking.hosts import resolve_compute
+        from ecomp.scheduler.queries.hosts import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)
 
@@ -211,7 +211,7 @@ class Context:
     @cached_property
     def computes(self) -> Computes:
         """The computes in etcd, read once; messages use their host names from now on."""
-        from ecomp.scheduler.looking.hosts import read_computes
+        from ecomp.scheduler.queries.hosts import read_computes
 
         known_computes = read_computes(self.store)
         self.display_names |= known_computes.display_names
@@ -356,7 +356,7 @@ class Outcomes:
         EcompErrors are printed and recorded for their word. Ctrl-C ends the wait without an error: a hint with
         `retry_command`, the unfinished words and `suffix` is printed, and exit code 6 is recorded for these words.
         """
-        from ecomp.scheduler.changing.wait import Deadline
+        from ecomp.scheduler.changes.wait import Deadline
 
         pending, deadline = list(words), Deadline(self._ctx.options.wait_seconds)
         try:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command, Context, Invocation
-from ecomp.cli.near import COMMAND_NAMES, FAMILY_WORDS, make_hint, suggest
 from ecomp.cli.options import (
     HELP,
     SHELLS,
@@ -19,6 +18,7 @@ from ecomp.cli.options import (
     is_image,
     parse_command_line,
 )
+from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS, make_hint, suggest
 from ecomp.errors import UsageError, put_before_fix
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from ecomp.cli.command import QUERY, Command
 from ecomp.cli.inspect import LIST_COLUMNS, REASON_COLUMN, WIDE_COLUMNS
-from ecomp.cli.near import COMMAND_NAMES, FAMILY_WORDS
 from ecomp.cli.options import OPTIONS, SHELLS, Option
+from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS
 from ecomp.model.record import QUEUED, STAGES, STATES
 
 # The command that lists the words of each kind. With two columns, a word of either is offered.

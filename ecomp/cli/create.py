@@ -59,8 +59,8 @@ from ecomp.model.text import check_name, make_printable
 
 if TYPE_CHECKING:
     from ecomp.model.host import ComputeNames
-    from ecomp.scheduler.looking.find import Backend
     from ecomp.scheduler.placing.claim import DeliveryOutcome
+    from ecomp.scheduler.queries.find import Backend
 
 # MiB below which no cloud image boots; an order of less gets a warning.
 MIN_MEMORY_MB = 64
@@ -102,7 +102,7 @@ def _place(ctx: Context, order: Order) -> int:
     It is 3 without capacity, 1 at Ctrl-C before the report, 7 if the outcome is unknown; other errors of create() pass.
     """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
-    from ecomp.scheduler.looking.find import ask_placement
+    from ecomp.scheduler.queries.find import ask_placement
 
     query, resume = _build_query(ctx), ctx.options.uuid is not None
     sample_above = (
@@ -224,8 +224,8 @@ def _enqueue(ctx: Context, order: Order) -> int:
     """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
-    from ecomp.scheduler.looking.find import find
     from ecomp.scheduler.placing.enqueue import enqueue, has_taker, read_shared_flavor
+    from ecomp.scheduler.queries.find import find
 
     instance, shared = order.instance, None if order.user_data is None else SharedUserData.from_bytes(order.user_data)
     hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
@@ -263,8 +263,8 @@ def _enqueue(ctx: Context, order: Order) -> int:
 def _plan(ctx: Context) -> int:
     """Print the computes that would be tried, claiming nothing; return 0, 3 without capacity."""
     from ecomp.cli.operators import make_plan_listing
-    from ecomp.scheduler.looking.find import ask_placement
     from ecomp.scheduler.placing.place import plan
+    from ecomp.scheduler.queries.find import ask_placement
 
     query = _build_query(ctx)
     backend = ask_placement(ctx.config.placement, query, ctx.slow_notice)
@@ -298,7 +298,7 @@ def _build_query(ctx: Context) -> str:
     with convert_to_usage_error('the query'):
         check_query(query, needs_resources=flavor is None, has_on_option=on is not None)
     if flavor is not None:
-        from ecomp.scheduler.operating.sharing import apply_flavor
+        from ecomp.scheduler.operations.sharing import apply_flavor
 
         query = apply_flavor(ctx.config, lambda: ctx.store, flavor, query)
         _check_flavor_suffices(flavor, query)
@@ -370,7 +370,7 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
     """
     on = ctx.options.on
     if on is not None:
-        from ecomp.scheduler.looking.hosts import check_compute_exists
+        from ecomp.scheduler.queries.hosts import check_compute_exists
 
         with suppress(Unreachable):
             check_compute_exists(ctx.computes, lambda: backend.result()[0], on)

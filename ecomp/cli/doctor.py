@@ -36,8 +36,8 @@ def _diagnose(ctx: Context) -> int:
     findings = check_backends(backend_report)
     computes, canaries = ComputeFacts(own_version=read_version()), list[Canary]()
     if not backend_report.is_unavailable:
-        from ecomp.scheduler.looking.find import list_records
-        from ecomp.scheduler.looking.hosts import read_hosts
+        from ecomp.scheduler.queries.find import list_records
+        from ecomp.scheduler.queries.hosts import read_hosts
 
         hosts, _ = read_hosts(ctx.store, ctx.placement)
         versions = {host.compute: host.facts.version for host in hosts if host.facts.version is not None}

@@ -18,7 +18,7 @@ from ecomp.model.record import ACTIVE, Record, format_time
 from ecomp.model.text import join_some, make_printable
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.looking.hosts import GuestAccess
+    from ecomp.scheduler.queries.hosts import GuestAccess
 
 # Bytes of a console line; a longer line is printed in several parts.
 LINE_LIMIT_BYTES = 8192
@@ -33,7 +33,7 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 def _run_ssh(ctx: Context) -> int:
     """Replace this process by ssh; NotFound, Conflict, StillGoing or EcompError if the guest cannot be entered."""
-    from ecomp.scheduler.looking.hosts import find_guest_access
+    from ecomp.scheduler.queries.hosts import find_guest_access
 
     user, word = split_user(ctx.words[0])
     access = find_guest_access(ctx.store, ctx.resolve_instance(word))
@@ -61,7 +61,7 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
     It takes LOGIN_TIMEOUT_SECONDS at most, then removes the guest's known_hosts file. `on_tick` is called about once a
     second; its errors pass. EcompError if ssh, a reachable address or known host keys are missing.
     """
-    from ecomp.scheduler.looking.hosts import find_guest_access
+    from ecomp.scheduler.queries.hosts import find_guest_access
 
     access = find_guest_access(ctx.store, instance)
     ssh_options = {
@@ -90,8 +90,8 @@ def _print_ssh_config(ctx: Context) -> int:
     """
     import socket
 
-    from ecomp.scheduler.looking.find import list_records
-    from ecomp.scheduler.looking.hosts import find_guest_access, read_computes, read_names
+    from ecomp.scheduler.queries.find import list_records
+    from ecomp.scheduler.queries.hosts import find_guest_access, read_computes, read_names
 
     owner_by_name, cluster = read_names(ctx.store), read_computes(ctx.store)
     own_name = socket.gethostname().partition('.')[0].lower()
@@ -125,7 +125,7 @@ def _print_ssh_config(ctx: Context) -> int:
 
 def _open_console(ctx: Context) -> int:
     """Replace this process by `virsh console`; StillGoing or Conflict unless the guest runs, NotFound if it is fake."""
-    from ecomp.scheduler.looking.hosts import find_host_name, find_running
+    from ecomp.scheduler.queries.hosts import find_host_name, find_running
 
     record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
     if record.console is None:
@@ -141,7 +141,7 @@ def _print_log(ctx: Context) -> int:
     """
     import subprocess  # imported late, here and below: it is slow to load
 
-    from ecomp.scheduler.looking.hosts import find_console
+    from ecomp.scheduler.queries.hosts import find_console
 
     instance = ctx.resolve_instance(ctx.words[0])
     host, file = find_console(ctx.store, instance)
@@ -173,7 +173,7 @@ def _print_log(ctx: Context) -> int:
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
     """Read the last MAX_LAST_LINES of the console in LAST_LINES_TIMEOUT_SECONDS; [] if that fails, never an error."""
-    from ecomp.scheduler.looking.hosts import find_host_name
+    from ecomp.scheduler.queries.hosts import find_host_name
 
     if record.console is None:
         return []
@@ -227,7 +227,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
     Without reported keys ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows. With
     neither it raises StillGoing if a report may come, else EcompError; EcompError also without a home directory.
     """
-    from ecomp.scheduler.looking.hosts import make_not_ready
+    from ecomp.scheduler.queries.hosts import make_not_ready
 
     instance, keys = access.record.instance, access.record.host_keys
     known_hosts = _find_known_hosts_directory() / instance

@@ -30,8 +30,8 @@ from ecomp.model.text import make_printable
 if TYPE_CHECKING:
     from ecomp.model.events import Event
     from ecomp.placement.client import Placement
-    from ecomp.scheduler.looking.find import InstanceEntries
     from ecomp.scheduler.placing.enqueue import QueuePosition
+    from ecomp.scheduler.queries.find import InstanceEntries
     from ecomp.store.client import Store
     from ecomp.store.history import History
 
@@ -73,7 +73,7 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
     `placement` is called and queried only for a queued instance. Raises Unreadable (the group) and errors of both.
     """
-    from ecomp.scheduler.looking.hosts import read_computes, read_names_by_instance
+    from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
     from ecomp.store.sharing import load_group
 
     record, request, name = entries.record, entries.request, entries.group_name
@@ -335,7 +335,7 @@ def _print_events(ctx: Context) -> int:
     Raises UsageError for -f other than table and json, NotFound if a given instance has no event.
     """
     from ecomp.model.events import event_to_dict
-    from ecomp.scheduler.looking.find import resolve
+    from ecomp.scheduler.queries.find import resolve
     from ecomp.store.history import History
 
     if ctx.form not in (TABLE, JSON):
@@ -389,7 +389,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
     """
     from ecomp.model import keys
     from ecomp.model.events import make_events
-    from ecomp.scheduler.looking.hosts import read_computes
+    from ecomp.scheduler.queries.hosts import read_computes
 
     known_computes = read_computes(ctx.store)
 

@@ -18,8 +18,8 @@ from ecomp.cli.command import (
     extract_status,
     select_options,
 )
-from ecomp.cli.near import make_hint, suggest
 from ecomp.cli.options import TABLE, parse_bare_instance, parse_instances, parse_nothing
+from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import (
     STATE,
     TIME,
@@ -56,7 +56,7 @@ from ecomp.model.record import (
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.looking.find import InstanceEntries
+    from ecomp.scheduler.queries.find import InstanceEntries
 
 FILTERS = {
     **select_options('all state host'),
@@ -71,7 +71,7 @@ def _print_address(ctx: Context) -> int:
     """Print the address, return 0; or print why there is none, return 1 if it failed, else 6. NotFound has a hint."""
     ctx.connect()
 
-    from ecomp.scheduler.looking.find import find_living
+    from ecomp.scheduler.queries.find import find_living
 
     word = ctx.words[0]
     try:
@@ -118,8 +118,8 @@ def _list(ctx: Context) -> int:
     """
     ctx.connect()
 
-    from ecomp.scheduler.looking.find import list_records
-    from ecomp.scheduler.looking.hosts import check_compute_exists, read_computes
+    from ecomp.scheduler.queries.find import list_records
+    from ecomp.scheduler.queries.hosts import check_compute_exists, read_computes
 
     record_filter = _make_filter(ctx)
     with_gone = ctx.options.all or GONE in (record_filter.states or ())
@@ -154,7 +154,7 @@ def _list(ctx: Context) -> int:
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
     """Return the records, with a fault for those queued that placement reports as claimed on a silent compute."""
-    from ecomp.scheduler.looking.hosts import find_claims_on_silent
+    from ecomp.scheduler.queries.hosts import find_claims_on_silent
 
     faults = find_claims_on_silent(
         ctx.store, known_computes, [record.instance for record in records if record.state == QUEUED]
@@ -224,7 +224,7 @@ def _describe_boot_numbers(numbers: Sequence[int]) -> str:
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
     """Find the instance that a word means, even a gone one; NotFound if etcd has no trace."""
-    from ecomp.scheduler.looking.find import find
+    from ecomp.scheduler.queries.find import find
 
     entries = find(ctx.store, ctx.resolve_instance(word))
     if entries is None:
@@ -235,7 +235,7 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 def _wait(ctx: Context) -> int:
     """Wait for the stage of each instance and print its status; return the exit code, 4 if one is being destroyed."""
     from ecomp.cli.change import wait_and_report
-    from ecomp.scheduler.looking.find import find_living
+    from ecomp.scheduler.queries.find import find_living
 
     outcomes = Outcomes(ctx, ctx.words, **EMPTY_STATUS)
     power_by_instance: dict[str, PowerAction | None] = {}

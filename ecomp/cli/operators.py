@@ -16,8 +16,8 @@ from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
-    from ecomp.scheduler.changing.wait import Deadline
-    from ecomp.scheduler.operating.audit import Report
+    from ecomp.scheduler.changes.wait import Deadline
+    from ecomp.scheduler.operations.audit import Report
     from ecomp.scheduler.placing.place import RankedCompute
 
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
@@ -25,7 +25,7 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 def _list_hosts(ctx: Context) -> int:
     """Print all computes; return 1 if a record is malformed, else 0."""
-    from ecomp.scheduler.looking.hosts import read_hosts
+    from ecomp.scheduler.queries.hosts import read_hosts
 
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
     return ctx.show(make_host_listing(hosts), unreadable)
@@ -34,8 +34,8 @@ def _list_hosts(ctx: Context) -> int:
 def _show_hosts(ctx: Context) -> int:
     """Print the computes and, in a table without -c or --sort, their instances; return the exit code, 4 if unknown."""
     from ecomp.cli.inspect import make_record_listing
-    from ecomp.scheduler.looking.find import list_records
-    from ecomp.scheduler.looking.hosts import read_hosts
+    from ecomp.scheduler.queries.find import list_records
+    from ecomp.scheduler.queries.hosts import read_hosts
 
     requested, code = ctx.find_each(ctx.resolve_compute)
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
@@ -57,7 +57,7 @@ def _show_hosts(ctx: Context) -> int:
 
 def _change_host_status(ctx: Context) -> int:
     """Enable, disable or drain (disable and list instances), by ctx.name; with --wait wait; return the exit code."""
-    from ecomp.scheduler.operating.decommission import disable, enable, list_inhabitants, wait_until_drained
+    from ecomp.scheduler.operations.decommission import disable, enable, list_inhabitants, wait_until_drained
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
 
@@ -83,7 +83,7 @@ def _change_host_status(ctx: Context) -> int:
 
 def _forget_hosts(ctx: Context) -> int:
     """Remove computes that will never come back, and print what is removed; return the exit code."""
-    from ecomp.scheduler.operating.decommission import forget
+    from ecomp.scheduler.operations.decommission import forget
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
 
@@ -103,13 +103,13 @@ def _forget_hosts(ctx: Context) -> int:
 def _audit(ctx: Context) -> int:
     """Audit, with --fix also repair, and print the findings that are left; return 8 if there are any, else 0."""
     from ecomp.model.audit import EXIT_FINDINGS
-    from ecomp.scheduler.looking.hosts import read_names_by_instance
-    from ecomp.scheduler.operating.audit import audit
+    from ecomp.scheduler.operations.audit import audit
+    from ecomp.scheduler.queries.hosts import read_names_by_instance
 
     # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
     render_listing(make_finding_listing(()), ctx.style)
     if ctx.options.fix:
-        from ecomp.scheduler.operating.audit import fix
+        from ecomp.scheduler.operations.audit import fix
 
         report = fix(ctx.store, ctx.placement, ctx.out.say)
     else:

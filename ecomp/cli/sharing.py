@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _list_flavors(ctx: Context) -> int:
     """Print all flavors; return 1 if one is malformed, else 0."""
-    from ecomp.scheduler.operating.sharing import list_flavors
+    from ecomp.scheduler.operations.sharing import list_flavors
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
     return ctx.show(make_flavor_listing(flavors), unreadable)
@@ -30,7 +30,7 @@ def _list_flavors(ctx: Context) -> int:
 
 def _show_flavors(ctx: Context) -> int:
     """Print the named flavors; return 4 if one does not exist, 1 if any is malformed, else 0."""
-    from ecomp.scheduler.operating.sharing import list_flavors, make_no_such_flavor
+    from ecomp.scheduler.operations.sharing import list_flavors, make_no_such_flavor
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
     missing = [name for name in ctx.words if name not in flavors]
@@ -43,21 +43,21 @@ def _show_flavors(ctx: Context) -> int:
 
 def _set_flavor(ctx: Context) -> int:
     """Check a flavor (words: name and query) with placement and store it in etcd; return the exit code."""
-    from ecomp.scheduler.operating.sharing import put_flavor
+    from ecomp.scheduler.operations.sharing import put_flavor
 
     return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
 
 
 def _delete_flavors(ctx: Context) -> int:
     """Delete the named flavors from etcd; return the exit code of the first error, or 0."""
-    from ecomp.scheduler.operating.sharing import delete_flavor
+    from ecomp.scheduler.operations.sharing import delete_flavor
 
     return _apply_to_each(ctx, ctx.words, lambda name: delete_flavor(ctx.store, name))
 
 
 def _list_groups(ctx: Context) -> int:
     """Print all groups; return 1 if one is malformed, else 0."""
-    from ecomp.scheduler.looking.hosts import read_names_by_instance
+    from ecomp.scheduler.queries.hosts import read_names_by_instance
     from ecomp.store.sharing import load_all, load_group
 
     groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
@@ -66,7 +66,7 @@ def _list_groups(ctx: Context) -> int:
 
 def _show_groups(ctx: Context) -> int:
     """Print the members of the named groups; return the exit code of the first error, or 0."""
-    from ecomp.scheduler.looking.hosts import read_names_by_instance
+    from ecomp.scheduler.queries.hosts import read_names_by_instance
 
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
     if shared_groups:
@@ -99,7 +99,7 @@ def _list_quotas(ctx: Context) -> int:
 
 def _show_quotas(ctx: Context) -> int:
     """Print the quotas of the named projects; return the exit code of the first error, or 0."""
-    from ecomp.scheduler.operating.sharing import require_quota
+    from ecomp.scheduler.operations.sharing import require_quota
 
     quotas, code = ctx.find_each(lambda name: require_quota(ctx.store, name))
     if quotas:
@@ -109,7 +109,7 @@ def _show_quotas(ctx: Context) -> int:
 
 def _set_quota(ctx: Context) -> int:
     """Set the limits (later words) of a project (first word); return the exit code. UsageError before any write."""
-    from ecomp.scheduler.operating.sharing import check_limits, set_limits
+    from ecomp.scheduler.operations.sharing import check_limits, set_limits
 
     remark = check_limits(ctx.placement, ctx.words[1:])
     suffix = f'; {remark}' if remark else ''

@@ -28,7 +28,7 @@ EXIT_FINDINGS = 8
 
 
 class Repair(Enum):
-    """A repair of `audit --fix`, in words; ecomp.scheduler.operating.audit carries it out."""
+    """A repair of `audit --fix`, in words; ecomp.scheduler.operations.audit carries it out."""
 
     RELEASE = 'releases the claim'
     CLAIM = 'repeats the claim of the request'

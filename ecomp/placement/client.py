@@ -28,7 +28,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.model.json_object import is_utf8_text
-from ecomp.placement.by_http import DEFAULT_LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
+from ecomp.placement.http_client import DEFAULT_LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
 # More than placement can answer, which multiplies 2**31 by a single-precision ratio; a float holds its square.
 MAX_NUMBER = 10**50

@@ -221,7 +221,7 @@ def delete_if_unchanged(store: Store, key: str, revision: int) -> bool:
 
 if TYPE_CHECKING:
     from ecomp.model.host import ConsumerLookup
-    from ecomp.store.by_h2 import WatchStream
+    from ecomp.store.http2_client import WatchStream
 
 # Seconds that a commit waits for a new fence after its fence did not hold.
 FENCE_RENEWAL_SECONDS = 1.0

@@ -27,7 +27,7 @@ from ecomp.store.messages import (
 )
 
 if TYPE_CHECKING:  # h2 is slow to load
-    from ecomp.store.by_h2 import EtcdMember
+    from ecomp.store.http2_client import EtcdMember
 
 MAX_PAGE_KEYS = 500
 # Keys of the smallest page: 10 of any size fit into an answer.
@@ -178,7 +178,7 @@ class Connection:
 
     def _connect(self) -> Any:
         """Begin to connect to the current endpoint; OSError for an unreadable certificate."""
-        from ecomp.store.by_h2 import EtcdMember  # late, because h2 is slow to load
+        from ecomp.store.http2_client import EtcdMember  # late, because h2 is slow to load
 
         return (self._open_member or EtcdMember)(self.config, self.config.endpoints[self._endpoint_index])
 

@@ -22,7 +22,7 @@ from ecomp.store.client import Store, get_prefix_range_end
 from ecomp.store.messages import DEADLINE_EXCEEDED, EVENT_DELETE, CallFailure, WatchCreate
 
 if TYPE_CHECKING:
-    from ecomp.store.by_h2 import WatchStream
+    from ecomp.store.http2_client import WatchStream
 
 # The prefix of all keys of ecomp. The keys of others are not read: a role might forbid it.
 PREFIX = b'/'

@@ -33,8 +33,8 @@ from ecomp.model.roles import (
     RevokeRole,
     Roles,
 )
-from ecomp.store.by_h2 import check_certificate
 from ecomp.store.connection import Connection
+from ecomp.store.http2_client import check_certificate
 from ecomp.store.messages import FAILED_PRECONDITION, INVALID_ARGUMENT, UNAVAILABLE, CallFailure
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 

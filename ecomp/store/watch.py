@@ -23,7 +23,7 @@ from ecomp.store.messages import DEADLINE_EXCEEDED, EVENT_DELETE, CallFailure, W
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import KnownCluster
-    from ecomp.store.by_h2 import WatchStream
+    from ecomp.store.http2_client import WatchStream
 
 log = logging.getLogger(__name__)
 

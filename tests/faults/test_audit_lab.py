@@ -19,7 +19,7 @@ from ecomp.agent.images.cache import Scrubber
 from ecomp.conf import load_schedule
 from ecomp.model.guest import make_mac_address
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating.audit import audit, fix
+from ecomp.scheduler.operations.audit import audit, fix
 from ecomp.store.client import Store
 from tests.kit.audit import wait_audit_clean
 from tests.kit.hypervisor import REACTION_SECONDS, Hypervisor

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ecomp.agent.planner import MAX_REQUESTS
-from ecomp.placement.by_http import MAX_IDLE_CONNECTIONS
+from ecomp.placement.http_client import MAX_IDLE_CONNECTIONS
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import read_guests
 from tests.kit.invariants import check_invariants

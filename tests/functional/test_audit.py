@@ -13,7 +13,7 @@ import pytest
 from ecomp.agent.host.digest import AuditAnswerer, find_abandoned_parts, read_digest
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.cache import LOCK_FILE
-from ecomp.agent.turns import Threads
+from ecomp.agent.jobs import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
@@ -24,8 +24,8 @@ from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, 
 from ecomp.model.quota import Quota, to_json
 from ecomp.model.record import ACTIVE, make_record
 from ecomp.model.record import to_json as record_to_json
-from ecomp.scheduler.operating import audit as auditing
-from ecomp.scheduler.operating.audit import Report, audit, fix, open_audit_session, wait_for_answers
+from ecomp.scheduler.operations import audit as auditing
+from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor

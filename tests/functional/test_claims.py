@@ -21,12 +21,12 @@ from ecomp.model.queue import taker_to_json
 from ecomp.placement import allocations
 from ecomp.placement.allocations import claim
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.looking.find import MAX_OFFER_AGE_SECONDS
-from ecomp.scheduler.operating.audit import _release_orphan as repaired
-from ecomp.scheduler.operating.decommission import disable, forget, wait_until_drained
+from ecomp.scheduler.changes.wait import Deadline
+from ecomp.scheduler.operations.audit import _release_orphan as repaired
+from ecomp.scheduler.operations.decommission import disable, forget, wait_until_drained
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
+from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing
 from ecomp.store.client import Delete, Exists, Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import note_released, read_highest_released, released_to_json

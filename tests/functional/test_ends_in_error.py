@@ -16,9 +16,9 @@ import pytest
 from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Instances
 from ecomp.agent.instance.records import Records
+from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Taker
-from ecomp.agent.turns import FailureLog
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor

@@ -10,7 +10,7 @@ import pytest
 
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
-from ecomp.scheduler.operating.decommission import forget
+from ecomp.scheduler.operations.decommission import forget
 from ecomp.store.client import Put
 from tests.functional.cloud import Cloud
 

@@ -14,8 +14,8 @@ import pytest
 
 from ecomp.errors import Unreachable
 from ecomp.model.events import Change
-from ecomp.store import by_h2
 from ecomp.store import history as room
+from ecomp.store import http2_client
 from ecomp.store.client import Put
 from ecomp.store.history import MAX_ANSWER_REVISIONS, REQUIRED_PROGRESS_ANSWERS, History
 from ecomp.store.messages import WatchCreate
@@ -176,7 +176,7 @@ def test_changes_longer_than_an_answer_are_read_in_whole_revisions(own_etcd: Etc
         store.commit([], three)
         for _ in range(3):
             store.commit([], [Put('/names/large', large)])
-    assert 51 * len(large) + 9 * 450_000 > by_h2.MAX_ANSWER_BYTES
+    assert 51 * len(large) + 9 * 450_000 > http2_client.MAX_ANSWER_BYTES
     history = History(make_config(own_etcd.endpoint), False, print)
     streams = record_streams(history)
     reading = ReaderThread(history)
@@ -215,7 +215,7 @@ def breaking_streams(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     A test may undo it.
     """
-    monkeypatch.setattr(by_h2, 'MAX_ANSWER_BYTES', 1000)
+    monkeypatch.setattr(http2_client, 'MAX_ANSWER_BYTES', 1000)
     return monkeypatch
 
 

@@ -25,7 +25,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.model.allocation import Room
-from ecomp.placement import allocations, by_http, providers
+from ecomp.placement import allocations, http_client, providers
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import AGGREGATES, TRAITS, change_names
 from tests.functional.placement_client import PROJECT, SMALL, USER, claim, make_uuid, open_client
@@ -512,7 +512,7 @@ def test_idle_connection_is_replaced_after_its_maximum_age(
         for _ in range(3):
             client.get('/traits')
         assert server.connection_count == 1
-        monkeypatch.setattr(by_http, 'MAX_IDLE_SECONDS', 0.01)
+        monkeypatch.setattr(http_client, 'MAX_IDLE_SECONDS', 0.01)
         time.sleep(0.02)
         client.get('/traits')
         assert server.connection_count == 2

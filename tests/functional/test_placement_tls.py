@@ -29,8 +29,8 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import allocations, providers
-from ecomp.placement.by_http import HEADERS
 from ecomp.placement.client import Placement
+from ecomp.placement.http_client import HEADERS
 from tests.functional.placement_client import claim, make_uuid, open_client
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute

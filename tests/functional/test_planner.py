@@ -17,6 +17,7 @@ from ecomp.agent.compute import PlanningLoop
 from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.instance.records import Superseded
+from ecomp.agent.jobs import Threads
 from ecomp.agent.planner import (
     CHECKING_CLAIMS,
     FIRST_POLL_SECONDS,
@@ -24,14 +25,13 @@ from ecomp.agent.planner import (
     Planner,
     choose_poll_interval,
 )
-from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, make_mac_address
 from ecomp.model.record import ACTIVE, GONE, STOPPED, from_json
-from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage
+from ecomp.scheduler.changes.change import destroy
+from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid
 from tests.functional.toy import NOW, ToyCompute, make_toy_compute

@@ -20,7 +20,7 @@ from ecomp.model.group import to_json as group_to_json
 from ecomp.model.queue import Backlog, QueueEntry, WaitingEntry, taker_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations
-from ecomp.scheduler.changing.change import destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.store.client import Entry
 from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid
 

@@ -16,10 +16,10 @@ from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.queue import taker_to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.looking.find import find
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.enqueue import enqueue
+from ecomp.scheduler.queries.find import find
 from ecomp.store.client import Put, Store, Unchanged, read_pending_instances
 from tests.functional.cloud import OWNER, SMALL, Cloud, interpose, make_uuid
 from tests.functional.queueing import assert_taken, assert_waiting, make_entry, make_taker, put_in_queue, queue_request

@@ -18,9 +18,9 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, make_record, to_json
-from ecomp.scheduler.changing.change import Acceptance, change_power, clear, destroy
-from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
-from ecomp.scheduler.looking.find import find, find_living
+from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
+from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
+from ecomp.scheduler.queries.find import find, find_living
 from ecomp.store.client import Delete, Put, Snapshot, Store
 from ecomp.store.sharing import read_index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid

@@ -205,7 +205,7 @@ def test_sharing_provider_is_not_explained(world: ExplainedCluster) -> None:
     ]
 
 
-def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggestionsest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 5)
     monkeypatch.setattr(explain, 'MAX_NEAREST_COMPUTES', 2)
     for number in range(1, 7):

@@ -12,9 +12,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.order import SetOrder, name_to_json, parse_name_owner
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.looking.find import find, find_living, resolve
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
+from ecomp.scheduler.queries.find import find, find_living, resolve
 from ecomp.store.client import Put, Store
 from ecomp.store.sharing import release_name, restore_name
 from tests.functional.cloud import IMAGE, Cloud, make_uuid

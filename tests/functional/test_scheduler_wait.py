@@ -29,8 +29,8 @@ from ecomp.model.record import (
     Record,
     to_json,
 )
-from ecomp.scheduler.changing import wait as wait_module
-from ecomp.scheduler.changing.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changes import wait as wait_module
+from ecomp.scheduler.changes.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store
 from ecomp.store.sharing import KeyIndex
 from tests.functional.cloud import IMAGE, Cloud, make_uuid

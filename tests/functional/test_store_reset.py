@@ -11,7 +11,7 @@ from h2.errors import ErrorCodes
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
-from ecomp.scheduler.changing.change import destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import Cloud

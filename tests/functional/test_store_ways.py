@@ -22,9 +22,9 @@ import ecomp.conf
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
-from ecomp.store.by_h2 import EtcdMember as H2Member
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.connection import Connection
+from ecomp.store.http2_client import EtcdMember as H2Member
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
     FAILED_PRECONDITION,

@@ -13,8 +13,8 @@ from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.pool import InlineRunner
 from ecomp.agent.instance.records import republish
+from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner, Work
-from ecomp.agent.turns import FailureLog
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
 from ecomp.model.order import Request, to_json

@@ -10,8 +10,8 @@ import json
 from functools import cache
 from typing import Any
 
-from ecomp.placement.by_http import HEADERS, Answer, quote_path
 from ecomp.placement.client import Placement
+from ecomp.placement.http_client import HEADERS, Answer, quote_path
 
 
 class InProcessPlacement(Placement):

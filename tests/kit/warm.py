@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED_MODULES = [
-    *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operating.audit', 'ecomp.placement.client'),
-    *('ecomp.store.by_h2', 'ecomp.store.watch', 'ecomp.placement.by_http'),
+    *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operations.audit', 'ecomp.placement.client'),
+    *('ecomp.store.http2_client', 'ecomp.store.watch', 'ecomp.placement.http_client'),
     *('ecomp.cli.inspect', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),

@@ -26,7 +26,7 @@ from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import change_power, destroy
+from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue

@@ -19,9 +19,9 @@ from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.pool import InlineRunner
 from ecomp.agent.instance.records import republish
+from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Offers, Puller, Taker
-from ecomp.agent.turns import FailureLog
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec

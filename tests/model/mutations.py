@@ -123,7 +123,7 @@ CLAIM = {
         'ecomp.agent.queue:Puller._read_room', never('_needs_cleanup'), 'restarted_taker'
     ),
     'a drain does not wait for attempts that are not announced': make_bug(
-        'ecomp.scheduler.operating.decommission:wait_until_drained', drop_operand('all_announced'), 'drain_and_create'
+        'ecomp.scheduler.operations.decommission:wait_until_drained', drop_operand('all_announced'), 'drain_and_create'
     ),
 }
 DELIVERY = {
@@ -162,7 +162,7 @@ DELIVERY = {
 }
 SHARED = {
     'a first quota is counted once': make_bug(
-        'ecomp.scheduler.operating.sharing:recount_quota', replace_condition('False', 'now'), 'first_quota'
+        'ecomp.scheduler.operations.sharing:recount_quota', replace_condition('False', 'now'), 'first_quota'
     ),
     'an end leaves its place in the group': make_bug(
         'ecomp.store.sharing:release_shared_keys', drop_statement('make_group_operation'), 'built_and_destroyed'
@@ -183,7 +183,7 @@ SHARED = {
         'ecomp.store.sharing:join_group', drop_operand('unchanged'), 'strict_anti_affinity'
     ),
     'a name is not compared': make_bug(
-        'ecomp.scheduler.looking.find:reserve_names',
+        'ecomp.scheduler.queries.find:reserve_names',
         replace_return('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
         'one_name',
     ),
@@ -195,7 +195,7 @@ SHARED = {
         'ecomp.model.order:parse_request', drop_argument('InvalidRequest', '_parse_request_holdings'), 'refused'
     ),
     'a destroy of a refused request forgets what it shared': make_bug(
-        'ecomp.scheduler.changing.change:_prepare_destroy', replace_call('_read_membership', 'None'), 'refused'
+        'ecomp.scheduler.changes.change:_prepare_destroy', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
 MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **REPORTED, **PAIRED}

@@ -32,27 +32,27 @@ REPORTED = {
         'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
     ),
     'a destroy whose answer is lost is called not accepted': make_bug(
-        'ecomp.scheduler.changing.change:retry_until_accepted', always('is_unknown'), 'destroy_with_losses'
+        'ecomp.scheduler.changes.change:retry_until_accepted', always('is_unknown'), 'destroy_with_losses'
     ),
     'an attempt that releases nothing calls its claim released': make_bug(
         'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
     ),
     'a name is taken from who still has it': make_bug(
-        'ecomp.scheduler.looking.find:check_name_is_free', never('current', 'state'), 'one_name', 'name_of_destroyed'
+        'ecomp.scheduler.queries.find:check_name_is_free', never('current', 'state'), 'one_name', 'name_of_destroyed'
     ),
     # Drains, and time
     'a drain does not look for claims': make_bug(
-        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        'ecomp.scheduler.operations.decommission:wait_until_drained',
         drop_operand('read_provider_allocations'),
         'drain_beside_orphans',
     ),
     'a drain does not wait for attempts': make_bug(
-        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        'ecomp.scheduler.operations.decommission:wait_until_drained',
         drop_operand('placing', place=-1),
         'drain_beside_a_frozen_create',
     ),
     'a drain does not wait for takers': make_bug(
-        'ecomp.scheduler.operating.decommission:wait_until_drained',
+        'ecomp.scheduler.operations.decommission:wait_until_drained',
         drop_operand('taking', place=-1),
         'drain_beside_a_frozen_claim',
     ),
@@ -67,10 +67,10 @@ REPORTED = {
     ),
     # Computes that are forgotten, come back, or are new
     'forget does not ask whether the compute has come back': make_bug(
-        'ecomp.scheduler.operating.decommission:_Removal._release', drop_operand('is_alive'), 'forgotten_while_taking'
+        'ecomp.scheduler.operations.decommission:_Removal._release', drop_operand('is_alive'), 'forgotten_while_taking'
     ),
     'forget does not note what it releases': make_bug(
-        'ecomp.scheduler.operating.decommission:_Removal._release',
+        'ecomp.scheduler.operations.decommission:_Removal._release',
         drop_argument('release', 'note_released'),
         'frozen_forget_and_reused',
     ),
@@ -119,7 +119,7 @@ REPORTED = {
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(
-        'ecomp.scheduler.operating.decommission:_check_allowed',
+        'ecomp.scheduler.operations.decommission:_check_allowed',
         never('consumers', 'fenced'),
         'forgotten_after_a_restore',
     ),
@@ -140,10 +140,10 @@ REPORTED = {
         'ecomp.placement.allocations:release', replace_assignment('excluded', '()'), 'fix_and_create'
     ),
     'a destroy out of a queue does not compare the entry': make_bug(
-        'ecomp.scheduler.changing.change:_prepare_dequeue', drop_operand('entry', 'Unchanged'), 'taken_and_destroyed'
+        'ecomp.scheduler.changes.change:_prepare_dequeue', drop_operand('entry', 'Unchanged'), 'taken_and_destroyed'
     ),
     'a destroy does not compare the request': make_bug(
-        'ecomp.scheduler.changing.change:_prepare_destroy',
+        'ecomp.scheduler.changes.change:_prepare_destroy',
         replace_assignment('unchanged', '[]'),
         'destroyed_twice_beside_another',
     ),
@@ -188,8 +188,8 @@ PAIRED = {
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': make_pair(
-        make_bug('ecomp.scheduler.operating.decommission:_check_allowed', never('reason')),
-        make_bug('ecomp.scheduler.operating.decommission:_Removal._release', never('is_alive')),
+        make_bug('ecomp.scheduler.operations.decommission:_check_allowed', never('reason')),
+        make_bug('ecomp.scheduler.operations.decommission:_Removal._release', never('is_alive')),
         'forget_and_create',
     ),
 }

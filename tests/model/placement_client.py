@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ecomp.placement.by_http import Answer
 from ecomp.placement.client import Placement
+from ecomp.placement.http_client import Answer
 from tests.model.acting import Call
 from tests.model.placement import Json, PlacementModel, Refused
 from tests.model.world import World

@@ -12,7 +12,7 @@ from typing import Any
 
 from ecomp.errors import EcompError, NoCapacity, UsageError
 from ecomp.model import status
-from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operations.audit import audit
 from tests.model.cloud import Cloud
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE
-from ecomp.scheduler.changing.change import destroy
+from ecomp.scheduler.changes.change import destroy
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import find_violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecomp.model import keys
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating.decommission import disable
+from ecomp.scheduler.operations.decommission import disable
 from tests.model.acting import SINGLE_FAULT, Bounds
 from tests.model.cloud import A, B, C, Cloud, S, U, V
 from tests.model.explorer import Check, make_scenarios

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ecomp.model import keys
-from ecomp.scheduler.changing.change import destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT
 from tests.model.cloud import ANTI_AFFINITY, A, Cloud, U, V

@@ -7,7 +7,7 @@ from contextlib import suppress
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.queue import taker_to_json
-from ecomp.scheduler.changing.change import destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SINGLE_FAULT, Bounds
 from tests.model.cloud import A, B, Cloud, U

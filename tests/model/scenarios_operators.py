@@ -9,10 +9,10 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.order import name_to_json
-from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.operating.audit import audit, fix, repair_findings
-from ecomp.scheduler.operating.decommission import disable, enable, forget, wait_until_drained
-from ecomp.scheduler.operating.sharing import set_limits
+from ecomp.scheduler.changes.wait import Deadline
+from ecomp.scheduler.operations.audit import audit, fix, repair_findings
+from ecomp.scheduler.operations.decommission import disable, enable, forget, wait_until_drained
+from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ecomp.agent.host.provider import PlacementInventory, Registration
 from ecomp.errors import EcompError
 from ecomp.model import status
-from ecomp.scheduler.operating.decommission import disable, enable
+from ecomp.scheduler.operations.decommission import disable, enable
 from tests.model.acting import SINGLE_FAULT, Bounds, Call
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute

@@ -6,8 +6,8 @@ from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import WaitingEntry
-from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.operating.sharing import set_limits
+from ecomp.scheduler.changes.change import destroy
+from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Entry, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import AFFINITY, A, B, Cloud, U, V

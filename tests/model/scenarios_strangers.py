@@ -9,8 +9,8 @@ from ecomp.model import keys
 from ecomp.model.order import PowerAction
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
-from ecomp.scheduler.changing.change import change_power
-from ecomp.scheduler.operating.sharing import set_limits
+from ecomp.scheduler.changes.change import change_power
+from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Delete, Put, Unchanged
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import AFFINITY, ANTI_AFFINITY, IMAGE, SIZE, A, B, Cloud, U, V, make_numbered_uuid

@@ -11,10 +11,10 @@ from functools import partial
 from ecomp.agent.host.claims import GenerationReader
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
-from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.looking.find import find, list_records
-from ecomp.scheduler.operating.audit import fix
-from ecomp.scheduler.operating.sharing import set_limits
+from ecomp.scheduler.changes.change import destroy
+from ecomp.scheduler.operations.audit import fix
+from ecomp.scheduler.operations.sharing import set_limits
+from ecomp.scheduler.queries.find import find, list_records
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Bounds, Call
 from tests.model.cloud import AFFINITY, NAMES, A, B, Cloud, U, V

@@ -16,7 +16,7 @@ from ecomp.model.order import name_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
-from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operations.audit import audit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
 from tests.model.cloud import A, Cloud, U, V

@@ -54,7 +54,7 @@ def read_code(plant: Plant) -> object:
         ('ecomp.placement.allocations:release', never('no_such_name')),
         ('ecomp.placement.allocations:release', drop_operand('no_such_name')),
         ('ecomp.placement.allocations:claim', replace_call('consumer_of', 'None')),
-        ('ecomp.scheduler.operating.decommission:drained', drop_operand('placing')),
+        ('ecomp.scheduler.operations.decommission:drained', drop_operand('placing')),
     ],
 )
 def test_plant_without_a_unique_place_is_misplaced(where: str, change: object) -> None:

@@ -21,11 +21,10 @@ from ecomp.model.queue import taker_to_json
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import change_power, destroy
-from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.audit import audit, repair_findings
-from ecomp.scheduler.operating.decommission import (
+from ecomp.scheduler.changes.change import change_power, destroy
+from ecomp.scheduler.changes.wait import Deadline
+from ecomp.scheduler.operations.audit import audit, repair_findings
+from ecomp.scheduler.operations.decommission import (
     UNSEEN_END_FAULT,
     disable,
     enable,
@@ -33,7 +32,8 @@ from ecomp.scheduler.operating.decommission import (
     list_inhabitants,
     wait_until_drained,
 )
-from ecomp.scheduler.operating.sharing import require_quota, set_limits
+from ecomp.scheduler.operations.sharing import require_quota, set_limits
+from ecomp.scheduler.queries.find import find
 from ecomp.store.client import Delete, Put
 from ecomp.store.sharing import read_highest_released
 from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W

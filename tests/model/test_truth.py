@@ -6,7 +6,7 @@ import pytest
 
 from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
 from ecomp.model.order import PowerAction
-from ecomp.scheduler.changing.change import Acceptance
+from ecomp.scheduler.changes.change import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from tests.model.acting import Actor
 from tests.model.cloud import A, U, V, W

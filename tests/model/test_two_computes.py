@@ -20,10 +20,10 @@ from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.allocations import read_provider_allocations
-from ecomp.scheduler.changing.change import clear
-from ecomp.scheduler.looking.find import list_records
-from ecomp.scheduler.operating.audit import CHANGED_SINCE, audit, repair_findings
-from ecomp.scheduler.operating.sharing import set_limits
+from ecomp.scheduler.changes.change import clear
+from ecomp.scheduler.operations.audit import CHANGED_SINCE, audit, repair_findings
+from ecomp.scheduler.operations.sharing import set_limits
+from ecomp.scheduler.queries.find import list_records
 from ecomp.store.client import Entry, Put, Store
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W
 from tests.model.explorer import open_quiet_cloud

@@ -23,7 +23,7 @@ from ecomp.errors import (
     UsageError,
 )
 from ecomp.model import keys, status
-from ecomp.scheduler.changing.change import Acceptance, ClearResult
+from ecomp.scheduler.changes.change import Acceptance, ClearResult
 from tests.model.acting import Actor
 from tests.model.cloud import Cloud
 from tests.model.end import PLACEMENT_COMMANDS, FinalState, Sentence

@@ -104,8 +104,8 @@ def patch_environment() -> Iterator[None]:
     import ecomp.agent.host.metadata
     import ecomp.agent.host.provider
     import ecomp.agent.host.state
-    import ecomp.scheduler.changing.change
-    import ecomp.scheduler.operating.audit
+    import ecomp.scheduler.changes.change
+    import ecomp.scheduler.operations.audit
 
     patches: list[Any] = [
         mock.patch.object(time, 'sleep', _virtual_sleep),
@@ -113,8 +113,8 @@ def patch_environment() -> Iterator[None]:
         mock.patch.object(random, 'uniform', _virtual_uniform),
         mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
-        mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', _make_inline_pool),
-        mock.patch.object(ecomp.scheduler.changing.change, 'datetime', FixedDatetime),
+        mock.patch.object(ecomp.scheduler.operations.audit, 'ThreadPoolExecutor', _make_inline_pool),
+        mock.patch.object(ecomp.scheduler.changes.change, 'datetime', FixedDatetime),
         mock.patch.object(ecomp.agent.host.state, 'write_durably', directory.write_as_step),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_within_step),
         mock.patch.object(ecomp.agent.host.provider, 'write_durably', directory.write_as_step),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating.audit import Report, audit
+from ecomp.scheduler.operations.audit import Report, audit
 from ecomp.store.client import Store
 from tests.kit.commands import Control, Ecompute
 from tests.kit.invariants import StoredValue, read_allocations, read_lasting_keys

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ecomp.cli.commands import COMMANDS as EVERY
-from ecomp.cli.near import FAMILY_WORDS
+from ecomp.cli.suggestions import FAMILY_WORDS
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check_invariants

@@ -18,7 +18,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.model.audit import CODES
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating.audit import audit, fix, repair_findings
+from ecomp.scheduler.operations.audit import audit, fix, repair_findings
 from ecomp.store.client import Store
 from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Control

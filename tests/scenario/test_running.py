@@ -275,7 +275,7 @@ def test_host_forget_leaves_no_lease_without_key(small_cluster: Control) -> None
 # Threads of every ecompute that carries out requests.
 COMMON_THREADS = frozenset(
     {
-        *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
+        *('timer', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
         *('follow /audit/', 'known etcd', 'etcd'),
     }
 )
@@ -284,7 +284,7 @@ LIBVIRT_THREADS = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen',
 
 THREAD_STARTERS = ('Thread', 'ThreadPoolExecutor')
 # Callables that start threads; for some modules there are more.
-THREAD_STARTERS_BY_MODULE = {'turns.py': ('Thread', 'DaemonThreadPool')}
+THREAD_STARTERS_BY_MODULE = {'jobs.py': ('Thread', 'DaemonThreadPool')}
 
 
 def read_documented_names() -> set[str]:
@@ -346,9 +346,9 @@ def test_every_thread_in_the_source_is_documented() -> None:
                 ):
                     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                     name = arguments.get('name') or arguments.get('thread_name_prefix')
-                    if path.name == 'turns.py' and ast.unparse(node.func) == 'DaemonThreadPool':
+                    if path.name == 'jobs.py' and ast.unparse(node.func) == 'DaemonThreadPool':
                         name = ast.unparse(node.args[0])
-                    elif path.name == 'turns.py' and name != "'turns'":
+                    elif path.name == 'jobs.py' and name != "'timer'":
                         continue  # one of DaemonThreadPool, identified by that name
                     assert name, f'{path}:{node.lineno}: a thread without a name'
                     names.add(name.lstrip('f').strip("'").partition('{')[0])

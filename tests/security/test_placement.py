@@ -27,8 +27,8 @@ from ecomp.model.planes import Planes, ProviderState
 from ecomp.model.query import Amount
 from ecomp.model.query import parse_query as parse_query
 from ecomp.placement import allocations, providers
-from ecomp.placement.by_http import Answer, AnswerLimits
 from ecomp.placement.client import Placement, parse_object
+from ecomp.placement.http_client import Answer, AnswerLimits
 from ecomp.store.client import Entry
 from tests.kit.forms import render_all
 from tests.kit.hostile import COMPUTE, INSTANCE, OTHER_UUID
@@ -548,7 +548,7 @@ def make_broken_answer(rng: random.Random) -> bytes:
 
 @parametrize_cases(130)
 def test_broken_http_is_accepted_or_refused_in_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.by_http.RETRY_PAUSES_SECONDS', (0.0, 0.0))
+    monkeypatch.setattr('ecomp.placement.http_client.RETRY_PAUSES_SECONDS', (0.0, 0.0))
     current = [b'']
 
     def pieces() -> Iterator[bytes]:

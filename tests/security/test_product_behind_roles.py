@@ -16,7 +16,7 @@ pytest.importorskip('placement', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating import audit
+from ecomp.scheduler.operations import audit
 from ecomp.store.client import Delete, Put
 from tests.kit.servers import PlacementServer, wait_until
 from tests.kit.story import IMAGE, REACTION_SECONDS, SMALL_QUERY, UNKNOWN_UUID, assert_one_line

@@ -18,8 +18,8 @@ from ecomp.model import keys
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
 from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, to_json, update_backlog
-from ecomp.store import by_h2
 from ecomp.store import connection as paging
+from ecomp.store import http2_client
 from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Unchanged
 from ecomp.store.sharing import find_by_listing, read_index
@@ -216,7 +216,7 @@ def test_snapshot_reads_large_values_in_small_pages(etcd: Etcd, prefix: str, mon
 
 def limit_answers(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
     """Reject answers of etcd that are longer than this many bytes."""
-    monkeypatch.setattr(by_h2, 'MAX_ANSWER_BYTES', max_bytes)
+    monkeypatch.setattr(http2_client, 'MAX_ANSWER_BYTES', max_bytes)
 
 
 def test_read_splits_large_values_at_one_revision(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

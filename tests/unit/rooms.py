@@ -41,23 +41,23 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
-    'ecomp.agent.turns': {'ecomp.errors', 'ecomp.model'},
+    'ecomp.agent.jobs': {'ecomp.errors', 'ecomp.model'},
     'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files'},
-    'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images'},
+    'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
     'ecomp.agent.queue': {
-        *(*AGENT_IMPORTS, 'ecomp.agent.instance', 'ecomp.agent.turns'),
+        *(*AGENT_IMPORTS, 'ecomp.agent.instance', 'ecomp.agent.jobs'),
     },
     'ecomp.agent': {
-        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.turns', 'ecomp.agent.host'),
+        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.jobs', 'ecomp.agent.host'),
         *('ecomp.agent.instance', 'ecomp.agent.queue'),
     },
-    'ecomp.scheduler.looking': SCHEDULER_IMPORTS,
-    'ecomp.scheduler.changing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking'},
-    'ecomp.scheduler.operating': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'},
-    'ecomp.scheduler.placing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.looking', 'ecomp.scheduler.operating'},
+    'ecomp.scheduler.queries': SCHEDULER_IMPORTS,
+    'ecomp.scheduler.changes': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries'},
+    'ecomp.scheduler.operations': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries', 'ecomp.scheduler.changes'},
+    'ecomp.scheduler.placing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries', 'ecomp.scheduler.operations'},
     'ecomp.scheduler': set(),
     'ecomp.lab': {
         *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),
@@ -70,8 +70,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     'ecomp.cli': {
         *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'),
-        *('ecomp.scheduler.operating', 'ecomp.scheduler.placing'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.queries', 'ecomp.scheduler.changes'),
+        *('ecomp.scheduler.operations', 'ecomp.scheduler.placing'),
     },
     'ecomp.schedule': {
         *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version'),
@@ -88,7 +88,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.compute', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.roles'},
     'grpc': {'ecomp.store.roles'},
-    'h2': {'ecomp.store.by_h2'},
+    'h2': {'ecomp.store.http2_client'},
     'google': set(),  # protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
@@ -118,7 +118,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
 PURE_MODULES = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
-    *('ecomp.cli.options', 'ecomp.cli.near', 'ecomp.cli.tables', 'ecomp.cli.completion'),
+    *('ecomp.cli.options', 'ecomp.cli.suggestions', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     'ecomp.lab.network',
     *('mdserver.guests', 'mdserver.metadata'),
 }

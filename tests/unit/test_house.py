@@ -210,7 +210,7 @@ VIOLATIONS = [
     ('ecomp.agent.images.x', 'from ecomp.agent.host import memory'),
     ('ecomp.agent.host.x', 'from ecomp.agent.instance.build import Runner'),
     ('ecomp.agent.instance.x', 'import ecomp.agent.queue'),
-    ('ecomp.scheduler.looking.x', 'import ecomp.scheduler.changing.wait'),
+    ('ecomp.scheduler.queries.x', 'import ecomp.scheduler.changes.wait'),
     ('ecomp.scheduler.x', 'import ecomp.virt'),
     ('ecomp.scheduler.x', 'from ecomp import agent'),
     ('ecomp.scheduler.x', 'import psutil'),

@@ -114,7 +114,7 @@ assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' 
 @pytest.mark.parametrize(
     'module',
     [
-        'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operating.decommission',
+        'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operations.decommission',
         'ecomp.compute, ecomp.agent.instance.pool',
         'ecomp.agent.host.provider',
     ],

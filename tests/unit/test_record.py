@@ -45,7 +45,7 @@ from ecomp.model.record import (
     to_dict,
     to_json,
 )
-from ecomp.scheduler.changing.wait import is_before_boot, is_pending
+from ecomp.scheduler.changes.wait import is_before_boot, is_pending
 from tests.kit.hostile import JSON_VALUES
 
 # Records: written and read back whole, refused if malformed or of a newer version.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.cache import list_bad, lock_if_idle
-from ecomp.agent.turns import ScheduledJob, Threads
+from ecomp.agent.jobs import ScheduledJob, Threads
 from ecomp.errors import EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model import keys

@@ -43,7 +43,7 @@ from ecomp.agent.instance.build import (
     WorkerDied,
     carry_out,
 )
-from ecomp.agent.turns import Waker
+from ecomp.agent.jobs import Waker
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model.backoff import Backoff

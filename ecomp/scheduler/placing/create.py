@@ -25,9 +25,9 @@ from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, p
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome, Terms, abandon, announce, deliver, read_terms
 from ecomp.scheduler.placing.place import Placer, SampledPlacer
+from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
 from ecomp.store.client import Store, count_placements_before_and_after
 from ecomp.store.sharing import (
     Change,
@@ -420,7 +420,7 @@ class Attempt:
     def read_computes(self) -> Computes:
         """Return all computes with their host names, read from etcd once."""
         if self._computes is None:
-            from ecomp.scheduler.looking.hosts import read_computes  # only for messages about computes
+            from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
 
             self._computes = read_computes(self.store)
         return self._computes

@@ -18,11 +18,11 @@ from ecomp.model.query import UnsupportedQueryError
 from ecomp.model.queue import QueueEntry, parse_taker, to_json
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import find, reserve_names
-from ecomp.scheduler.operating.sharing import list_flavor_names, make_no_such_flavor, read_flavor
+from ecomp.scheduler.operations.sharing import list_flavor_names, make_no_such_flavor, read_flavor
 from ecomp.scheduler.placing.claim import announce, prepare_user_data, read_settled_group, read_terms
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
+from ecomp.scheduler.queries.find import find, reserve_names
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged
 from ecomp.store.sharing import (
     Change,

@@ -45,8 +45,8 @@ from ecomp.placement import providers
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import AGGREGATES, find_matching, read_raw_inventory
-from ecomp.scheduler.looking import hosts
 from ecomp.scheduler.placing.claim import read_settled_group
+from ecomp.scheduler.queries import hosts
 from ecomp.store.client import Store
 
 # Calls to placement for all reasons of a refusal, besides the query that found no room.

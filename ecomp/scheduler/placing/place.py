@@ -304,7 +304,7 @@ def plan(
     Raises NoCapacity or TooFew, and the errors of count_to_place(), read_terms(), `backend` and etcd.
     """
     terms = read_terms(store, order, order.instances)
-    from ecomp.scheduler.looking.hosts import read_computes  # not for a claim
+    from ecomp.scheduler.queries.hosts import read_computes  # not for a claim
 
     known_computes = read_computes(store)
     living = known_computes.living

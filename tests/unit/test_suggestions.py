@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.cli.commands import COMMANDS, parse
-from ecomp.cli.near import FAMILY_SYNONYMS, FOREIGN_NOUNS, FOREIGN_WORDS, LOSS_WARNINGS
+from ecomp.cli.suggestions import FAMILY_SYNONYMS, FOREIGN_NOUNS, FOREIGN_WORDS, LOSS_WARNINGS
 from ecomp.errors import UsageError
 from ecomp.model.text import find_similar, format_suggestion
 
@@ -52,7 +52,7 @@ NAMES = ('hv12', 'hv3', 'web')
         *((word, ('disable',), 'disable') for word in ('isable', 'desable', 'disabel', 'disables')),
     ],
 )
-def test_near_finds_the_nearest_word(word: str, known_words: tuple[str, ...], meant: str | None) -> None:
+def test_suggestions_finds_the_nearest_word(word: str, known_words: tuple[str, ...], meant: str | None) -> None:
     assert find_similar(word, known_words) == meant
     assert format_suggestion(word, known_words) == (f' (did you mean {meant}?)' if meant else '')
 

@@ -355,7 +355,7 @@ class Threads:
         self._closed = False
         self._timers: list[tuple[float, int, ScheduledJob]] = []
         self._sequence = itertools.count()
-        self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
+        self._timer = threading.Thread(target=self._run, name='timer', daemon=True)
 
     def set_timer(self, job: ScheduledJob, when: float) -> None:
         """Set the job's timer to `when` (monotonic) if earlier; no-op after close(). The caller holds `changed`."""

@@ -18,7 +18,7 @@ from ecomp.model.flavor import Flavor, check_flavor_name, from_json, merge_query
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
 from ecomp.model.text import format_suggestion, make_printable
-from ecomp.scheduler.looking.find import read_record
+from ecomp.scheduler.queries.find import read_record
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
 from ecomp.store.sharing import KeyIndex, find_by_listing, load_quota, make_quota_put
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecomp.agent.turns import (
+from ecomp.agent.jobs import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
     DaemonThreadPool,
@@ -98,7 +98,7 @@ def test_cancelled_job_is_not_begun_and_a_run_is_awaited(threads: Threads) -> No
 def test_unexpected_error_causes_another_run(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr('ecomp.agent.turns.RETRY_SECONDS', 0.01)
+    monkeypatch.setattr('ecomp.agent.jobs.RETRY_SECONDS', 0.01)
     failures, done = [MemoryError('none')], threading.Event()
 
     def work() -> float:
@@ -148,7 +148,7 @@ def test_no_thread_is_started_before_there_is_work() -> None:
 def test_failed_thread_start_is_retried(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr('ecomp.agent.turns.RETRY_SECONDS', 0.01)
+    monkeypatch.setattr('ecomp.agent.jobs.RETRY_SECONDS', 0.01)
     caplog.set_level(logging.WARNING)
     real, refusals = threading.Thread.start, [1, 2]
 

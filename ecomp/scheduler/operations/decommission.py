@@ -29,8 +29,8 @@ from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import MAX_OFFER_AGE_SECONDS
-from ecomp.scheduler.looking.hosts import Survey, read_survey
+from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
+from ecomp.scheduler.queries.hosts import Survey, read_survey
 from ecomp.store.client import (
     Delete,
     Store,
@@ -44,7 +44,7 @@ from ecomp.store.client import (
 from ecomp.store.sharing import note_released, write_final_record
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.changing.wait import Deadline
+    from ecomp.scheduler.changes.wait import Deadline
 
 # Seconds between two reads while waiting: placement cannot be watched.
 POLL_SECONDS = 1.0

@@ -15,7 +15,7 @@ from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_r
 from ecomp.model.reach import is_host_name, parse_console_path
 from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
-from ecomp.scheduler.looking.find import MAX_NAMES_IN_ERROR, find_living, read_record
+from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import resolve_places
 

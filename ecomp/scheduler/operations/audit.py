@@ -28,8 +28,8 @@ from ecomp.model.record import RETENTION_SECONDS
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.sharing import recount_quota
+from ecomp.scheduler.operations.sharing import recount_quota
+from ecomp.scheduler.queries.find import find
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_requested_instances, read_pending_instances
 from ecomp.store.sharing import (

@@ -25,7 +25,7 @@ from ecomp.model.order import (
     to_json,
 )
 from ecomp.model.record import ACTIVE, ERROR, GONE, RETENTION_SECONDS, STOPPED, Record, format_time, is_newer
-from ecomp.scheduler.looking.find import (
+from ecomp.scheduler.queries.find import (
     InstanceEntries,
     find,
     find_living,
