@@ -3,13 +3,13 @@
     DIR/ca.crt, DIR/ca.key    the authority; its key stays here
     DIR/etcd, DIR/placement   server.crt, server.key and a copy of ca.crt; placement's also has `token`
     DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
-                              client.crt, client.key, ca.crt, token, and the compute.yaml (with the compute's uuid, for
-                              its role in etcd) or schedule.yaml that names them by relative paths: copied, it is the
-                              machine's /etc/ecomp
+                              client.crt, client.key, ca.crt, token, and a configuration with their relative paths:
+                              compute.yaml (with the uuid, for the role in etcd) or schedule.yaml. A copy of this
+                              directory is the machine's /etc/ecomp
 
-One process at a time makes missing certificates and replaces those that expire within a month; without a name it checks
-all in DIR. With --enable etcd enforces their roles. Each run determines again what has to change, so it can be repeated
-after a kill; everything that may be refused is read before any change.
+A run makes missing certificates and replaces those that expire within a month; without a name it checks all in DIR.
+With --enable etcd enforces their roles. Each run determines again what has to change, so it can be repeated after a
+kill. It reads everything that may be refused before any change. Concurrent runs wait for each other.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -65,8 +65,8 @@ MAX_LISTED_NAMES = 5
 class Cluster:
     """The owners of certificates: `computes` and `schedulers` are machines, `operators` people.
 
-    `servers` are names and addresses of the control host, the first one for clients; empty means those in etcd's
-    certificate. `uuids` has the uuid of each compute, by name, that has one already.
+    `servers` are names and addresses of the control host, and clients use the first; empty means those in etcd's
+    certificate. `uuids` is {compute's name: uuid}, of the computes that have a uuid already.
     """
 
     servers: tuple[str, ...]
@@ -87,11 +87,11 @@ class _Signer:
 def make_certificates(
     directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, include_others: bool = False
 ) -> None:
-    """Make each certificate that is missing or expires soon; report one line a directory.
+    """Make the missing or unusable certificates, tokens and configurations of `cluster`; report each certificate made.
 
-    Soon is within MIN_REMAINING_DAYS of `now` (UTC). `include_others` adds all other clients in `directory`. Waits for
-    another process's lock. Raises UsageError for an invalid name or uuid, or without a server name, and EcompError if
-    the authority or a file is unusable.
+    A certificate is unusable if it expires within MIN_REMAINING_DAYS of `now` (UTC) or does not fit its key, names or
+    authority. `include_others` adds all other clients in `directory`. Waits for another process's lock. Raises
+    UsageError for an invalid name or uuid or without a server name, EcompError if the authority or a file is unusable.
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):
@@ -116,7 +116,7 @@ def make_certificates(
 def _make_all(
     directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make what is missing, under the lock. Raises EcompError, or OSError."""
+    """Do the work of make_certificates(); the caller holds the lock. Raises EcompError or OSError."""
     signer = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -144,12 +144,13 @@ def _make_all(
 
 
 def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
+    """Make the certificate in `place`, with the directory's name as its common name, and copy `token` to it."""
     _make_certificate(place, 'client', place.name, (), signer, now, say)
     _write_if_changed(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """Raise UsageError if `compute` is not a uuid, or differs from an existing compute.yaml at `path`."""
+    """Raise UsageError if `compute` is not a uuid, or a compute.yaml exists at `path` without this uuid."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
@@ -158,7 +159,7 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
-    """Return the authority, made if ca.crt is missing; EcompError if unusable or expired."""
+    """Load the authority, or make and report it if ca.crt is missing. EcompError if not valid at `now`, or OSError."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
@@ -199,9 +200,9 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
 def _make_certificate(  # noqa: PLR0913
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make `kind`.crt and `kind`.key in `place`, a client's without `names`, unless they are usable.
+    """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names` (a client has none).
 
-    Reports a line if made, and one for removed names.
+    Writes ca.crt in any case. Reports a certificate made, and the names of the old one that it lacks.
     """
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
@@ -235,7 +236,7 @@ def _make_certificate(  # noqa: PLR0913
 
 
 def _read_names(path: Path) -> tuple[str, ...]:
-    """Read the names and addresses in a certificate, () if it is missing or malformed."""
+    """Read the names and addresses in a certificate, () if it is missing, malformed or without names."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -245,7 +246,7 @@ def _read_names(path: Path) -> tuple[str, ...]:
 
 
 def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
-    """Return whether it fits key and authority, and is valid for a month or as long as the authority; or OSError."""
+    """Return whether `kind`.crt fits its key and `signer`, and is valid now and for a month, or as long as `signer`."""
     try:
         certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
@@ -285,7 +286,7 @@ def _is_address(name: str) -> bool:
 
 
 def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') -> None:
-    """Write etcd, placement and `extra_lines` to the file; no-op if it exists."""
+    """Write a configuration that names the first server, and `extra_lines`, to `path`; no-op if the file exists."""
     if not path.exists():
         host = cluster.servers[0]
         placement = f'https://{bracket_address(host)}:{cluster.placement_port}'
@@ -294,7 +295,7 @@ def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') ->
 
 
 def _write_if_changed(path: Path, content: bytes) -> None:
-    """Write a file unless it already has this content; then its owner stays."""
+    """Write a file; no-op if it already has this content, so that its owner stays."""
     if not path.exists() or path.read_bytes() != content:
         write_durably(path, content)
 
@@ -310,10 +311,10 @@ def _format_expiry(certificate: x509.Certificate) -> str:
 
 
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
-    """Have etcd restrict each certificate in `directory` to its role; report each step.
+    """Have etcd restrict each certificate in `directory` to its role, and write a missing /cluster; report each step.
 
-    Raises UsageError if a compute's uuid is missing or a duplicate, or no operator has a certificate, Conflict if
-    computes of an earlier version run, Denied if no operator may do this, and another EcompError if etcd fails.
+    Raises UsageError if a uuid is missing or a duplicate, or no operator has a certificate, Conflict if etcd has
+    records of an earlier version, Denied if no operator may do this, and another EcompError if etcd fails.
     """
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
@@ -352,7 +353,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
-    """Have etcd allow every certificate everything; users and roles stay. EcompError, UsageError without operators."""
+    """Have etcd allow every certificate everything, report it, keep users and roles; UsageError without operators."""
     with _connect_as_operator(directory) as (accounts, _):
         was_on = accounts.is_enabled()
         if was_on:
@@ -362,12 +363,12 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List the directories of a kind, such as `compute-`, that have a certificate: common names, sorted."""
+    """List the names of the directories of a kind, such as `compute-`, that have a certificate, sorted."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
 def _read_computes(directory: Path) -> dict[str, str]:
-    """Read the uuid of each compute, by its user; raise UsageError if missing or duplicate."""
+    """Read {name: uuid} of the computes that have a certificate; UsageError if a uuid is missing or a duplicate."""
     uuids: dict[str, str] = {}
     for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
@@ -386,7 +387,7 @@ def _read_computes(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
-    """Connect as the first operator that etcd allows everything; UsageError without one, Denied if all are refused."""
+    """Connect as the first operator that etcd allows everything; UsageError without operators, Denied if all fail."""
     from ecomp.store.roles import Accounts  # imported here: the other commands run without etcd3
 
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
@@ -407,20 +408,20 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
 
 
 def _find_old_records(records: Snapshot) -> list[str]:
-    """List the keys of live instances right below /instances/, where earlier versions wrote."""
+    """List the keys right below /instances/, where earlier versions wrote, except those that expire with a lease."""
     entries = sorted(records.entries.items())
     return [key for key, entry in entries if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
 
 
 def _format_names(names: list[str]) -> str:
-    """Join up to MAX_LISTED_NAMES names, printable; `…` stands for the others."""
+    """Join the first MAX_LISTED_NAMES names, made printable; `…` stands for the others."""
     return ', '.join(make_printable(name, 200) for name in names[:MAX_LISTED_NAMES]) + (
         ' …' if len(names) > MAX_LISTED_NAMES else ''
     )
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
-    """Write /cluster if it is missing, retrying without a limit; return True if this call did."""
+    """Write /cluster, with a new uuid, if it is missing; retry without a limit. Return True if etcd confirmed it."""
     value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
         try:
