@@ -1,8 +1,8 @@
 """The control plane's servers: how each is started and checked.
 
 A lab has etcd, placement, an image server and DHCP in a namespace (`make_lab_servers`); `elab control` runs etcd and
-placement in the foreground. With certificates (ecomp.lab.certs) etcd and the stunnel before placement require one of
-each client. They are optional on localhost only.
+placement in the foreground. With certificates (ecomp.lab.certs) etcd and the stunnel before placement require a
+certificate of each client. Only on localhost certificates are optional.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ UNREACHABLE_ORIGIN = 'http://localhost:1'
 
 @dataclass(frozen=True)
 class LabServer:
-    """A server, named `name` in messages; `is_ready` checks it, and start() first writes `files`."""
+    """A server, named `name` in messages; start() first writes `files`, and adds `env` to our environment."""
 
     name: str
     command: list[str]
@@ -71,14 +71,14 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
-        """Write the files and start the command after `prefix`, as machine.start(). Raises EcompError or OSError."""
+        """Write the files, and start `prefix` and the command by machine.start(). Raises EcompError or OSError."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
-        """Wait for readiness or `stopped`; before that, raise EcompError at its end or after START_SECONDS."""
+        """Wait until the server is ready or `stopped` is set; EcompError if it ends first, or after START_SECONDS."""
         stops = stopped or threading.Event()
         try:
             machine.wait_for(
@@ -90,16 +90,15 @@ class LabServer:
 
 
 def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:
-    """Make an etcd of one member that compacts revisions after an hour.
+    """Describe an etcd of one member that compacts revisions after an hour; start nothing.
 
     `certs` has its certificate and the authority of its clients; None means any client, in plain text.
-
     A malicious web page cannot use gRPC, so without the JSON gateway it reaches only /health, /metrics and /version;
     the host whitelist (against DNS rebinding) and the CORS origin keep the answers from it.
 
     An etcd that ends in the first milliseconds of its first start may lack its membership, and would wait for a leader
-    forever. So a file beside its data exists until it has been healthy once, and while it exists etcd starts with
-    --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
+    forever. So start() makes the file etcd.begun for an etcd without data, `is_ready` deletes it, and while it exists
+    the command has --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
     """
     urls = [f'{"http" if certs is None else "https"}://{bracket_address(address)}:{port}' for address in addresses]
     # A single member has no peers: any free port of the loopback will do.
@@ -130,7 +129,7 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
 
 
 def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
-    """Make placement over SQLite in `data`, in the order to start; without `certs` any client is admin.
+    """Describe placement over SQLite in `data`, in the order to start; without `certs` the token `admin` suffices.
 
     With `certs` it listens on a socket in `data`, behind a stunnel that requires a client certificate, and accepts the
     token in `certs`/token. https://www.stunnel.org/static/stunnel.html
@@ -158,7 +157,7 @@ def make_placement_servers(data: Path, address: str, port: int, certs: Path | No
 
 
 def make_placement_environment(data: Path) -> dict[str, str]:
-    """Make placement's whole configuration; with noauth2 the token `admin` is administrator."""
+    """Make the variables that are placement's whole configuration; with noauth2 the token `admin` is administrator."""
     return {
         'OS_PLACEMENT_CONFIG_DIR': str(data),  # the machine's own in /etc must not be read
         'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{data}/placement.sqlite',
@@ -168,7 +167,7 @@ def make_placement_environment(data: Path) -> dict[str, str]:
 
 
 def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
-    """Make the servers of a lab's control namespace, in the order to start them."""
+    """Describe the servers of a lab's control namespace, in the order to start them; start nothing."""
     address = str(layout.control)
     web = [sys.executable, '-m', 'http.server', '--bind', address, '--directory', str(images), '80']
     dhcp = ['dnsmasq', '--keep-in-foreground', '--conf-file=/dev/null', '--pid-file=', '--port=0']
@@ -209,7 +208,7 @@ def _accepts_connections(path: str) -> bool:
 
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
-    """Return True if a GET of this URL succeeds; False for any OSError, or 5 s of silence."""
+    """Return True if a GET of this URL succeeds; False for any OSError, an HTTP error, or 5 s of silence."""
     with contextlib.suppress(OSError):
         _fetch(url, headers, certs)
         return True
@@ -217,7 +216,7 @@ def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: 
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
-    """Return the body of a GET, as the server in `certs` if given. Raises OSError, and for 4xx."""
+    """Return the body of a GET, with the certificate in `certs` if given; OSError, also for HTTP errors or silence."""
     # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certs is not None:
@@ -248,10 +247,7 @@ CERTIFICATE_FILES = {
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The addresses and data directory of etcd and placement; `bind` is a local address.
-
-    `certs` is the directory of `elab certs`; after add_default_certs() None means no certificates.
-    """
+    """The local address, ports and data directory of etcd and placement; `certs` is that of `elab certs`, if any."""
 
     etcd_port: int
     placement_port: int
@@ -265,9 +261,9 @@ def run_control(
 ) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
-    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress.
-    Missing certificates are made. Raises UsageError for a used port, a foreign address, and missing programs,
-    directories or certificates, and EcompError if a server ends or is not ready within START_SECONDS.
+    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress, and
+    `service` notifies systemd. Makes missing certificates, and has stunnel load a replaced one. Raises UsageError for a
+    used port, a foreign address, a missing program or unusable file, EcompError if a server ends or is late.
     """
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _check_free(backend, endpoints.bind, port)
@@ -325,7 +321,7 @@ def make_arguments(endpoints: Endpoints) -> list[str]:
 
 
 def check_service(endpoints: Endpoints, program: Path) -> None:
-    """Raise UsageError if a service without root's capabilities could not use these paths."""
+    """Raise UsageError if root without capabilities could not use `program`, elab's code, Python, data or certs."""
     fix = 'install ecomp in /opt/ecomp, and use --data /var/lib/ecomp'
     # An installation may refer to another user's clone (pip install -e) or Python.
     paths = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
@@ -340,6 +336,7 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
 
 
 def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
+    """Describe etcd and placement, in the order to start them, with an absolute `data`; start nothing."""
     etcd, stunnel = (
         None if endpoints.certs is None else endpoints.certs.resolve() / name for name in ('etcd', 'placement')
     )
@@ -350,14 +347,14 @@ def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
 
 
 def _read_certificate_time(endpoints: Endpoints) -> float:
-    """Read when placement's certificate was written, in epoch seconds, 0.0 without one."""
+    """Read when placement's certificate was written, in epoch seconds; 0.0 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return 0.0 if endpoints.certs is None else (endpoints.certs / 'placement/server.crt').stat().st_mtime
     return 0.0
 
 
 def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Make certificates unless placement has one. UsageError if one of CERTIFICATE_FILES is unreadable; EcompError."""
+    """Make the servers' certificates unless placement has one; UsageError if one of CERTIFICATE_FILES is unreadable."""
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():
@@ -375,9 +372,9 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
-    """Return the endpoints, with ./certs if other machines reach `bind` and none are given.
+    """Return the endpoints; if `certs` is None and `bind` is not a loopback address, `certs` is ./certs in the result.
 
-    Raises UsageError if `bind` is not one address that can be certified.
+    Raises UsageError if `bind` is not an address, is unspecified (0.0.0.0, ::) or has a %.
     """
     try:
         address = ip_address(endpoints.bind)

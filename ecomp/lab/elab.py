@@ -66,7 +66,7 @@ def enter_shell(lab: Lab, words: Sequence[str]) -> int:
 
 
 def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command that has the terminal, through Ctrl-C; return its exit code, 128 + N for signal N."""
+    """Wait for a command's end and ignore Ctrl-C; return its exit code, 128 + N if signal N ended it."""
     while True:
         # Ctrl-C reaches the command too, which decides how to react.
         with contextlib.suppress(KeyboardInterrupt):
@@ -85,7 +85,7 @@ reach: {reach}
 
 
 def start_control(lab: Lab) -> None:
-    """Make what is missing of the control plane, start it and wait; EcompError if a server is late or fails."""
+    """Make and start what is missing of the control plane, wait, write schedule.yaml; EcompError if a server fails."""
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ def start_control(lab: Lab) -> None:
 
 
 def _make_reach_command(name: str) -> str:
-    """Make the command by which eschedule enters a host: this elab as root, with the same sudo."""
+    """Make the command by which eschedule enters {host}: `elab exec`, after sudo if sudo started this elab."""
     words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
     return f'{shlex.join([*words, "--name", name])} {{host}}'
 
@@ -141,7 +141,7 @@ GUEST_IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab and return its exit code, 1 after an interrupt; EcompError and OSError print a line. None: sys.argv."""
+    """Run elab with `argv`, or sys.argv if None; print an EcompError or OSError; return the exit code, 1 for Ctrl-C."""
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
     try:
@@ -230,27 +230,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_count(text: str) -> int:
+    """Parse a number from 1 to MAX_HOSTS; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_HOSTS:
         raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MAX_HOSTS}')
     return int(text)
 
 
 def _parse_port(text: str) -> int:
+    """Parse a port, 1 to 65535; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
     return int(text)
 
 
 def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the ports of etcd and placement; UsageError if they are the same."""
     if options.etcd_port == options.placement_port:
         raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two ports')
     return options.etcd_port, options.placement_port
 
 
 def _run_up(options: argparse.Namespace) -> int:
-    """Make the lab or what is missing or ended, wait until it is ready, print the addresses; return 0.
+    """Make the lab, or the parts of it that are missing or have ended, wait until all are ready, print the addresses.
 
-    Raises UsageError unless root, or without the programs, and EcompError.
+    Returns 0. Raises UsageError unless root or if a program is missing, and another EcompError if a step fails.
     """
     name = check_name(options.name)
     machine.require_root('elab up')
@@ -290,7 +293,7 @@ def _run_up(options: argparse.Namespace) -> int:
 
 
 def _reduce_shares(hosts: Sequence[LabHost]) -> None:
-    """If hosts join, reduce the older hosts' shares of the machine and end their ecomputes; guests continue."""
+    """If hosts join, reduce the older hosts' shares, report it and end their ecomputes; guests continue."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -300,7 +303,7 @@ def _reduce_shares(hosts: Sequence[LabHost]) -> None:
 
 
 def _provide_image(lab: Lab) -> None:
-    """Copy another lab's guest image if this lab has none; else report how to make one."""
+    """If this lab has no guest image, copy another lab's; if no lab has one, report how to make it."""
     own_image = lab.directory / GUEST_IMAGE
     images = [other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()]
     if own_image.exists():
@@ -315,7 +318,7 @@ def _provide_image(lab: Lab) -> None:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    """Print the state of each server and host; return 1 unless all are ready."""
+    """Print the state of each server and host; return 1 unless all are ready. UsageError unless root, or EcompError."""
     machine.require_root('elab status')
     lab = state.load(check_name(options.name))
     layout = lab.layout
@@ -341,7 +344,7 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    """Run the command in a host or `control`; return its exit code. UsageError unless root, NotFound, EcompError."""
+    """Run the command in a host or `control`; return its exit code. UsageError unless root, or EcompError."""
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
@@ -356,12 +359,14 @@ def _run_exec(options: argparse.Namespace) -> int:
 
 
 def _run_shell(options: argparse.Namespace) -> int:
+    """Run the words, or a shell, by enter_shell(); return the exit code. NotFound without the lab."""
     # argparse passes a leading -- on to REMAINDER arguments.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
     return enter_shell(state.load(check_name(options.name)), words)
 
 
 def _run_list(_: argparse.Namespace) -> int:
+    """Print a table of all labs, or a hint on stderr if there are none; return 0."""
     labs = state.list_labs()
     if not labs:
         _print_message('no lab exists. Try: elab up')
@@ -374,7 +379,7 @@ def _run_list(_: argparse.Namespace) -> int:
 
 
 def _make_row(lab: Lab) -> tuple[str, ...]:
-    """Return a lab's row of `elab list`: up if all its servers run, partly up, or down."""
+    """Make a lab's row of `elab list`: up if etcd, placement, all libvirtds and ecomputes run, partly up, or down."""
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
@@ -382,7 +387,7 @@ def _make_row(lab: Lab) -> tuple[str, ...]:
 
 
 def _run_down(options: argparse.Namespace) -> int:
-    """Remove the lab, if there is one, and all its processes; return 0. UsageError unless root, or EcompError."""
+    """Remove the lab, if it exists, and all its processes; return 0. UsageError unless root, or EcompError."""
     name = check_name(options.name)
     machine.require_root('elab down')
     directory = state.ROOT / name
@@ -413,6 +418,7 @@ def _run_down(options: argparse.Namespace) -> int:
 
 
 def _run_control(options: argparse.Namespace) -> int:
+    """Run etcd and placement until a signal, or with --unit only print the systemd unit; return 0."""
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
 
     def print_addresses(scheme: str) -> None:
@@ -434,6 +440,7 @@ def _run_control(options: argparse.Namespace) -> int:
 
 
 def _run_certs(options: argparse.Namespace) -> int:
+    """Make certificates unless --disable is given, then enable or disable roles if asked to; return 0."""
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
@@ -468,7 +475,7 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
-    """Hold the lab's lock; report if another elab has it, and wait."""
+    """Hold the lab's lock in a context; if another elab has it, report that and wait without a limit."""
     return state.hold_lock(state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another elab'))
 
 
