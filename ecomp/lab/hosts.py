@@ -85,7 +85,7 @@ class LabHost:
         return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the missing namespace, private directories, compute.yaml and mdserver.conf; copy libvirt's filters."""
+        """Make the missing namespace, directories and configuration; copy libvirt's filters, even if they exist."""
         if machine.ensure_host(self.lab.layout, self.name):
             # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -124,9 +124,9 @@ class LabHost:
                 os.chmod(node, 0o666)  # systemd's own rule
 
     def publish_uuid(self) -> bool:
-        """Copy the uuid in the host's compute.yaml to the one beside its certificate, for its role in etcd.
+        """Copy the uuid in the host's compute.yaml to the compute.yaml beside its certificate, for its role in etcd.
 
-        Returns False if the host's compute.yaml, of an earlier elab, has no uuid; its ecompute may be running.
+        Returns False, and copies nothing, if the host's compute.yaml has no uuid, as an earlier elab made it.
         """
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
@@ -171,15 +171,15 @@ class LabHost:
         return False
 
     def is_network_active(self) -> bool:
-        """Return True if the network `default` is active, by its bridge."""
+        """Return True if the network `default` is active: its bridge exists. EcompError without the namespace."""
         return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def count_guests(self) -> int:
-        """Count the running domains of the host."""
+        """Count the running domains of the host; EcompError if libvirtd does not answer within LIBVIRT_SECONDS."""
         return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
     def start_ecompute(self) -> None:
-        """Start ecompute unless it runs, without waiting for its presence."""
+        """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
         label = f'{self.name} ecompute'
         if not self.lab.find_running(label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
@@ -189,14 +189,14 @@ class LabHost:
             machine.start(label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
-        """Wait until ecompute has written its presence to etcd; EcompError after START_SECONDS."""
+        """Wait for is_ecompute_ready(); EcompError if ecompute ends first, or after START_SECONDS."""
         label = f'{self.name} ecompute'
         machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
 
     def is_ecompute_ready(self) -> bool:
         """Return True if ecompute runs and has written its presence since start_ecompute().
 
-        In another process than the one that started it, any presence counts.
+        If start_ecompute() found it running or was not called, any presence counts.
         """
         return (
             self.lab.find_running(f'{self.name} ecompute') is not None
@@ -243,12 +243,13 @@ class LabHost:
         return None
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
+        """Run virsh in the host and return its output; EcompError if it fails or exceeds the timeout."""
         return machine.run(
             self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
         )
 
     def reduce_share(self) -> bool:
-        """Reduce the inventory to the host's current share; if that changes it, end ecompute and return True.
+        """Reduce the inventory in compute.yaml to the host's current share; if it changes, end ecompute, return True.
 
         The guests continue, and start_ecompute() applies the new share.
         """
@@ -263,7 +264,7 @@ class LabHost:
         return True
 
     def _calculate_share(self) -> dict[str, int]:
-        """Return the host's inventory: its share of processors, memory and the free disk now."""
+        """Calculate the host's inventory: its share of the machine's processors, memory and currently free disk."""
         return divide_resources(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,
@@ -272,7 +273,7 @@ class LabHost:
         )
 
     def _render_compute_yaml(self) -> str:
-        """Render the initial compute.yaml; its uuid is that of read_uuid(), or a new one."""
+        """Render the initial compute.yaml, with queues for QUEUES_HOST; its uuid is from read_uuid(), or a new one."""
         layout = self.lab.layout
         text = COMPUTE_YAML.format(
             backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
@@ -284,12 +285,13 @@ class LabHost:
 
 
 def _write_once(path: Path, text: str) -> None:
+    """Write the file, readable by all users; no-op if it exists."""
     if not path.exists():
         write_durably(path, text, 0o644)
 
 
 def render_mdserver_conf() -> str:
-    """Render mdserver.conf with the first usable ssh key of elab's caller (SUDO_USER too), or a comment."""
+    """Render mdserver.conf with the first usable public ssh key of sudo's caller or this user, or with an example."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # the user was removed

@@ -66,7 +66,7 @@ def make_python_path() -> str:
 
 
 def read_start_time(pid: int) -> int | None:
-    """Read a start time in clock ticks since the boot, None if ended, reaped or not: proc(5)."""
+    """Read a process's start time in clock ticks since the boot; None if it has ended, even as a zombie: proc(5)."""
     try:
         # The command in parentheses may contain anything; the fields from the third on follow the last ).
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
@@ -76,12 +76,12 @@ def read_start_time(pid: int) -> int | None:
 
 
 def is_alive(process: Process) -> bool:
-    """Return True if the process still runs; a zombie, or another one with its pid, does not."""
+    """Return True if the process still runs; False if it is a zombie, or another process has its pid."""
     return read_start_time(process.pid) == process.started
 
 
 def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> None:
-    """Send SIGTERM to the running processes, SIGKILL after `timeout_seconds`; EcompError if one runs 10 s later."""
+    """Send SIGTERM to the processes, SIGKILL after `timeout_seconds`, and wait; EcompError if one runs 10 s later."""
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
         for process in running:
@@ -111,8 +111,8 @@ def start(
 ) -> Process:
     """Start a server in a new session; it runs its program once `record_process` has returned.
 
-    So no unrecorded server runs, even if this process is killed; None is for a server that ends with this process.
-    Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
+    So no unrecorded server runs, even if this process is killed. Without `record_process` it runs immediately. Output
+    is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
     EcompError if it cannot be started or ends immediately, OSError if `log` cannot be opened, and errors of
     `record_process`. A missing program is noticed only by wait_for().
     """
@@ -144,7 +144,7 @@ def start(
 
 
 def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: float | None = None) -> str:
-    """Run a program to its end and return its stdout; `stdin_text` None: no input, `timeout_seconds` None: no limit.
+    """Run a program to its end and return its stdout; without `stdin_text` it has no input, without a timeout no limit.
 
     Raises EcompError if it cannot be run, fails (with the last line of its stderr) or exceeds the limit.
     """
@@ -191,7 +191,7 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
 
 
 def read_last_line(log: Path) -> str:
-    """Read the last non-empty line of a log, at most 300 characters, or that it is empty."""
+    """Read the last non-empty line of a log, at most 300 characters; `its log is empty` without a line or file."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         if lines:
@@ -200,7 +200,7 @@ def read_last_line(log: Path) -> str:
 
 
 def require_root(command: str) -> None:
-    """Raise UsageError with the sudo command, unless root: namespaces and libvirtd need it."""
+    """Raise UsageError with the sudo command to use, unless this process is root; `command` is for the message."""
     if os.geteuid() != 0:
         # The full path: sudo's own PATH has no virtual environment.
         words = ['sudo', *systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
@@ -208,7 +208,7 @@ def require_root(command: str) -> None:
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
-    """Raise UsageError that names missing `programs`, {program: Debian package}, and `modules`."""
+    """Raise UsageError that names the missing `programs`, {program: Debian package}, and Python `modules`, if any."""
     missing_programs = [program for program in programs if not shutil.which(program, path=get_search_path())]
     packages = sorted({programs[program] for program in missing_programs})
     missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -250,7 +250,7 @@ def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make what is missing of the control namespace, its bridge and the machine's link to it. Raises EcompError.
+    """Make what is missing of the control namespace, its bridge, the machine's link and route to it; EcompError.
 
     Raises Conflict before anything is made if the machine has another route to the lab's network.
     """
@@ -272,7 +272,7 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """Make what is missing of a host's namespace, LAN bridge (for `bridge: br0`) and route to its guests.
+    """Make what is missing of a host's namespace, LAN bridge (for `bridge: br0`), routes and fence rules.
 
     Returns True if the namespace was missing. Raises EcompError.
     """
@@ -316,7 +316,7 @@ def has_interface(layout: Layout, place: str, name: str) -> bool:
 
 
 def list_namespaces(name: str) -> list[str]:
-    """List this machine's namespaces named after a lab, also those missing from lab.json."""
+    """List the existing namespaces that have names of a lab's hosts or control, also those missing from lab.json."""
     lines = run(['ip', 'netns', 'list']).splitlines()
     namespaces = (line.split()[0] for line in lines if line.strip())
     return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
@@ -338,7 +338,7 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
-    """Remove namespaces, and the link of `layout` unless it is None; EcompError, also for a missing one."""
+    """Delete the link of `layout`, unless None, and the namespaces; EcompError, also if a namespace is missing."""
     if layout is not None:
         _delete_link(layout)
     for space in spaces:
@@ -356,7 +356,7 @@ def _list_processes(space: str) -> list[Process]:
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
-    """Make the namespace unless it is usable, and configure it; return True if it was made."""
+    """Make the namespace unless it is usable, configure it in any case, return True if it was made; EcompError."""
     space = layout.get_namespace(place)
     is_missing = not has_namespace(layout, place)
     if is_missing:
