@@ -87,7 +87,7 @@ class Layout:
         return f'elab-{self.name}-{place}'
 
     def get_mac(self, place: str) -> str:
-        """Return the MAC of a bridge br0: without a fixed MAC, it changes with every port, unlike ARP caches."""
+        """Return the fixed MAC of the place's br0: otherwise the MAC would change with each port, unlike ARP caches."""
         return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else parse_host_number(place):02x}'
 
     def _make_subnet(self, third: int) -> IPv4Network:
@@ -100,19 +100,19 @@ def list_host_names(count: int) -> list[str]:
 
 
 def parse_host_number(host: str) -> int:
-    """Parse the i of the name hv<i>; ValueError for another name."""
+    """Parse the i of the name hv<i>; ValueError if no number follows hv."""
     return int(host.removeprefix('hv'))
 
 
 def check_name(name: str) -> str:
-    """Return the valid name of a lab, as in directories and namespaces, unchanged; else raise UsageError."""
+    """Return the name unchanged if it is valid for a lab; else raise UsageError."""
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
         raise UsageError(f'{name!r} is not a valid lab name: a name has at most 32 lower-case letters, digits and -')
     return name
 
 
 def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
-    """Choose the first 10.N.0.0/16 that overlaps none of `used_networks`; EcompError if all are used."""
+    """Choose a 10.N.0.0/16 that overlaps no used one, trying N from 200 to 254, then 20 to 199; EcompError if none."""
     networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -122,7 +122,7 @@ def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
 
 
 def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
-    """Parse the destinations narrower than /8 of `ip -json -4 route show table all`.
+    """Parse the destinations narrower than /8 of the `routes` that `ip -json -4 route show table all` prints.
 
     Wider ones are general routes, such as a VPN's (0.0.0.0/1, 10.0.0.0/8); a lab's /16 takes precedence.
     """
@@ -132,9 +132,9 @@ def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Netwo
 
 
 def render_backends(host: str, etcd_port: int, placement: str, certificate_directory: str = '') -> str:
-    """Render the sections etcd and placement (a URL) of a configuration, with a client certificate.
+    """Render the sections etcd and placement of a configuration, with a client certificate and a token.
 
-    `certificate_directory` has a trailing slash, '' means the directory of the file.
+    `placement` is a URL. `certificate_directory` has a trailing slash; '' means the directory of the file.
     """
     names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
     files = ''.join(f'  {key}: {certificate_directory}{name}\n' for key, name in names.items())
@@ -145,9 +145,9 @@ def render_backends(host: str, etcd_port: int, placement: str, certificate_direc
 def render_network_xml(guests: IPv4Network, uuid: str) -> str:
     """Render libvirt's network `default` of a host (https://libvirt.org/formatnetwork.html).
 
-    `open`: libvirt neither routes nor filters, so the machine reaches the guests, and without a default route in the
-    namespace nothing leaves it. No DNS: its servers could not be reached. DHCP answers only reserved MACs: otherwise
-    one guest with many MACs could take all addresses.
+    The mode is `open`: libvirt neither routes nor filters, so the machine reaches the guests. Without a default route
+    in the namespace nothing leaves it. There is no DNS, because its servers could not be reached. DHCP answers only
+    reserved MACs: otherwise one guest with many MACs could take all addresses.
     """
     root = ET.Element('network', {'xmlns:dnsmasq': DNSMASQ})
     ET.SubElement(root, 'name').text = 'default'
@@ -167,8 +167,8 @@ def render_network_xml(guests: IPv4Network, uuid: str) -> str:
 def render_fence_rules(layout: Layout) -> str:
     """Render the rules for guests behind virbr0, for iptables-restore.
 
-    Guests reach DHCP and metadata of their host, and on the LAN (the machine, etcd, placement, hosts) only the image
-    server; they may answer any machine.
+    Guests reach DHCP, port 80 (metadata) and ICMP of their host. On the LAN (the machine, etcd, placement, hosts) they
+    reach only the image server, elsewhere everything. They may answer any machine.
     """
     allowed = {
         'INPUT': ('-p udp --dport 67', '-p tcp --dport 80', '-p icmp'),
@@ -184,7 +184,7 @@ def render_fence_rules(layout: Layout) -> str:
 
 
 def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
-    """Divide cores, memory (MiB) and disk (GiB) among `hosts`; at least 4, 512 and 1, as emulated guests are small."""
+    """Return one host's share of cores, memory (MiB) and disk (GiB), rounded down, but at least 4, 512 and 1."""
     return {
         'VCPU': max(4, cores // hosts),
         'MEMORY_MB': max(512, memory_mb // hosts),
@@ -202,5 +202,5 @@ def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
 
 
 def bracket_address(address: str) -> str:
-    """Put an IPv6 address in brackets, as before a colon and port."""
+    """Put an IPv6 address in brackets, as needed before a port; return any other name unchanged."""
     return f'[{address}]' if ':' in address else address

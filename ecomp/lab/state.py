@@ -66,7 +66,7 @@ class Lab:
         return process if process is not None and machine.is_alive(process) else None
 
     def record_process(self, label: str, process: Process) -> None:
-        """Record in lab.json that `label` is this process, as save() does."""
+        """Record that `label` is this process, here and in lab.json. Raises OSError."""
         self.processes[label] = process
         self.save()
 
@@ -92,7 +92,7 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab, after a reboot without processes; NotFound without it, EcompError for an unusable lab.json."""
+    """Load the lab; after a reboot it has no processes. NotFound if it is missing, EcompError for a bad lab.json."""
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -118,10 +118,10 @@ def load(name: str, root: Path = ROOT) -> Lab:
 
 
 def load_or_create(name: str, host_count: int | None) -> Lab:
-    """Load the lab, or create its lab.json alone, with at least `host_count` hosts; the caller holds its lock.
+    """Load the lab or choose its network, and save lab.json with at least `host_count` hosts; make nothing else.
 
-    None means the current number, 3 for a new lab; a lab never shrinks. Raises UsageError if the directory of a new lab
-    has foreign files, which remove_directory() would delete, and EcompError.
+    The caller holds the lab's lock. None means the current number, 3 for a new lab; a lab never shrinks. Raises
+    UsageError if a new lab's directory has foreign files, which remove_directory() would delete, and EcompError.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -145,7 +145,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 
 
 def check_removable(directory: Path) -> None:
-    """Raise EcompError for a mount below a lab's directory, whose files would be deleted: proc_pid_mountinfo(5).
+    """Raise EcompError if a mount is below a lab's directory: its files would be deleted. proc_pid_mountinfo(5).
 
     No-op for a link to a directory without lab.json. The lab's own mounts are in its namespaces and invisible here.
     """
@@ -160,7 +160,7 @@ def check_removable(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a lab's directory, and the link to it; of a link to one without lab.json only the link.
+    """Remove a lab's directory and a link to it; if `directory` is a link without lab.json behind it, only the link.
 
     lab.json is removed last: it shows that a directory behind a link is a lab's. Raises EcompError.
     """
@@ -181,8 +181,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def _belongs_to_lab(directory: Path) -> bool:
-    """Return False for a link to a directory without lab.json, or to none; else True."""
-    # A lab may be on another disk, behind a link; without lab.json that directory is not a lab's.
+    """Return whether files there are a lab's: behind a link, to another disk for instance, only with a lab.json."""
     return not directory.is_symlink() or (directory / RECORD_NAME).exists()
 
 
@@ -192,7 +191,7 @@ def _make_removal_error(directory: Path, reason: str) -> EcompError:
 
 
 def find_lab_name() -> str:
-    """Find the name of the lab of the working directory, else of the `elab shell`, else `lab`."""
+    """Return the name of the lab whose directory contains the working directory, else $ECOMP_CONFIG, else `lab`."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
     with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
@@ -204,7 +203,7 @@ def find_lab_name() -> str:
 
 
 def list_labs(root: Path = ROOT) -> list[Lab]:
-    """Load every lab that load() accepts, by name; others that run are seen only by their routes."""
+    """Load every lab that load() accepts, sorted by name; leave out the others."""
     labs = []
     for path in sorted(root.glob(f'*/{RECORD_NAME}')):
         with contextlib.suppress(EcompError):
@@ -214,9 +213,9 @@ def list_labs(root: Path = ROOT) -> list[Lab]:
 
 @contextlib.contextmanager
 def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on a directory, made if missing; if another has it, call `on_busy` and wait without a limit.
+    """Lock a directory, made if missing; if another process has the lock, call `on_busy` and wait without a limit.
 
-    The kernel releases it when the process ends, even by a kill. Raises OSError for an unusable directory.
+    The kernel releases the lock when the process ends, even by a kill. Raises OSError for an unusable directory.
     """
     directory = directory.resolve()  # for a dangling link its target is made
     while True:
@@ -242,7 +241,7 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the path still is the open directory; False if it was removed."""
+    """Return whether the path still is the open file; False if it was removed or replaced."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False
