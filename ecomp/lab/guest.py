@@ -197,7 +197,7 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
 def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
     """Make an initramfs of (path, mode, content) in cpio's newc format; all files belong to root.
 
-    The content of a character device is `major,minor`. Uncompressed, because emulation unpacks slower than it reads.
+    The content of a character device is `major,minor`. Nothing is compressed: emulation unpacks slower than it reads.
     Documentation/driver-api/early-userspace/buffer-format.rst
     """
     out = bytearray()
@@ -215,6 +215,7 @@ def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
+    """List (path, mode, content) of the initramfs, directories first; `modules` are (file name, content) in order."""
     directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
     script = stat.S_IFREG | 0o755
     return [
@@ -230,6 +231,7 @@ def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[s
 
 
 def _find_static_busybox() -> Path:
+    """Find this machine's static busybox; UsageError if there is none."""
     # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
@@ -247,8 +249,8 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """Download packages to `work`; return the kernel, and (name, content) of its MODULES. Raises EcompError."""
-    packages = _kernel_packages()
+    """Download and unpack packages in `work`; return the kernel, and (name, content) of its MODULES."""
+    packages = _find_kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'
     downloads.mkdir()
@@ -263,7 +265,7 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
     return kernels[-1], modules
 
 
-def _kernel_packages() -> list[str]:
+def _find_kernel_packages() -> list[str]:
     """List the packages of the first of KERNELS that apt knows; raise EcompError if none."""
     for name in KERNELS:
         images = _find_dependencies(name, 'linux-image-')
@@ -284,7 +286,7 @@ def _find_dependencies(package: str, prefix: str) -> list[str]:
 
 
 def _read_module(path: Path) -> bytes:
-    """Return the module, unpacked by its suffix. Raises UsageError without zstd for .zst."""
+    """Return the module's content, unpacked if it ends in .xz, .gz or .zst. UsageError for .zst if zstd is missing."""
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])
@@ -294,7 +296,7 @@ def _read_module(path: Path) -> bytes:
 
 
 def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
-    """Write a bootable FAT over a whole disk without partitions, as a BIOS accepts it."""
+    """Write a bootable disk image to `raw`: a FAT without partitions, with kernel, initrd and syslinux."""
     config = work / 'syslinux.cfg'
     config.write_text(SYSLINUX_CFG, encoding='utf-8')
     size = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB

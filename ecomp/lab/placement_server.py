@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Load placement for requests to one of the host `names` (none: any) with the token (`token_file` None: any)."""
+    """Load placement, which then accepts only the host `names`, if any, and the token in the file, unless None."""
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 
@@ -60,7 +60,7 @@ def application(*names: str, token_file: str | None = None) -> Application:
 
 
 def restrict_hosts(application: Application, names: Collection[str]) -> Application:
-    """Answer 421 to requests whose Host is not among `names`; one without Host is accepted.
+    """Wrap `application` to answer 421 if a request's Host is not among `names`; one without Host is accepted.
 
     A malicious web page can point its own host name here and is then of the same origin (DNS rebinding).
     """
@@ -78,10 +78,10 @@ def restrict_hosts(application: Application, names: Collection[str]) -> Applicat
 
 
 def require_token(application: Application, token_file: Path) -> Application:
-    """Answer 401 to requests without the token in the file, which is read for each request.
+    """Wrap `application` to answer 401 without the token in the file, which is read for each request.
 
-    Placement without authentication takes the token `admin` as the administrator and other X- headers as the client's
-    identity, so a client's own X- headers are dropped.
+    Other requests get the token `admin`, which placement without authentication takes as the administrator. Placement
+    takes other X- headers as the client's identity, so a client's own X- headers are dropped.
     https://docs.openstack.org/placement/latest/configuration/config.html
     """
 
@@ -100,8 +100,9 @@ def require_token(application: Application, token_file: Path) -> Application:
 
 
 def check_schemas_once() -> None:
-    """Patch jsonschema to check each schema once: they never change, and checks take a third of placement's time.
+    """Patch check_schema() of jsonschema's default validator, for this process, to check each schema object once.
 
+    Schemas never change, and checking them for each request takes a third of placement's time.
     https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
     """
     from jsonschema.validators import validator_for
