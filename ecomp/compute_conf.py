@@ -44,18 +44,15 @@ MAX_INT = 2**31 - 1  # placement's limit for a total
 MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
-# Parsers of a node, as in yaml_file.
-
-
 def _parse_uuid(node: Node) -> str:
-    """Parse a uuid; return it in lower case."""
+    """Parse a uuid and return it in lower case; else InvalidValue."""
     if not keys.is_uuid(text := parse_text(node).lower()):
         raise InvalidValue(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
     return text
 
 
 def _parse_trait(node: Node) -> str:
-    """Parse the name of a trait that check_trait() accepts."""
+    """Parse the name of a trait that check_trait() accepts; else InvalidValue."""
     from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
     try:
@@ -65,7 +62,7 @@ def _parse_trait(node: Node) -> str:
 
 
 def _parse_attachment(item: Node) -> Attachment:
-    """Parse a mapping of the one key `network` or `bridge`."""
+    """Parse a mapping of one key, `network` or `bridge`, to a name; else InvalidValue."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
         raise InvalidValue('must be `network: NAME`, a libvirt network, or `bridge: NAME`, a bridge of this host')
@@ -74,26 +71,26 @@ def _parse_attachment(item: Node) -> Attachment:
 
 
 def _parse_network(node: Node) -> str:
-    """Parse a name of at most 100 characters without a slash."""
+    """Parse a name of at most 100 characters without a slash; else InvalidValue."""
     if '/' in (text := parse_text(node)) or len(text) > 100:
         raise InvalidValue(f'must be the name of a libvirt network, not {shorten(text)}')
     return text
 
 
 def _parse_interface(node: Node) -> str:
-    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`."""
+    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`; else InvalidValue."""
     if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := parse_text(node)):
         raise InvalidValue(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
     return text
 
 
 def _parse_stated_total(_: str, node: Node) -> int:
-    """Parse a total from 1 to MAX_INT, as an integer of YAML."""
+    """Parse a total from 1 to MAX_INT, an integer and not text; else InvalidValue."""
     return _parse_total(node.text if node.kind == 'int' else describe_typed_node(node))
 
 
 def _parse_ratio(_: str, node: Node) -> float:
-    """Parse a decimal above 0, up to MAX_ALLOCATION_RATIO, no exponent; else InvalidValue."""
+    """Parse a decimal without exponent, above 0 and up to MAX_ALLOCATION_RATIO; else InvalidValue."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
         raise InvalidValue(
@@ -104,6 +101,7 @@ def _parse_ratio(_: str, node: Node) -> float:
 
 
 def _parse_class_node(key: Node) -> str:
+    """Parse a key that is a resource class; else InvalidValue."""
     return _parse_resource_class(key.text)
 
 
@@ -122,7 +120,7 @@ def _parse_total(text: str) -> int:
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`, else the defaults and the old key `bridge`; record a problem if both exist."""
+    """Read `networks`; without it, the defaults and the bridge of the old key `bridge`. Both keys are a problem."""
     if name in file.top and 'bridge' in file.top:
         file.top.add_problem('bridge', 'is not accepted together with networks. Fix: add `- bridge: NAME` to networks')
     no_attachments: tuple[Attachment, ...] = ()
@@ -131,7 +129,7 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
 
 
 def _parse_networks(node: Node) -> tuple[Attachment, ...]:
-    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice."""
+    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice; else InvalidValue."""
 
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
@@ -149,7 +147,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 class ComputeConfig:
     """The settings of compute.yaml, which explains them: one field a key.
 
-    None means that ecompute determines the value. `path` is the file, None if absent; `directory` is the file's.
+    None means that ecompute determines the value. `path` is the file, None if absent; `directory` contains the file.
     """
 
     uuid: str | None = make_field(None, _parse_uuid)
@@ -180,7 +178,7 @@ class ComputeConfig:
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """Load compute.yaml as load() does; raise UsageError if it is invalid."""
+    """Load compute.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
     return load(ComputeConfig, path, 'compute.yaml')
 
 

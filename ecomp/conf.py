@@ -1,6 +1,6 @@
 """schedule.yaml as a frozen value, and the sections etcd and placement of both files; compute_conf has the rest.
 
-A missing file or value means the default, at localhost. One UsageError has a line for each mistake in a file:
+A missing value, or no default file, means the default, at localhost. One UsageError has a line for each mistake:
 `schedule.yaml:3: imag: unknown key (did you mean image?)`. Any certificate means TLS; without one, other machines are
 contacted only with `insecure: true`.
 """
@@ -73,11 +73,8 @@ class PlacementConfig(NamedTuple):
     token_file: Path | None = None
 
 
-# Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
-
-
 def _parse_seconds(node: Node) -> float:
-    """Parse seconds above 0 and at most 3600, without an exponent."""
+    """Parse seconds above 0 and at most 3600, without an exponent; else InvalidValue."""
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
         raise InvalidValue(f'must be a number of seconds, not {describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
@@ -86,7 +83,7 @@ def _parse_seconds(node: Node) -> float:
 
 
 def _parse_host(text: str) -> str:
-    """Parse a host name or address; an IPv6 address gets brackets. Names are not resolved."""
+    """Parse a host name, not resolved, or an address; an IPv6 address gets brackets. Else InvalidValue."""
     import ipaddress  # imported here: only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
@@ -98,7 +95,7 @@ def _parse_host(text: str) -> str:
 
 
 def _parse_endpoint(node: Node) -> str:
-    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets."""
+    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets. Else InvalidValue."""
     host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
         raise InvalidValue(f'{shorten(text)} must be host:port, the port 1 to 65535')
@@ -106,7 +103,7 @@ def _parse_endpoint(node: Node) -> str:
 
 
 def parse_url(node: Node) -> str:
-    """Parse an http or https URL without user, query or fragment; remove a trailing slash."""
+    """Parse an http or https URL without user, query or fragment, and remove trailing slashes; else InvalidValue."""
     from urllib.parse import urlsplit  # as above
 
     text = parse_text(node)
@@ -179,7 +176,7 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
 
 
 def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """Return ca_cert, cert_key and cert_cert, None if missing or invalid; record a key or certificate alone."""
+    """Return ca_cert, cert_key and cert_cert, None if missing or invalid; record it if one of the last two is alone."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other}, too')
@@ -210,17 +207,17 @@ def make_path_field(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
 
 
 def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
-    """Make a field that `read` takes from a section, or from several keys, of the file."""
+    """Make a dataclass field; its value is what `read(file, field's name, default)` returns."""
     options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
     made_field: T = field(**options, metadata={'read': read})
     return made_field
 
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
-    """Load the configuration of class `kind`; raise UsageError with a line for each problem.
+    """Load the configuration of class `kind`; raise UsageError with a line for each problem, or if `path` is missing.
 
-    A `path` of None means the file that find_default_file() finds, or the defaults if there is none. A field without a
-    reader (made by dataclasses.field alone) is set from the YamlFile attribute of the same name.
+    A `path` of None means the file that find_default_file() finds, or the defaults if there is none. A field is read by
+    its metadata's `read`; without that, it is the YamlFile attribute of the same name.
     """
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
@@ -247,7 +244,7 @@ DEFAULT_IMAGE = (
 
 
 def _parse_flavors(node: Node) -> dict[str, Flavor]:
-    """Parse a mapping of flavors' names to their queries."""
+    """Parse a mapping of flavors' names to their queries; else InvalidValue."""
     from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
     def parse_name(node: Node) -> str:
@@ -262,7 +259,7 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
 
 
 def _parse_identifier(node: Node) -> str:
-    """Parse a text of at most 255 characters."""
+    """Parse a text of at most 255 characters; else InvalidValue."""
     if len(text := parse_text(node)) > 255:
         raise InvalidValue(f'must have at most 255 characters, not {len(text)}')
     return text
@@ -270,10 +267,7 @@ def _parse_identifier(node: Node) -> str:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings of schedule.yaml, which explains them: one field a key. Paths are absolute, flavors by name.
-
-    `path` is the file, None if absent.
-    """
+    """The settings of schedule.yaml, which explains each key, with absolute paths; `path` is the file, if any."""
 
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
     placement: PlacementConfig = make_custom_field(PlacementConfig(), read_placement)
@@ -289,7 +283,7 @@ class ScheduleConfig:
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """Load schedule.yaml as load() does; raise UsageError if it is invalid."""
+    """Load schedule.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
     return load(ScheduleConfig, path, 'schedule.yaml')
 
 
@@ -297,7 +291,7 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
 
 
 def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
-    """List the remote hosts contacted in plain text (with ports); local ones are left out."""
+    """List the hosts, with ports, contacted in plain text, except those that _is_local() accepts."""
     hosts: list[str] = []
     for config in configs:
         if isinstance(config, PlacementConfig):
@@ -353,7 +347,7 @@ def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: fl
 
 
 def _connect(address_info: Any, connect_timeout: float, timeout: float) -> socket.socket:
-    """Connect within `connect_timeout` seconds; `timeout` is the socket's then. Raises OSError."""
+    """Connect within `connect_timeout` seconds, then give the socket the timeout `timeout`. Raises OSError."""
     import socket  # as above
 
     family, kind, protocol, _, address = address_info
