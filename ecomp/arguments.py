@@ -9,7 +9,7 @@ from ecomp.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors as UsageError; OSError if a help text cannot be printed."""
+    """argparse's parser that raises a one-line UsageError instead of exiting, and OSError if it cannot print help."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f'{message}. Try: --help')

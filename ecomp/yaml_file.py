@@ -1,6 +1,6 @@
-"""A strict reader of YAML configuration files: values with lines, all mistakes in an error.
+"""A strict reader of YAML configuration files: values have their lines, and one error has all mistakes.
 
-It refuses more than 64 KiB, anchors, aliases, tags, deep nesting and repeated keys, of which PyYAML uses the last.
+It refuses more than 64 KiB, anchors, aliases, tags, deep nesting and repeated keys (PyYAML would use the last one).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` reads; `default` if the key is missing, null or invalid (a recorded InvalidValue)."""
+        """Return what `parse` returns; `default` if the key is missing or null, or `parse` refuses it (recorded)."""
         self._read_keys[key] = None
         if key not in self:
             return default
@@ -90,7 +90,7 @@ class Section:
             return default
 
     def read_section(self, key: str) -> Section:
-        """Return the mapping under a key; empty if missing or null, or, recorded, if no mapping."""
+        """Return the mapping under a key; it is empty if missing, null, or no mapping (the last one is recorded)."""
         self._read_keys[key] = None
         section = Section(self._add_problem, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
@@ -150,7 +150,7 @@ class YamlFile:
         return cls(name, directory, node, directory / path.name)
 
     def parse_path(self, node: Node) -> Path:
-        """Parse a path, absolute or relative to the file's directory; `~` is refused."""
+        """Parse a path, relative to the file's directory, and make it absolute; InvalidValue if it begins with `~`."""
         text = parse_text(node)
         if text.startswith('~'):
             raise InvalidValue(
@@ -159,10 +159,11 @@ class YamlFile:
         return Path(os.path.normpath(self.directory / text))
 
     def parse_paths(self, node: Node) -> tuple[Path, ...]:
+        """Parse a list of paths by parse_path(); else InvalidValue."""
         return make_list_parser(self.parse_path, 'a list like [id_ed25519.pub]')(node)
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file, else InvalidValue; UsageError if a directory denies access."""
+        """Parse the path of a readable file; else InvalidValue, or UsageError if a directory on it denies access."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -212,7 +213,7 @@ def find_default_file(name: str) -> Path | None:
 
 
 def describe_source(name: str, path: Path | None) -> str:
-    """Describe which file set the addresses of etcd and placement, to end a sentence."""
+    """Describe, for a message, which file the addresses of etcd and placement are from; None means no file."""
     return f'as configured in {path}' if path is not None else f'default: no {name} was found; --config FILE names one'
 
 
@@ -283,7 +284,7 @@ def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
 
 
 def explain_invalid_mapping(text: str) -> str | None:
-    """Explain, without quoting it, why a text is not a YAML mapping; None if it is or is empty. It has no limits."""
+    """Explain, without quoting it, why a text of any size is not one YAML mapping; None if it is one or is empty."""
     import yaml  # as above
 
     try:
@@ -302,11 +303,8 @@ def explain_invalid_mapping(text: str) -> str | None:
     return None if root is yaml.MappingStartEvent else 'it is not a mapping of keys to values'
 
 
-# Parsers: each returns the value of a node, or raises InvalidValue.
-
-
 def parse_text(node: Node) -> str:
-    """Parse a text: one printable line, not empty."""
+    """Parse a text of one printable line, not blank; else InvalidValue, also for an unquoted number."""
     if node.kind in ('int', 'float', 'bool', 'timestamp'):
         raise InvalidValue(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
@@ -317,21 +315,21 @@ def parse_text(node: Node) -> str:
 
 
 def parse_flag(node: Node) -> bool:
-    """Parse a truth value, in any of the words that YAML 1.1 has for it."""
+    """Parse a truth value, in any of the words that YAML 1.1 has for it; else InvalidValue."""
     if node.kind != 'bool':
         raise InvalidValue(f'must be True or False, not {describe_typed_node(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
 def parse_integer(node: Node) -> int:
-    """Parse a decimal integer of up to 18 digits: YAML 1.1 also reads 010 as 8 and 1:30 as 90."""
+    """Parse a decimal integer of up to 18 digits; else InvalidValue, also for 010 and 1:30 (8 and 90 in YAML 1.1)."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
         raise InvalidValue(f'must be a whole number, not {describe_typed_node(node)}')
     return int(node.text)
 
 
 def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
-    """Make a parser of integers from `low` to `high`."""
+    """Make a parser of integers from `low` to `high`, which raises InvalidValue for others."""
 
     def parse(node: Node) -> int:
         if not low <= (number := parse_integer(node)) <= high:
@@ -342,7 +340,7 @@ def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
 
 
 def make_choice_parser(*words: str) -> Callable[[Node], str]:
-    """Make a parser of one of these words."""
+    """Make a parser of one of these words, which raises InvalidValue for others."""
 
     def parse(node: Node) -> str:
         if (word := parse_text(node)) not in words:
@@ -353,7 +351,7 @@ def make_choice_parser(*words: str) -> Callable[[Node], str]:
 
 
 def make_text_parser(check: Callable[[str], T]) -> Callable[[Node], T]:
-    """Make a parser of text that `check` converts, or refuses with ValueError."""
+    """Make a parser of text that `check` converts; its ValueError becomes InvalidValue."""
 
     def parse(node: Node) -> T:
         try:
@@ -370,7 +368,7 @@ def make_list_parser(
     min_items: int = 0,
     describe_item: Callable[[Node], str] | None = None,
 ) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list, `shape` in messages; with `describe_item`, which names an item, they must be unique."""
+    """Make a parser of a list, `shape` in messages; with `describe_item`, used in messages, items must be unique."""
 
     def parse_all(node: Node) -> tuple[T, ...]:
         if node.kind != 'seq' or len(node.items) < min_items:
@@ -389,14 +387,14 @@ def make_list_parser(
 
 
 def make_unique_list_parser(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list without repetitions."""
+    """Make a parser of a list without repetitions, which raises InvalidValue for others."""
     return make_list_parser(parse, describe_item=lambda item: shorten(item.text))
 
 
 def make_mapping_parser(
     parse_name: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, min_items: int = 0
 ) -> Callable[[Node], dict[str, T]]:
-    """Make a parser of a mapping of unique names; `parse` converts name and value."""
+    """Make a parser of a mapping, `shape` in messages, of unique names; `parse` converts a name and value."""
 
     def parse_all(node: Node) -> dict[str, T]:
         if node.kind != 'map' or len(node.pairs) < min_items:
@@ -435,12 +433,12 @@ def describe_node(node: Node) -> str:
 
 
 def describe_typed_node(node: Node) -> str:
-    """Describe a node that must not be text: a quoted "2379" looks like a number."""
+    """Describe a node for a message, and say if it is text: a quoted "2379" looks like a number."""
     return f'the text "{shorten(node.text)}"' if node.kind == 'str' else describe_node(node)
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return an untrusted text as one printable line; after `limit` characters `…` is put."""
+    """Return an untrusted text as one printable line; what exceeds `limit` characters becomes `…`."""
     safe = escape_characters(text[: limit + 1])
     return safe if len(text) <= limit else f'{safe[:limit]}…'
 

@@ -1,4 +1,4 @@
-"""A reader of simple YAML, so that short commands need not load PyYAML, which reads all that is not simple. Pure."""
+"""A reader of simple YAML, so that short commands need not load PyYAML; other YAML is left to PyYAML. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _NotPlain(Exception):
 
 
 def parse_plain(text: str) -> Node | None:
-    """Parse a plain document as PyYAML would, an empty one to a null node; None if not plain."""
+    """Parse a simple document as PyYAML would; an empty one is a null node. None if only PyYAML can parse it."""
     if not text.isascii() or any(character < ' ' and character != '\n' for character in text):
         return None
     lines: list[_Line] = []
@@ -66,7 +66,7 @@ def parse_plain(text: str) -> Node | None:
 
 
 def _parse_block(lines: list[_Line]) -> Node:
-    """Parse lines indented like the first one, or deeper below one of these; raise _NotPlain."""
+    """Parse lines that are indented like the first one, and their deeper nested lines; _NotPlain if not simple."""
     first = lines[0]
     if first.is_item:
         if any((item.indent, item.is_item) != (first.indent, True) for item in lines):
@@ -94,7 +94,7 @@ def _parse_block(lines: list[_Line]) -> Node:
 
 
 def _parse_value(line: _Line) -> Node:
-    """Parse what follows a key (nothing is null) or a dash; raise _NotPlain."""
+    """Parse what follows a key or a dash; nothing after a key is null. Raises _NotPlain if not simple."""
     if not line.rest:
         if line.is_item:
             raise _NotPlain
@@ -113,7 +113,7 @@ def _parse_value(line: _Line) -> Node:
 
 
 def _parse_scalar(text: str, line: int) -> Node:
-    """Parse a word, number or quoted text; raise _NotPlain for words like `yes` or `null`."""
+    """Parse a word, number or quoted text; _NotPlain for words like `yes` or `null`."""
     if text[0] in '\'"':
         return Node('str', line, text[1:-1])
     if text in _BOOLEANS:
