@@ -19,9 +19,9 @@ TEST_LEASE_SECONDS = 10
 def probe_backends(
     etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, config_name: str
 ) -> Backends:
-    """Query etcd and placement once; their EcompErrors become part of the result.
+    """Query etcd and placement once, and check our secret files and certificates; EcompErrors are part of the result.
 
-    `config_path` is the configuration that names them, or None; `config_name` is the usual name of its file.
+    `config_path` is the configuration that names both, or None; `config_name` is the usual name of its file.
     """
     no_etcd = no_placement = etcd_version = placement_version = ''
     clock_ahead: float | None = None
@@ -67,7 +67,7 @@ def probe_backends(
 
 
 def _check_lease(store: Store) -> None:
-    """Grant, renew and revoke a lease; EcompError if that fails. Skipped if etcd is full."""
+    """Grant, renew and revoke a lease; EcompError if that fails, but nothing if etcd is full."""
     with suppress(NoSpace):
         lease = store.grant(TEST_LEASE_SECONDS)
         try:

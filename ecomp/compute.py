@@ -32,9 +32,9 @@ MAX_FAKE_COMPUTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal, and return the exit code: then 0, but 1 for an interrupted --check.
+    """Run ecompute until a signal, and return 0; print an EcompError or OSError, and return its exit code.
 
-    With --check or --unit it prints and returns. `argv` None means sys.argv without the program.
+    With --check or --unit it prints and returns; an interrupted --check returns 1. `argv` None means sys.argv.
     """
     logs.hold_descriptors()
     logs.configure()
@@ -127,7 +127,7 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
-    """Print a line a finding, and a summary to stderr; return the exit code. UsageError with other options."""
+    """Print a line for each finding, and a summary to stderr; return the exit code. UsageError with other options."""
     if has_other_options:
         raise UsageError('--check accepts only --config')
     from ecomp.agent.checking import check_machine
@@ -156,9 +156,9 @@ def _print_message(text: str) -> None:
 def _make_fake_config(
     config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
 ) -> ComputeConfig:
-    """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1.
+    """Return `config` with the inventory `totals` and default networks; UsageError for a uuid and `count` above 1.
 
-    The default `state` becomes a temporary one, without a uuid, which `at_exit` removes.
+    If `state` is the default, a temporary directory replaces it, which `at_exit` removes, and the uuid becomes None.
     """
     if config.uuid is not None and (count or 1) > 1:
         raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute. Fix: remove it')

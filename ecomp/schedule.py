@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run main() as the console script, without the time that garbage collection and Python's shutdown take.
+    """Run main() as the console script and exit, without the time of garbage collection and Python's shutdown.
 
-    Only a long wait makes more objects than GC_THRESHOLD_OBJECTS and does collect.
+    Garbage is still collected in a long wait, which makes more objects than GC_THRESHOLD_OBJECTS.
     """
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     try:
@@ -46,7 +46,7 @@ def run() -> NoReturn:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command; print an EcompError or OSError, and return the exit code."""
+    """Run the command and return its exit code; print an EcompError or OSError, but not a broken pipe of stdout."""
     from ecomp import log
     from ecomp.errors import EcompError
 
@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> int:
 def _run_command(argv: list[str]) -> int:
     """Run the command and return its exit code; without arguments, print the help and return 2.
 
-    Raises EcompError for invalid arguments or configuration; prints the command's own.
+    Raises EcompError for invalid arguments or configuration; prints that of the command and returns its exit code.
     """
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, format_help, parse
