@@ -29,7 +29,7 @@ from typing import Any
 
 
 def put_before_fix(message: str, clause: str) -> str:
-    """Return `message` with `clause` before its first Fix: or Try:, or else at its end; keep only the first cure."""
+    """Insert `clause`, without its own Fix: or Try:, before that of `message`; if `message` has none, append it all."""
     text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
     return text + (re.split(r'\. (?:Fix|Try): ', clause)[0] + cure[0] if cure else clause)
 
@@ -65,7 +65,7 @@ class TooFew(NoCapacity):
 
 
 class OverQuota(NoCapacity):
-    """The message names the limit, usage and requested amount of each exceeded resource."""
+    """The project's quota does not allow it; the message has limit, usage and amount of each exceeded resource."""
 
 
 class NotFound(EcompError):
@@ -131,11 +131,11 @@ class StrangeEtcd(Unreachable):
 
 
 class Denied(EcompError):
-    """The message names the keys and the certificate."""
+    """Etcd does not allow this to our role; the message names the keys and the certificate."""
 
 
 class Unreadable(EcompError):
-    """The message names the key and how to remove it."""
+    """The value of an etcd key is malformed; the message names the key and how to remove it."""
 
     def __init__(self, key: str, reason: object) -> None:
         super().__init__(f'{key}: {reason}. Fix: if no newer ecomp wrote it, `etcdctl del {key}`')
