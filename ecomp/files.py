@@ -1,7 +1,7 @@
 """Watch files that other programs write, write our own atomically, and lock instances and images.
 
-The kernel releases a lock when its holder ends. A killed ecompute's worker may end only after the next ecompute has
-started its own.
+The kernel releases a lock when its holder ends. Instances are locked because a worker of a killed ecompute may end
+only after the next ecompute has started its own workers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ LOCK_POLL_SECONDS = 0.05
 class InstanceLocks:
     """Locks on instances, each a byte of <state>/instances.lock: so no lock file is removed under its holder.
 
-    The locks belong to the process (fcntl(2), F_SETLK): each must open its own object, and one only per directory.
+    The locks belong to the process (fcntl(2), F_SETLK): each process must open exactly one object per directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -108,7 +108,7 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock; EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS, or a `checkpoint` error between attempts."""
+        """Hold the lock in a context. EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS; errors of `checkpoint` pass."""
         offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
@@ -147,8 +147,8 @@ def _hash_to_offset(name: str) -> int:
 def try_lock(path: Path, name: str, create: bool = True) -> int | None:
     """Return a descriptor that holds the lock `name` in the file at `path` until it is closed; None if it is held.
 
-    One file, which is never removed, serves all names. The lock belongs to the open file, not to the process as above,
-    so threads exclude each other, too. Raises OSError, also for a missing file without `create`.
+    One file, which is never removed, serves all names. The lock belongs to the open file, not to the process, so
+    threads exclude each other, too. Raises OSError, also if the file is missing and `create` is False.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o600)

@@ -60,7 +60,7 @@ def switch_stdout_to_utf8() -> None:
 
 
 def flush_stdout() -> None:
-    """Write out what was printed. Raises OSError once: Python would report it again at its end."""
+    """Flush stdout. An OSError passes, with stdout then on /dev/null, so that Python's end does not report it again."""
     try:
         sys.stdout.flush()
     except OSError:

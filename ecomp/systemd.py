@@ -21,7 +21,7 @@ NOTIFY_TIMEOUT_SECONDS = 5.0
 
 
 class Service:
-    """This process as a systemd service; `socket_path` '' means that systemd did not start it."""
+    """This process as a systemd service; with the `socket_path` '' (not started by systemd) it sends nothing."""
 
     def __init__(self, socket_path: str = '', watchdog_seconds: float = math.inf) -> None:
         self._address = re.sub('^@', '\0', socket_path)
@@ -30,7 +30,7 @@ class Service:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Service:
-        """Take systemd's variables from `environment`, so that no child notifies in our name."""
+        """Make the service from systemd's variables, and remove these from `environment`, so that no child notifies."""
         path = environment.pop('NOTIFY_SOCKET', '')
         watchdog, pid = environment.pop('WATCHDOG_USEC', ''), environment.pop('WATCHDOG_PID', '')
         is_ours = watchdog.isdecimal() and pid in ('', str(os.getpid()))
@@ -52,7 +52,7 @@ class Service:
         return max(0.0, self._next_notification - now) if self._interval_seconds < math.inf else math.inf
 
     def _notify(self, *lines: str) -> None:
-        """Send the lines to systemd; no-op without it, and failures are ignored."""
+        """Send the lines to systemd and ignore failures; no-op if systemd did not start this process."""
         if not self._address:
             return
         # A lost notification does not affect our work: systemd acts on it itself.
@@ -71,7 +71,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
 
 
 def make_command(argv0: str, python: str, module: str) -> list[str]:
-    """Make the command that runs `argv0` (sys.argv[0]) from any directory: its absolute path, or `python -m module`."""
+    """Make a command that works in any directory: `argv0` made absolute if executable, else `python -P -m module`."""
     if os.access(argv0, os.X_OK):
         return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.
@@ -81,8 +81,8 @@ def make_command(argv0: str, python: str, module: str) -> list[str]:
 def find_unsafe_directory(path: Path) -> Path | None:
     """Find the first directory on `path`, or behind its links, that root without capabilities cannot rely on, or None.
 
-    It belongs to another user, who may lock root out or replace programs in it, or root may not search it. Missing
-    parts of the path are ignored.
+    Such a directory belongs to another user, who may lock root out or replace programs in it, or root may not search
+    it. Missing parts of the path are ignored.
     """
     for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for place in (*reversed(variant.parents), variant):
