@@ -301,6 +301,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return the key as unencrypted PEM (PKCS #8)."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
