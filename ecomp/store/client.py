@@ -1,6 +1,6 @@
 """etcd reads, transactions, leases and watches; which computes and attempts are alive.
 
-Every call has a timeout and requires a member with a leader: one that is cut off would answer with stale data for ever.
+Every call has a timeout and needs a member with a leader: a member that is cut off answers with stale data for ever.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from ecomp.store.messages import (
 class Guard:
     """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
 
-    A linearizable reply is compared with the state known before its request. The first foreign one raises StrangeEtcd,
-    as does each later check. `on_change` gets each new state with an identity, from any thread, and must be quick.
+    A linearizable reply is compared with the state known before its request. After a refusal
+    check_reply() and raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity. It
+    is called from any thread and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -57,7 +58,7 @@ class Guard:
         return self._known_cluster
 
     def add_refusal_listener(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` when etcd is refused, or now if it already is; from any thread."""
+        """Call `callback(reason)` once, from any thread: when etcd is refused, or now if it already is."""
         with self._lock:
             self._refusal_listeners.append(callback)
             strange = self._refusal
@@ -79,7 +80,7 @@ class Guard:
             self._learn(self._known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Learn from another reply; return False, refusing nothing, if it is foreign or older: its member may lag."""
+        """Learn from a reply of a member that may lag; return False, refusing nothing, if it is foreign or older."""
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
@@ -94,7 +95,7 @@ class Guard:
             self._refuse(endpoints, reason)
 
     def adopt(self, value: bytes, endpoints: str) -> None:
-        """Remember the identity in the value of /cluster; raise EcompError if it holds none."""
+        """Remember the identity in the value of /cluster, which on_change() gets; EcompError if it is malformed."""
         try:
             identity = cluster.read_identity(value)
         except ValueError as error:
@@ -105,7 +106,7 @@ class Guard:
             self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
-        """Remember a state, and pass it to on_change() if it is new; the caller holds the lock."""
+        """Remember a state, and pass it to on_change() if it is new and has an identity; the caller holds the lock."""
         if new_cluster != self._known_cluster:
             self._known_cluster = new_cluster
             if new_cluster.identity:
@@ -135,7 +136,7 @@ def is_alive(store: Store, compute: str) -> bool:
 
 
 def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
-    """Return the condition that a compute stays silent: no presence key on a lease. None if it is alive."""
+    """Return the condition that a silent compute's presence key stays as it is; None if the compute is alive."""
     entry = store.get(keys.compute(compute))
     if entry is not None and entry.lease:
         return None
@@ -147,7 +148,7 @@ MAX_WITHDRAW_TRIES = 3
 
 
 def read_pending_instances(store: Store) -> set[str]:
-    """Return the instances that are in an attempt in flight or queued, taken ones included."""
+    """Return the instances and sets with an attempt in flight, and the queued instances, taken ones included."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
     placing = list_attempted_instances(store.snapshot(keys.ATTEMPTS))
     queues = store.snapshot(keys.QUEUES, keys_only=True).entries
@@ -162,8 +163,8 @@ def find_requested_instances(
     """Return those instances that have an attempt in flight, a queued request or a request key.
 
     `computes_by_instance` names the computes whose request keys count. Requests move from /requests and /queues to
-    /hosts, so those are read first: otherwise one that moves in between would be missed. `include_queued` is False if
-    the compute that would take queued requests is dead.
+    /hosts, so /hosts is read last: otherwise a request that moves in between would be missed. `include_queued` is False
+    if the compute that would take queued requests is dead.
     """
     pending = (
         read_pending_instances(store) if include_queued else list_attempted_instances(store.snapshot(keys.ATTEMPTS))
@@ -176,19 +177,19 @@ def find_requested_instances(
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:
-    """Return the uuids of the instances and sets in attempts; keys without a lease, not ecomp's, are ignored."""
+    """Return the uuids of the instances and sets in attempts. A key without a lease is not ecomp's and is ignored."""
     attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
     return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
 def read_taken_instances(store: Store) -> set[str]:
-    """Return the queued instances whose taker key is on a lease; a compute that takes later also claims later."""
+    """Return the instances whose taker key is on a lease. A compute that takes one later also claims it later."""
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries
     return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
 
 
 def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """Count the instances of leased attempts older than `revision`, and newer; a malformed attempt counts as one."""
+    """Count the instances in leased attempts before `revision` and in those after; a malformed one counts as one."""
 
     def count_instances(entries: Iterable[Entry]) -> int:
         # The key of a set ends in the uuid of the set, which is no instance.
@@ -205,10 +206,10 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
 
 
 def delete_if_unchanged(store: Store, key: str, revision: int) -> bool:
-    """Delete the key of an attempt or a taker; return False if gone or of another revision.
+    """Delete the key of an attempt or a taker; return False if it is gone or has another revision.
 
-    It is gone, too, if one of MAX_WITHDRAW_TRIES was carried out without an answer. No delivery, which requires the
-    key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no try had an answer.
+    It makes up to MAX_WITHDRAW_TRIES, and returns False also if a try without an answer deleted the key. A try deletes
+    rather than reads: no delivery succeeds without the key. Raises UnknownOutcome if no try had an answer.
     """
     for remaining_tries in reversed(range(MAX_WITHDRAW_TRIES)):
         try:
@@ -282,8 +283,8 @@ class Delete(NamedTuple):
 class Fence(NamedTuple):
     """A condition that a store adds to each commit: its owner still holds its key (rule 9).
 
-    `on_broken` is called, from any thread, when a commit is refused for it, and must be quick. Commits of deletes alone
-    compare `delete_condition`, if any: a full etcd accepts nothing else, so the owner cannot put the key.
+    `on_broken` is called, from any thread, when a commit fails because the fence does not hold; it must be quick. A
+    commit that only deletes compares `delete_condition`, if any: a full etcd accepts deletes, but no put of the key.
     """
 
     condition: Unchanged
@@ -301,9 +302,9 @@ class Store:
     """One process's client of etcd. Create it after a fork or spawn, never carry it over one.
 
     Each call has the config's timeout. A read is repeated at other endpoints, a transaction only if it did not arrive.
-    Raises Unreachable if nothing was changed (NoSpace is one; StrangeEtcd may follow a write that was carried out),
-    UnknownOutcome if a transaction's answer was lost or inconclusive (read back before anything else), and EcompError
-    if etcd refused (Denied: one of its roles).
+    Raises Unreachable (also NoSpace) if nothing was changed, StrangeEtcd even after a write that was carried out,
+    UnknownOutcome if a transaction's answer was lost or inconclusive (read back before anything else), Denied if a role
+    of etcd forbids the call, and EcompError if etcd refused it otherwise.
     """
 
     # Consulted if several computes have a request for one instance; None: the oldest request counts.
@@ -397,8 +398,8 @@ class Store:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
         If the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a new
-        fence; Unreachable if it has none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome without an answer, or if a
-        full etcd may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
+        fence; Unreachable if there is none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome without an answer, or if
+        a full etcd may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
         """
         deadline = 0.0
         while True:
@@ -521,6 +522,7 @@ class Store:
     def _ask(
         self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
+        """Return Connection.ask()'s answer; the guard checks a linearizable one."""
         before = self._guard.known_cluster if self._guard is not None else None
         reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
         if self._guard is not None and before is not None and linearizable:
@@ -531,10 +533,10 @@ class Store:
 def retry_until_committed(
     attempt: Callable[[], Result | None], lost_error: EcompError, max_tries: int, max_pause_seconds: float = 0
 ) -> Result:
-    """Call `attempt`, which reads, decides and writes, until it wins; None is a lost race.
+    """Call `attempt`, which reads, decides and writes, until it returns a result; None means a lost race.
 
-    So is a GenerationConflict of placement; after an UnknownOutcome the next read shows what was written. A random
-    pause of up to `max_pause_seconds` precedes each repetition, or one of two writers could lose each time. Raises
+    A GenerationConflict of placement means that, too. After an UnknownOutcome the next read shows what was written. A
+    random pause of up to `max_pause_seconds` precedes a repetition, or one of two writers could always lose. Raises
     `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
     """
     import random  # imported here: most commands write nothing that others change
@@ -580,6 +582,7 @@ def _make_comparison(condition: Unchanged | Exists) -> Comparison:
 
 
 def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
+    """Return whether a condition that holds no longer does once the operation is carried out."""
     if condition.key != operation.key:
         return False
     if isinstance(operation, Put):

@@ -74,10 +74,7 @@ MIN_INTERVAL_SECONDS = 0.2
 
 
 class Connection:
-    """One process's connection to etcd: to one endpoint and, after a failure, to the next.
-
-    Each new one reads the certificates from disk again, and addresses its member by the name in that one's certificate.
-    """
+    """One process's connection to an endpoint of etcd; reconnect() goes to the next and rereads the certificates."""
 
     def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
         """Begin to connect to the first endpoint; UsageError if a certificate cannot be read.
@@ -103,10 +100,10 @@ class Connection:
     ) -> Answer:
         """Return the answer of the first endpoint that gives one, within the timeout of the config.
 
-        `ask` is called with a member and the seconds it may take, for at most one try more than endpoints; while etcd
-        elects a leader, until the timeout. It is repeated after it may have arrived only if `no_answer_error` is
-        Unreachable; `about` names its keys for an error. Raises Unreachable if it did not arrive, `no_answer_error` if
-        it may have, or else what translate_error() returns.
+        `ask` is called with a member and the seconds it may take: at most once more than there are endpoints, or until
+        the timeout while etcd elects a leader. A request that may have arrived is repeated only if `no_answer_error` is
+        Unreachable. `about` has its keys, for an error's text. Raises Unreachable if the request did not arrive,
+        `no_answer_error` if it may have, or else what translate_error() returns.
         """
         deadline = time.monotonic() + self.config.timeout
         has_others = len(self.config.endpoints) > 1
@@ -134,7 +131,7 @@ class Connection:
                     raise self.translate_error(error, error_type, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
-        """Call the current member, and the next one if that one certainly did nothing.
+        """Call the current member; call the next one if the request was not sent and did not time out.
 
         Each has the whole timeout. Raises CallFailure, untranslated; a later call goes to another member then.
         """
@@ -185,9 +182,9 @@ class Connection:
     def translate_error(
         self, error: CallFailure, no_answer_error: type[Unreachable], about: Sequence[str] = (), is_read: bool = False
     ) -> EcompError:
-        """Return a CallFailure as an EcompError; as `no_answer_error` if no answer came.
+        """Convert a CallFailure to an EcompError: to `no_answer_error` if no answer came.
 
-        Others are NoSpace, AnswerTooLong (only if `no_answer_error` is Unreachable), Denied, and EcompError for a
+        The others are NoSpace, AnswerTooLong (only if `no_answer_error` is Unreachable), Denied, and EcompError for a
         refusal. `about` and `is_read` are for the text of Denied.
         """
         name = f'etcd at {self.endpoints}'
