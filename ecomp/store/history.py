@@ -1,7 +1,7 @@
 """The changes of all keys that etcd still has, and then each new one as it happens.
 
 Follower delivers the current state and may skip changes; History skips none that etcd still has. A watch from a
-compacted revision reports the first one that is kept (https://etcd.io/docs/v3.4/learning/api/#watch-streams).
+compacted revision reports the first revision that is kept (https://etcd.io/docs/v3.4/learning/api/#watch-streams).
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
-    line when etcd is lost, is back, or keeps ending the stream; in both cases also if etcd has compacted unread
-    revisions after the first. `oldest_revision` is the first that etcd keeps: 1 until a compaction is reported.
+    line when etcd is lost, is back, or keeps ending the stream. In both cases it gets a line if etcd has
+    compacted unread revisions, except at a start from revision 1. `oldest_revision` is the first that etcd keeps, or 1.
 
-    Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable, if etcd
-    does not answer or the stream broke more than MAX_TRIES times without a change.
+    Iteration raises EcompError if etcd refuses, or was restored or replaced, and Unreachable if etcd does not answer
+    the first request. Without `follow` it also raises Unreachable if etcd does not answer later, or if the stream broke
+    more than MAX_TRIES times without a change.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class History:
 
     @property
     def is_past(self) -> bool:
-        """True if the last list that was yielded had happened before the iteration began."""
+        """True if the changes yielded last had been made before the iteration began."""
         return self._next_revision <= self._past_end + 1
 
     @property
@@ -125,6 +126,7 @@ class History:
         return False
 
     def _has_missing_changes(self) -> bool:
+        """Ask etcd whether an existing key was written at the next revision or later."""
         store = Store(self._config)  # the other connection is busy with the stream
         try:
             return store.has_changed(PREFIX.decode(), self._next_revision)
@@ -132,7 +134,7 @@ class History:
             store.close()
 
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
-        """Yield each whole revision's changes once; report unread compacted ones. EcompError if etcd cancels."""
+        """Yield each whole revision's changes once; report unread compacted ones; EcompError if etcd ends the watch."""
         if reply.compact_revision:
             if 1 < self._next_revision < reply.compact_revision:
                 missing = f'revisions {self._next_revision} to {reply.compact_revision - 1}'
@@ -153,9 +155,9 @@ class History:
                 yield [_make_change(event) for event in events]
 
     def _handle_failure(self, failure: _StreamError, tries: int) -> None:
-        """Handle failure number `tries` since the last change; raise Unreachable for one too many.
+        """Handle failure number `tries` since the last change: report it once, or raise Unreachable without `follow`.
 
-        When following, the first one is not reported: etcd may just have restarted, and _check_etcd() reports a loss.
+        Raises after MAX_TRIES. Does not report the first: etcd may have restarted, and _check_etcd() reports its loss.
         """
         where = f'etcd at {self._store.endpoints}'
         if not self._follow and tries > MAX_TRIES:
@@ -193,13 +195,13 @@ class _StreamError(Exception):
 class _PastProgress:
     """Tracks whether a stream has delivered all changes up to `end_revision`.
 
-    Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways, each unreliable with some versions,
-    so both are required. The header of an answer with changes: with fewer than MAX_ANSWER_REVISIONS revisions, it is
-    complete up to the header's revision; every version so far does this, none promises it. And its answer to
-    WatchProgress: a promise, which old versions break by ignoring changes that are not sent yet. Without a change to
-    deliver there is no such header: then the second has to arrive several times, for the old versions.
+    Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways. Each is unreliable with some
+    versions, so both are required. First, an answer with changes of fewer than MAX_ANSWER_REVISIONS revisions is
+    complete up to the revision in its header. Every version so far does this, none promises it. Second, an answer to
+    WatchProgress promises that all is sent. Old versions ignore changes that are not sent yet. Without a change to
+    deliver there is only the second way: then several such answers have to arrive.
 
-    `starts_at_known`: the stream begins with a change that is known, so it is not quiet before that has arrived.
+    With `starts_at_known` the stream begins with a change that is known, and is not quiet before that has arrived.
     """
 
     def __init__(self, end_revision: int, starts_at_known: bool) -> None:
@@ -248,9 +250,9 @@ def _read_answers(
 ) -> Iterator[Any]:
     """Yield the answers to one watch for at most STREAM_SECONDS, or until etcd cancels it.
 
-    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent. Raises _StreamError after
-    `max_silence_seconds` without a useful answer then, or if the stream breaks or ends early. A thread of its own reads
-    them, so that the consumer can be interrupted.
+    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
+    after `max_silence_seconds` without a useful answer. It is also raised if the stream breaks or ends early. Another
+    thread reads the answers, so that the consumer can be interrupted.
     """
     request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
     call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)
@@ -282,7 +284,7 @@ def _read_answers(
 
 
 def _queue_answers(call: WatchStream, replies: queue.Queue[Any], stopped: threading.Event) -> None:
-    """Put each answer into `replies` until `stopped`, and last None or why the stream broke."""
+    """Put each answer into `replies` until `stopped`, and last an error, or None after STREAM_SECONDS."""
     last: Any = _StreamError('the stream ended')
     try:
         for reply in call:

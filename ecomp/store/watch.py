@@ -45,7 +45,7 @@ class EntryCache:
 
     A dropped value's key and revision stay, so it is visible which compute has a request, and a smaller value counts
     again. Call store() for each entry of a list, then end_list(); after that store() and forget() for each event. An
-    entry that is unchanged in the next list stays, at any position.
+    entry that is unchanged in the next list stays, even if there is no room for others.
     """
 
     def __init__(self, max_value_bytes: int, max_total_bytes: int) -> None:
@@ -90,7 +90,7 @@ class EntryCache:
             self._size -= len(entry.key) + _estimate_bytes(entry.value)
 
     def _has_no_room(self, key: str) -> bool:
-        """Return whether not even this new key may be kept: too many keys, too long, or full."""
+        """Return whether this new key may not be kept even without its value: too many keys, too long, or full."""
         return (
             len(self.entries) >= MAX_KEYS
             or len(key) > MAX_KEY_BYTES
