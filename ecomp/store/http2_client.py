@@ -56,6 +56,8 @@ _EXPECTS_TLS = 'it may expect TLS, with ca_cert, cert_cert and cert_key'
 
 
 class _Http2(H2Connection):
+    """h2's client connection, which sends headers unchecked; `is_ending` is set when the member sends GOAWAY."""
+
     # Closed streams that are remembered, for late frames: h2's own 65,536 let an idle process grow by ten megabytes.
     MAX_CLOSED_STREAMS = 256
 
@@ -93,10 +95,10 @@ class Transport:
 
     @contextmanager
     def reserve(self, deadline: float) -> Iterator[None]:
-        """Reserve the connection for this thread; wait for it until `deadline`.
+        """Reserve the connection for this thread; wait until `deadline` for other threads and for the connection.
 
         An endpoint that accepts no connection gets at most the timeout divided by the number of endpoints. Raises
-        CallFailure: unsent without a connection, else for an OSError or H2Error in the body, which breaks it.
+        CallFailure: unsent if it could not be reserved; else for an OSError or H2Error of the body, which breaks it.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
@@ -108,7 +110,7 @@ class Transport:
             if self._connect_thread.is_alive():
                 raise CallFailure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:
-                self._check_open(deadline)
+                self._notice_end(deadline)
             if self._failed is not None:
                 raise copy(self._failed)  # a copy: the traceback would refer to this frame and so keep the socket open
             yield
@@ -136,7 +138,7 @@ class Transport:
     def receive(self, deadline: float) -> list[Any]:
         """Return the next events and send h2's replies to them; raise OSError or H2Error.
 
-        After `deadline` only events that have arrived already; TimeoutError if there are none.
+        After `deadline` it returns only events that have arrived already; TimeoutError if there are none.
         """
         assert self._socket is not None
         seconds = deadline - time.monotonic()
@@ -205,7 +207,7 @@ class Transport:
         return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
-        """Connect, and await HTTP/2 settings, for two timeouts at most; OSError, H2Error, or ValueError (unusable)."""
+        """Connect and await HTTP/2 settings for two timeouts; raise OSError, H2Error or ValueError (unusable TLS)."""
         deadline = time.monotonic() + 2 * self._config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
@@ -234,8 +236,8 @@ class Transport:
     def _is_secure(self) -> bool:
         return self._config.ca_cert is not None or self._config.cert_cert is not None
 
-    def _check_open(self, deadline: float) -> None:
-        """Mark the connection broken if it has ended since it was last used; no raise."""
+    def _notice_end(self, deadline: float) -> None:
+        """Read what has arrived since the last use; mark the connection broken if it has ended. Never raises."""
         try:
             while self.receive(time.monotonic()):
                 check_deadline(deadline)
@@ -249,7 +251,7 @@ class Stream:
     """One stream of a reserved connection, and its data so far; `headers` include the trailers of the answer."""
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], max_body_bytes: int) -> None:
-        """Queue the headers for the first send(); a `body` above `max_body_bytes` is a CallFailure."""
+        """Queue the headers for the first send(); receive() refuses a `body` above `max_body_bytes`."""
         self._transport = transport
         self._http = transport.http
         self._max_body_bytes = max_body_bytes
@@ -370,10 +372,7 @@ class EtcdMember:
         self._timeout = config.timeout
 
     def call(self, request: Request, timeout_seconds: float) -> Any:
-        """Send the request once and return the answer; raise CallFailure.
-
-        None if a lease's stream ends without an answer. The timeout includes waiting for the connection.
-        """
+        """Send the request once and return its answer (None: a KeepAlive's stream had none); raise CallFailure."""
         deadline = time.monotonic() + timeout_seconds
         path, name = METHODS[type(request)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
@@ -412,8 +411,8 @@ class EtcdMember:
 class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
-    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, after
-    `duration_seconds`; UNAVAILABLE after cancel(), or if the stream breaks or a ping is not answered; or etcd's code.
+    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (as
+    unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
     """
 
     def __init__(
@@ -471,7 +470,7 @@ class WatchStream:
         raise ConnectionError('the member does not answer')
 
     def _receive_until(self, stream: Stream, deadline: float) -> bool:
-        """Process the next events and ask for progress until then; return False after the deadline."""
+        """Process the next events, asking for progress until they arrive; return False after the deadline."""
         while True:
             now = time.monotonic()
             pause_end = deadline if self._progress_seconds is None else min(now + self._progress_seconds, deadline)
@@ -519,6 +518,7 @@ def _take_message(body: bytearray) -> bytes | None:
 
 
 def _check_status(stream: Stream) -> None:
+    """Raise CallFailure unless the headers report success: with etcd's code, or UNAVAILABLE if it sent none."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise CallFailure(UNAVAILABLE, 'its answer is not gRPC')

@@ -31,7 +31,7 @@ _SIGN_BIT = 1 << 63
 class Range(NamedTuple):
     """Read a key (`end` is b''), or all keys from it to before `end` (a zero byte: to the last).
 
-    At most `limit` of them (0: all), at a revision (0: the current one), changed at `min_mod_revision` or later.
+    The answer has at most `limit` keys (0: all) as of `revision` (0: now), written at `min_mod_revision` or later.
     """
 
     key: bytes
@@ -171,7 +171,7 @@ class WatchCreate(NamedTuple):
 
 
 class WatchProgress(NamedTuple):
-    """Ask for the progress of a stream's watches: an answer of no watch, with a revision.
+    """Ask for the progress of a stream's watches. The answer belongs to no watch and has a revision.
 
     etcd answers once it has sent all events up to that revision. Some versions (3.4.23 is one) immediately answer with
     their own revision instead. https://github.com/etcd-io/etcd/issues/15220
@@ -204,7 +204,7 @@ class _Message:
 class _MessageSchema:
     """The fields of a message, and their parsers.
 
-    `fields` is {tag (number and wire type): (name, type, is repeated)}; `defaults` has an empty message's other fields.
+    `fields` is {tag (number and wire type): (name, type, is repeated)}; `defaults` are an empty message's values.
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
@@ -238,7 +238,7 @@ class _Budget:
 
 
 def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
-    """Parse the fields that are used of the message `name`, as attributes.
+    """Parse the message `name` into an object with the fields that are used as attributes.
 
     A missing field has protobuf's default: 0, empty, or an empty message; unknown ones are skipped. An error of
     `on_progress` ends the parsing. Raises ValueError if the answer is malformed or has more than MAX_FIELDS.
@@ -435,13 +435,13 @@ def suggest_remedy(error: CallFailure) -> str:
 
 
 def is_denied(error: CallFailure) -> bool:
-    """Return whether a role forbids it: https://etcd.io/docs/v3.4/op-guide/authentication/."""
+    """Return whether the client's user or role may not do this: https://etcd.io/docs/v3.4/op-guide/authentication/."""
     nobody = error.code == FAILED_PRECONDITION and error.details == _USER_NOT_FOUND
     return nobody or error.code == PERMISSION_DENIED
 
 
 def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
-    """Say whose access to which keys is missing, to follow 'etcd … does not let'.
+    """Return the rest of 'etcd … does not let': whose access to which keys is missing, and a fix.
 
     `certificate` is '' for none; the first MAX_NAMED_KEYS of `about` are named, because etcd does not name the key.
     """
@@ -454,7 +454,7 @@ def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> st
 
 
 def is_transient(error: CallFailure) -> bool:
-    """Return whether etcd did nothing and soon can: it is electing, or its roles just changed."""
+    """Return whether etcd did nothing, but will if asked again soon: it has no leader, or its roles just changed."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
     changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
     return electing or changed
@@ -471,7 +471,7 @@ def is_unsent(error: CallFailure) -> bool:
 
 
 def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
-    """Return whether to try the next endpoint: if unsent; if repeatable, also without an answer."""
+    """Return whether to try the next endpoint: if a repeatable call had no answer, or another was not sent."""
     if not is_repeatable:
         return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
