@@ -1,7 +1,7 @@
 """Presence: a key on a lease, and the thread that renews the lease and watches over the key.
 
 A key is a hint, not a lock: a silent owner may be healthy (RELIABILITY.md 1.7). But each commit of its store compares
-it: an owner that was frozen for longer than its lease writes nothing before it has read whose the key is.
+the key: an owner that was frozen for longer than its lease writes nothing before it has read who owns the key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PresenceLease:
-    """The lease of a process's presences while it has any: a thousand idle ones cost etcd what one does."""
+    """The lease that a process's presences share: a thousand idle presences cost etcd what one does."""
 
     def __init__(self, store: Store, seconds: int) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class PresenceLease:
         self._is_lapsed = False
 
     def ensure_granted(self) -> int:
-        """Return the lease to put a key on, granting one if needed; raise the store's errors."""
+        """Return the lease to put a key on, renewed or granted if needed; raise the store's errors."""
         with self._grant_lock:
             now = time.monotonic()
             if (
@@ -64,7 +64,7 @@ class PresenceLease:
                 self._thread = self._start_thread()
 
     def schedule_check(self, member: Presence, is_urgent: bool = True) -> None:
-        """Check a member's key, if not `is_urgent` with the next renewal; no-op if it has left. From any thread."""
+        """Let the thread check a member's key, now or, unless `is_urgent`, with the next renewal; no-op if it left."""
         with self._lock:
             if member in self._members:
                 self._due[member] = None
@@ -72,9 +72,9 @@ class PresenceLease:
             self._wake_event.set()
 
     def leave(self, member: Presence) -> bool:
-        """Stop watching over a key; return False if it was the last and is deleted with the lease.
+        """Stop watching over a key; return whether the caller has to delete it, as other members need the lease.
 
-        True: the caller deletes it. After the last, waits for the thread. Raises the store's errors; then both expire.
+        The last one waits for the thread and revokes the lease, which deletes the key. Raises the store's errors.
         """
         with self._lock:
             self._members.pop(member, None)
@@ -92,9 +92,9 @@ class PresenceLease:
         return False
 
     def renew_and_check(self, is_renewal_due: bool = True) -> None:
-        """Renew the lease and check the keys that are due; with a renewal one more, in turn.
+        """Renew the lease and check the keys that are due; with `is_renewal_due` one more key, each in turn.
 
-        That one may have changed without an event. Never raises: failed checks are repeated with the next renewal.
+        That key may have changed without an event. Never raises: failed checks are repeated with the next renewal.
         """
         with self._lock:
             due, self._due, members = self._due, {}, list(self._members)
@@ -108,7 +108,7 @@ class PresenceLease:
                 due = dict.fromkeys(members)
             self._renewed_at = start
         except Exception as error:
-            self._defer(dict.fromkeys(members) if self._has_lapsed(members) else due, error)
+            self._defer(dict.fromkeys(members) if self._detect_lapse(members) else due, error)
             return
         self._is_lapsed = False
         if is_renewal_due:
@@ -127,8 +127,8 @@ class PresenceLease:
                 self._due |= dict.fromkeys(pending)
             self._wake_event.set()
 
-    def _has_lapsed(self, members: list[Presence]) -> bool:
-        """Return, and report once, whether the lease expired though etcd answers; a follower logs etcd's loss."""
+    def _detect_lapse(self, members: list[Presence]) -> bool:
+        """Return whether the lease expired though etcd answers; ask etcd and report that to the members once."""
         if time.monotonic() - self._renewed_at <= self._seconds or self._is_lapsed:
             return self._is_lapsed
         with suppress(EcompError):
@@ -143,7 +143,7 @@ class PresenceLease:
         return self._is_lapsed
 
     def _defer(self, members: dict[Presence, None], error: Exception) -> None:
-        """Check these members with the next renewal; log the error unless it is an EcompError."""
+        """Mark these members to be checked with the next renewal; log the error unless it is an EcompError."""
         # The follower logs once that etcd is away. After an unknown outcome the next check reads the key.
         if not isinstance(error, EcompError):
             log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
@@ -185,11 +185,11 @@ class Presence:
     """Holds `key`, on a lease, with a JSON object as its value until stop().
 
     The object has a "token", of which etcd gets the hash, and "boot", the machine's boot id. A key without a lease has
-    no owner. With the same token a restart takes its key over immediately; after a reboot it waits until the old lease
-    expires: one that does not is that of a copy of the state directory.
+    no owner. A process with the same token takes the key over: after a restart immediately, after a reboot when the old
+    lease expires. A lease that does not expire belongs to a copy of the state directory.
 
-    `on_lost` is called when the key has another owner (another token, or ours in a value that is not ours, as a copy
-    puts it), or when its lease expired and cannot be renewed. Once the key is free it is put again in one transaction,
+    `on_lost` is called when the key has another owner (another token, or ours in a value that a copy wrote), or when
+    its lease expired and cannot be renewed. Once the key is free it is put again in one transaction,
     and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
     """
 
@@ -221,7 +221,7 @@ class Presence:
     def check(self) -> None:
         """Raise what start() would, without putting the key; wait as start() does.
 
-        That is Conflict, Denied if the key is not ours (ecomp.model.roles), or another error of the store; not NoSpace.
+        Raises Conflict, Denied if our role may not write the key, or another error of the store, but not NoSpace.
         """
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
@@ -229,7 +229,7 @@ class Presence:
             self._store.commit([Unchanged(self._key, IMPOSSIBLE_REVISION)], [Put(self._key, '')], use_fence=False)
 
     def add_fields(self, **fields: object) -> None:
-        """Add fields to the value: from start() on, or from the next renewal on; from any thread."""
+        """Add or replace fields of the value; after start() the next renewal publishes them. From any thread."""
         value = {**self._value, **fields}
         if value == self._value:
             return
@@ -240,7 +240,7 @@ class Presence:
     def start(self) -> None:
         """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
 
-        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key. Then the key is Store.fence.
+        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key. Store.fence then requires it.
         """
         self._wait_for_earlier_boot()
         self._publish()
@@ -274,7 +274,7 @@ class Presence:
         return not self._stopped.is_set()
 
     def ensure_published(self) -> None:
-        """Put the key again if needed; then `on_back`, if it was lost. Conflict goes to `on_lost`, others pass."""
+        """Put the key if it or our value changed; call `on_back` if it was lost, `on_lost` for a Conflict."""
         try:
             if self._published_value == self._value or not self._update_value():
                 entry = self._read_entry()
@@ -289,7 +289,7 @@ class Presence:
                 self._on_back()
 
     def report_loss(self, reason: str) -> None:
-        """Report once that the key has another owner, or that its lease cannot be renewed."""
+        """Call `on_lost` with the reason, unless it was called since the key was last held."""
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
@@ -307,7 +307,7 @@ class Presence:
         return bool(written)
 
     def _record_revision(self, revision: int, value: dict[str, Any]) -> None:
-        """Let commits compare this revision; those that were refused in flight are sent again."""
+        """Note the key's value and revision, which Store.fence then requires; commits that wait for that go on."""
         self._revision, self._published_value = revision, value
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
@@ -350,8 +350,8 @@ class Presence:
     def _publish(self) -> None:
         """Put the key, free or ours, on the lease, and let the store's commits compare it.
 
-        Raises the store's errors, and Conflict if it has another owner or two tries lost a race. After NoSpace commits
-        that only delete compare the key as it was read.
+        Raises the store's errors, and Conflict if it has another owner or two tries lost a race. After NoSpace, if the
+        key was put before, commits that only delete compare the key as it was read.
         """
         self._store.check_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.

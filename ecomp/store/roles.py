@@ -69,7 +69,7 @@ _TLS_FAILURES = (
 
 
 class Accounts:
-    """An operator's access to etcd's authentication; if enabled, all but is_enabled() needs the role root (Denied)."""
+    """An operator's access to etcd's authentication. If that is on, all but is_enabled() need role root (Denied)."""
 
     def __init__(self, config: EtcdConfig) -> None:
         """Begin to connect; raise UsageError if a certificate cannot be read or is empty."""
@@ -80,7 +80,7 @@ class Accounts:
         self._connection.close()
 
     def is_enabled(self) -> bool:
-        """Return whether it is enabled: before 3.5 etcd reveals that only to an unknown user, so this tries one."""
+        """Return whether it is enabled. This logs in as an unknown user: before 3.5 etcd reveals it to no other."""
 
         def ask(client: Any, limit: float) -> bool:
             try:
@@ -96,8 +96,8 @@ class Accounts:
     def enable(self) -> None:
         """Enable authentication; a user named `root` with the role `root` must exist.
 
-        That user gets a random password. If etcd takes no user from certificates, disable it again and raise
-        UsageError: it would refuse everything. After Unreachable or UnknownOutcome it may be enabled.
+        That user gets a random password. If etcd takes no user from certificates, it would refuse everything: then
+        authentication is disabled again, and UsageError raised. After Unreachable or UnknownOutcome it may be enabled.
         """
         password = secrets.token_urlsafe(32)
         self._change('UserChangePassword', etcdrpc.AuthUserChangePasswordRequest(name=ROOT, password=password))
@@ -159,7 +159,7 @@ class Accounts:
         return self._connection.ask(partial(self._call, name, request), Unreachable)
 
     def _change(self, name: str, request: Any, *metadata: tuple[str, str]) -> None:
-        """Send a request that is not repeated once it may have arrived; raise UnknownOutcome."""
+        """Send a request; without an answer, if it may have arrived, raise UnknownOutcome instead of repeating it."""
         self._connection.ask(partial(self._call, name, request, metadata=metadata), UnknownOutcome)
 
     @staticmethod
@@ -204,6 +204,7 @@ def _translate_failures() -> Iterator[None]:
 
 
 def _make_failure(code: str, details: str) -> CallFailure:
+    """Make a CallFailure; one to connect is marked as unsent, and its reason is in our words where we have some."""
     if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_ADDRESS_ERRORS)):
         return CallFailure(code, details)
     tls_failure = next((tls_failure for sign, tls_failure in _TLS_FAILURES if sign in details), None)
