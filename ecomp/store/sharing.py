@@ -1,7 +1,7 @@
 """Names, groups and quotas, which instances share and only deliveries and removals change (rule 7).
 
-A name belongs to one living instance. A failed one keeps it, on its record's lease, until another instance takes the
-name. Also here: notes of released claims' generations, and finding an instance's keys by its uuid.
+A name belongs to one living instance. A failed instance keeps its name, on its record's lease, until another one takes
+it. Also here: notes of released claims' generations, and finding an instance's keys by its uuid.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_PAUSE_SECONDS = 0.05
 
 
 class Excluded(Exception):
-    """Other instances were faster: of these, only `admitted` may still be placed there."""
+    """A group's rule or a quota now excludes some of the instances; only `admitted` may still be placed there."""
 
     def __init__(self, admitted: Collection[str]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Excluded(Exception):
 
 
 def parse_name_holder(entry: Entry) -> str:
-    """Return the instance that a name's key belongs to; raise Unreadable."""
+    """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
     try:
         return parse_name_owner(entry.value)
     except ValueError as error:
@@ -146,8 +146,8 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
 def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
     """Return the change that charges the project's quota for {instance: resources}.
 
-    Without a quota it only has the condition that there is none. Raises Unreadable, or Excluded, which admits the
-    instances before the first one that does not fit.
+    Without a quota the change only has the condition that there is none. Raises Unreadable, or Excluded, which admits
+    the instances before the first one that does not fit.
     """
     current, unchanged = load_quota(store, project)
     if current is None:
@@ -193,8 +193,8 @@ def write_final_record(
     """Write an instance's final record, on a lease, and release the keys it shared.
 
     `removed_keys` are deleted, too; without `release_shared` the shared keys stay. The lease lasts `lease_seconds`
-    (None: as long as records of this state are kept), and so does the name of an instance in the state error. Returns
-    the new revision; None if a condition does not hold or commit_with_shared() gave up. Raises the store's errors.
+    (None: as long as records of this state are kept), and so does the name of an instance in the state error. The lease
+    of its earlier record in that state is revoked. Returns commit_with_shared()'s result. Raises the store's errors.
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
@@ -242,7 +242,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that adds a living instance to its group, against any rule, if needed; raise Unreadable."""
+    """Return the change that adds an instance to its group, against any rule, if it is no member; raise Unreadable."""
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -332,7 +332,7 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
 
 
 def _write_note(store: Store, generations: Mapping[str, int]) -> None:
-    """Write the note, on a lease of its own, in up to MAX_NOTE_TRIES; raise NoSpace, too."""
+    """Write the note, on a lease of its own, in up to MAX_NOTE_TRIES; raise the store's errors, also NoSpace."""
     lease = store.grant(NOTE_SECONDS)
     by_key: dict[str, dict[str, int]] = {}
     for instance, generation in generations.items():
@@ -350,7 +350,7 @@ def _write_note(store: Store, generations: Mapping[str, int]) -> None:
 def read_highest_released(store: Store, instances: Collection[str]) -> int:
     """Return the highest released generation noted for these instances; 0 if none.
 
-    At most MAX_NOTED_GENERATION. Call it after a claim: the claim is repeated until its generation is higher.
+    It is at most MAX_NOTED_GENERATION. Call this after a claim, and repeat the claim until its generation is higher.
     """
     prefixes = {keys.released_claims_prefix(instance) for instance in instances}
     highest = 0
@@ -378,7 +378,7 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 
 def released_from_json(value: bytes) -> dict[str, int]:
-    """Decode a note as {instance: generation}, less those below 1, cut to MAX_NOTED_GENERATION; {} if not ecomp's."""
+    """Decode a note: {instance: generation}, without those below 1, capped at MAX_NOTED_GENERATION; {} if invalid."""
     generations = load_object_or_empty(value).get('generations')
     entries = generations.items() if isinstance(generations, dict) else ()
     return {name: min(number, MAX_NOTED_GENERATION) for name, number in entries if type(number) is int and number > 0}
@@ -387,8 +387,8 @@ def released_from_json(value: bytes) -> dict[str, int]:
 class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says below which compute an instance's keys are. A single lookup reads those of living computes, 64
-    a transaction, and lists all keys only if none of them has it. With an index many lookups share one listing.
+    Nothing in etcd says below which compute an instance's keys are. A single lookup reads its keys at living computes,
+    64 computes a transaction, and lists all keys only if it has none there. With an index lookups share one listing.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class KeyIndex:
 
 
 def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
-    """Find the instance's keys below any compute, or none. Read queues first: it may leave its queue in between."""
+    """Find the instance's keys below any compute; empty if none. Callers read the queues first: it may leave one."""
     return find_at_living_computes(store, instance) or find_by_listing(store, instance)
 
 
@@ -440,7 +440,7 @@ def has_unfinished_record(store: Store, instance: str) -> bool:
 
 
 def read_index(store: Store) -> KeyIndex:
-    """List the keys of all requests (10,000 take 0.1 s), and of all records when needed."""
+    """List the keys of all requests (10,000 take 0.1 s); those of records when `records` is first read."""
     # Requests before records: an instance that ends in between is seen twice rather than missed.
     return KeyIndex(_list_keys_by_instance(store, keys.HOSTS), partial(_list_keys_by_instance, store, keys.INSTANCES))
 
@@ -455,7 +455,7 @@ def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[s
 
 
 def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
-    """Find the instance's keys in a new listing, or an earlier index; empty if not there. Read queues first."""
+    """Find the instance's keys in a new listing or an earlier index; empty if none. Callers read the queues first."""
     key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
     request_keys = key_index.requests.get(instance, ())
@@ -476,7 +476,7 @@ def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry])
 
 
 def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
-    """Group entries by instance; of several with a request, mark the computes without a claim.
+    """Group entries by instance; if several computes have a request, mark those without a claim.
 
     Only a store with `claims` asks placement for that, and raises its errors.
     """
