@@ -36,7 +36,7 @@ class Hypervisor(Protocol):
         """Return the directory of the base volumes; None if the hypervisor is the fake."""
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of the domains with our mark, any compute's, and all overlays."""
+        """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute."""
 
     def is_running(self, instance: str) -> bool:
         """Return whether a domain of this instance with our owner mark runs."""
@@ -66,7 +66,7 @@ class Hypervisor(Protocol):
         """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our domain as defined; no-op if it runs. Raises BuildFailed('started', …), also if it is gone."""
+        """Start our domain as defined; no-op if it runs. Raises BuildFailed('started', …), also if none exists."""
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our guest if it runs; do not wait until it is off."""

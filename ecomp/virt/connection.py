@@ -115,7 +115,7 @@ class Connection:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
         on_network_change(reason), unless None, reports a network's start or stop: its bridge lost the interfaces.
-        Threads of this module call both, which must not call libvirt; a later call replaces them. From the first call
+        Both run in threads of this module and must not call libvirt; a later watch() replaces them. From the first one
         on, a lost connection is reopened as soon as libvirtd answers, even if nothing uses it. Raises what use() does.
         """
         is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
@@ -136,7 +136,7 @@ class Connection:
                 connection.close()
 
     def _get_connection(self) -> libvirt.virConnect:
-        """Return the connection, or wait for it: Unreachable after OPEN_TIMEOUT seconds; EcompError after close()."""
+        """Return the connection, opened if needed; Unreachable if that fails or is slow; EcompError after close()."""
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'{self._name}: this process has closed the connection')
@@ -161,7 +161,7 @@ class Connection:
         """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""
         opening: Future[libvirt.virConnect] = Future()
         try:
-            _run_event_loop()
+            _start_event_loop()
             threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()
         except RuntimeError as error:
             raise Unreachable(f'{self._name}: cannot start a thread to connect: {error}', self._name) from error
@@ -209,7 +209,7 @@ class Connection:
             self._registration = (connection, number, self._register_network_callback(connection))
 
     def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
-        """Return the callback's number; None if libvirt offers no network events."""
+        """Register for network events; return the callback's number, or None if libvirt offers none."""
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))
@@ -270,8 +270,8 @@ class Connection:
 
 
 @cache
-def _run_event_loop() -> None:
-    """Start libvirt's event loop in this process, before the first open; it cannot be stopped."""
+def _start_event_loop() -> None:
+    """Start libvirt's event loop in a thread, once in a process, before the first open; it cannot be stopped."""
     # By default libvirt prints every error to stderr; we raise them.
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
     libvirt.virEventRegisterDefaultImpl()

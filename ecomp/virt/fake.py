@@ -125,7 +125,7 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our guest, clear its `trouble`, notify; BuildFailed('started', …) without domain or disk; Conflict."""
+        """Start our guest, clear its `trouble`, notify; BuildFailed without domain or disk; Conflict if foreign."""
         with self._lock:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
