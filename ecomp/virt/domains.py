@@ -33,10 +33,7 @@ class GuestAgents:
         self._answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return {MAC: IPv4 address} of the last answer and query again, without waiting.
-
-        {} until a query is answered, or if no thread can start. `macs` are lower-case.
-        """
+        """Return {MAC: IPv4 address} of the last answer, or {}, and query again, without waiting; lower-case `macs`."""
         answer = self._answers.get(instance)
         if answer is not None and not answer.done():
             return {}
@@ -210,7 +207,7 @@ class Domains:
             domain.create()
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our domain as defined; no-op if it runs. Raises as start(); BuildFailed also if it is missing."""
+        """Start our domain as defined; no-op if it runs. Raises what start() does, and BuildFailed if there is none."""
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
             domains = _find_domains(connection, instance)
             for domain in domains:
@@ -221,7 +218,7 @@ class Domains:
                 raise BuildFailed('started', 'its domain is gone')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain, if it runs; Conflict as in start().
+        """Press the power button of our domain, if it runs; Conflict if the domain is not ours.
 
         Waits at most SHUTDOWN_TIMEOUT_SECONDS for QEMU to accept it, not for the guest; a QEMU that is silent or just
         ending is no error. Raises Unreachable if libvirtd does not answer, either.

@@ -44,9 +44,9 @@ def determine_capacity(spec: GuestSpec) -> int:
 def inspect(path: Path) -> BaseImage:
     """Return the format and size of a complete, standalone qcow2 or a bootable raw disk.
 
-    Raises BuildFailed('image', …) for any other file; its reason quotes no byte of the file, which may be secret. The
-    file determines how much time and memory this takes, so inspect untrusted ones in a limited child
-    (agent/images/inspection.py).
+    Raises BuildFailed('image', …) for any other file, without quoting from it, because it may be secret; OSError if the
+    file is removed concurrently. The file determines how much time and memory this takes, so inspect untrusted ones in
+    a limited child (agent/images/inspection.py).
     """
     # Imported late: it takes 110 ms, and is needed only once per image.
     from oslo_utils.imageutils import format_inspector
