@@ -65,7 +65,7 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
-    """Return whether it is a network on a bridge that libvirt made; False on errors."""
+    """Return whether the attachment is a network on a bridge that libvirt made; False on errors."""
     with suppress(EcompError):  # a network without a bridge
         return attachment.kind == 'network' and Networks(connection).find_own_bridge(attachment.name) is not None
     return False
@@ -153,8 +153,7 @@ class Libvirt:
     def prepare(self) -> None:
         """Call check(); make directories, start networks and pool, define filters, if necessary.
 
-        Missing filters, and a /dev/kvm that QEMU cannot open, are only logged. Raises UsageError or Conflict, as
-        check().
+        Missing filters, and a /dev/kvm closed to QEMU, are only logged. Sets `has_filters`. Raises what check() does.
         """
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
@@ -187,7 +186,7 @@ class Libvirt:
         return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
-        """Return a guest's CPU features by libvirt's names; empty if none, or after a logged error but Unreachable."""
+        """Return a guest's CPU features by libvirt's names; empty if none, or on an error (logged); or Unreachable."""
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('reading the CPU of guests') as connection:
@@ -207,7 +206,7 @@ class Libvirt:
         return self._volumes.directory
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of the domains with our mark, any compute's, and all overlays.
+        """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute.
 
         `size` of a domain has DISK_GB, too (0: unreadable); `trouble` has what replug_interfaces() could not repair.
         """
@@ -296,7 +295,7 @@ class Libvirt:
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return {MAC: Address} of the interfaces with an address now: by lease, ARP, then agent.
 
-        Never waits for the agent: a later call returns its answer. What libvirt's DHCP may give counts only if leased.
+        A later call returns the agent's answer. An address that libvirt's DHCP could give counts only with a lease.
         """
         interfaces = self._domains.read_interfaces(instance)
         known_addresses: dict[str, Address] = {}
@@ -356,7 +355,7 @@ class Libvirt:
             networks.set_metadata_address(bridge, present)
 
     def find_bridge(self) -> str | None:
-        """Return the first bridge that libvirt made for our networks, or None; EcompError if one before is missing."""
+        """Return the first of our networks' bridges that libvirt made, or None; EcompError if one before is missing."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
@@ -374,6 +373,7 @@ class Libvirt:
         return self._console_directory / f'{instance}.log'
 
     def _find_qemu_user(self) -> QemuUser:
+        """Return the user QEMU runs as; UsageError if libvirt has no QEMU."""
         capabilities = self._read_capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
@@ -397,13 +397,13 @@ class Filters:
 
     def prepare(self) -> str:
         """Define our filters if libvirt lacks them; return '' or why this host cannot have any."""
-        return self._explain_failure('defining network filters', _define_filters)
+        return self._try_operation('defining network filters', _define_filters)
 
     def explain_missing(self) -> str:
         """Return what prepare() would return, without defining anything."""
-        return self._explain_failure('looking for network filters', lambda connection: connection.listAllNWFilters())
+        return self._try_operation('looking for network filters', lambda connection: connection.listAllNWFilters())
 
-    def _explain_failure(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
+    def _try_operation(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
         """Run `operation`; return '' or why this host cannot have filters. Other errors pass."""
         if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
@@ -503,7 +503,7 @@ def check_reachable(directory: Path, qemu: QemuUser) -> None:
 
 
 def find_blocked_directory(directory: Path, qemu: QemuUser) -> Path | None:
-    """Return the first existing directory on the way that QEMU cannot enter, or None."""
+    """Return the first existing directory on the path to this one that QEMU cannot enter, or None."""
     real = directory.resolve()
     steps = (*reversed(real.parents), real)
     # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
