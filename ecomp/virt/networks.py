@@ -108,6 +108,7 @@ def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
 
 
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
+    """Run `ip -json` and return its entries, without empty ones. Raises EcompError."""
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
     return [entry for entry in json.loads(_run_ip('-json', *arguments) or '[]') if entry]
 
@@ -248,7 +249,7 @@ class Networks:
                 connection.networkLookupByName(attachment.name).create()
 
     def find_own_bridge(self, name: str) -> str | None:
-        """Return the bridge that libvirt made for the network, None if another's; EcompError if it is missing."""
+        """Return the network's bridge, None if libvirt did not make it; EcompError if the network is missing."""
         with self._connection.use(f'reading the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
@@ -268,7 +269,7 @@ class Networks:
         return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can run there ('' unless `has_filters`), and why none gets IPv4, with fixes, or ''."""
+        """Return why no guest can run there ('' unless `has_filters`) and why none gets IPv4, each with a fix or ''."""
         build_problem, address_problem = (
             self._read_dhcp(attachment.name).problems if attachment.kind == 'network' else ('', '')
         )
@@ -291,6 +292,7 @@ class Networks:
 
 
 def _is_ours(reservation: Reservation) -> bool:
+    """Return whether the reservation has an instance's name and a MAC of that instance."""
     return keys.is_uuid(reservation.name) and reservation.mac in list_macs(reservation.name)
 
 
@@ -344,7 +346,7 @@ def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dh
 
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
-    """Change a reservation at `flags`; return False if the definition was changed before."""
+    """Change a reservation at `flags`; return False if another process changed the definition first."""
     with IgnoredErrors(RETRYABLE_ERROR):
         network.update(command, DHCP_HOST_SECTION, -1, xml.make_host_xml(reservation), flags)
         return True
@@ -352,6 +354,7 @@ def _update(network: libvirt.virNetwork, command: int, reservation: Reservation,
 
 
 def _parse_address(address: str | None) -> Iterator[IPv4Address]:
+    """Yield the address; nothing if it is None or malformed."""
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
@@ -399,7 +402,7 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
     """Call notify(reason), in a thread, within milliseconds of a new or renewed lease; return a stop function.
 
-    Also for an unreadable status file, and each file's first change. OSError if the directory cannot be watched.
+    Also calls it for an unreadable status file and each file's first change. OSError if `directory` cannot be watched.
     """
     last_leases: dict[Path, object] = {}
 

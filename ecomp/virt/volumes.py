@@ -108,7 +108,7 @@ class Volumes(_InstanceFiles):
             self._set_up_pool(connection)
 
     def _set_up_pool(self, connection: libvirt.virConnect) -> None:
-        """Do what prepare() says. Raises Conflict as check() does; libvirtError passes."""
+        """Define the pool, start it and its autostart, where necessary. Raises what _find_pool() does."""
         pool = self._find_pool(connection)
         if pool is None:
             pool = connection.storagePoolDefineXML(xml.make_pool_xml(POOL, str(self.directory)))
@@ -119,7 +119,7 @@ class Volumes(_InstanceFiles):
             pool.setAutostart(True)
 
     def _find_pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
-        """Return our pool, or None if libvirt has none. Raises Conflict as check() does."""
+        """Return our pool, or None if libvirt has none; Conflict if it is over another directory, or libvirtError."""
         try:
             pool = connection.storagePoolLookupByName(POOL)
         except libvirt.libvirtError as error:
@@ -180,10 +180,7 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; while the pool is missing or inactive, set it up and retry.
-
-        For about POOL_SETUP_TIMEOUT_SECONDS, because another worker may be setting it up; other libvirt errors pass.
-        """
+        """Run `action` on the pool; while that is missing or inactive, set it up and retry; other errors pass."""
         deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
         while True:
             try:
@@ -242,7 +239,7 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Let libvirt reread the directory; retry for REFRESH_TIMEOUT_SECONDS while a volume is made; libvirtError."""
+    """Let libvirt reread the directory; retry for REFRESH_TIMEOUT_SECONDS while a volume is made; or libvirtError."""
     deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:

@@ -342,7 +342,7 @@ def add_filter_reference(
     mac6: str | None,
     by_dhcp: bool = False,
 ) -> None:
-    """Add the filter to a domain's `<interface>`, by its reserved IPv4 `address` if it has one.
+    """Add a filter to a domain's `<interface>`: by address if it has a reserved `address` or `by_dhcp`, else by MAC.
 
     The filter blocks `blocked_services`. `mac6` is the MAC that may send IPv6, None for none. With `by_dhcp` and no
     reserved address the guest may only send DHCP until libvirt has seen which address it is given.
@@ -380,9 +380,9 @@ class Reservation:
 class Dhcp:
     """The DHCP of a network: it gives out `ranges`, (first, last), except `own_addresses`.
 
-    `lease_seconds` is the duration of a lease in each range, 0 for unlimited. `is_served` False means that the bridge
-    is not libvirt's, `reserved_only` that only MACs with a reservation are served, `has_ipv6` False that the bridge is
-    libvirt's and has no IPv6. `problems`: see Networks.explain_unfit().
+    `lease_seconds` is the duration of a lease in each range, 0 for unlimited. `is_served` is False if the bridge is not
+    libvirt's. With `reserved_only` only MACs with a reservation are served. `has_ipv6` is False only if the bridge is
+    libvirt's and has no IPv6. Networks.explain_unfit() returns the `problems`.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -438,7 +438,7 @@ def read_dhcp(xml: str) -> Dhcp:
 def _explain_unfit(
     root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
 ) -> tuple[str, str]:
-    """Return Dhcp.problems: why no guest can be made there, why none gets IPv4; '' if neither."""
+    """Return Dhcp.problems: why no guest can run there and why none gets IPv4, each with a fix or ''."""
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
@@ -456,7 +456,7 @@ def _explain_unfit(
 
 
 def _parse_lease_seconds(lease: ET.Element | None) -> int:
-    """Return the seconds in a range's `<lease>`, 0: unlimited; without one dnsmasq's hour."""
+    """Return the seconds of a range's `<lease>` (0: unlimited); without `<lease>` an hour, dnsmasq's default."""
     if lease is None:
         return 3600
     return int(lease.get('expiry', '0')) * SECONDS_PER_UNIT[lease.get('unit', 'minutes')]
