@@ -62,7 +62,8 @@ def generate_files() -> dict[Path, str]:
 
 def generate_reference() -> Iterator[tuple[str, str]]:
     """Generate each page of the reference, with its file name."""
-    top = 'Each command prints this with `--help`, too. Data is on stdout, everything else on stderr.'
+    top = 'Look up the arguments, options and exit codes of each command; its `--help` prints the same text. '
+    top += 'Commands print data to stdout, and everything else to stderr.'
     yield 'commands.md', render_markdown('Commands', [top], [*describe_eschedule(), *describe_other_commands()])
     for name, config in CONFIGURATIONS.items():
         yield f'{name}.md', render_markdown(name, *describe_configuration(name, config))
@@ -71,7 +72,8 @@ def generate_reference() -> Iterator[tuple[str, str]]:
     yield 'audit.md', render_markdown('Audit codes', *describe_audit())
     yield 'json.md', render_markdown('What -f json prints', *describe_shapes())
     yield 'exit-codes.md', render_markdown('Exit codes', *describe_exit_codes())
-    yield 'threads.md', render_markdown('Threads of an ecompute', parse_docstring(agent), [])
+    top = 'Look up which thread of an ecompute owns which state, for example in a stack dump or a log.'
+    yield 'threads.md', render_markdown('Threads of an ecompute', [top, *parse_docstring(agent)], [])
     yield 'faults.md', render_markdown('Faults', *describe_faults())
 
 
@@ -80,8 +82,8 @@ def generate_man_pages() -> Iterator[ManPage]:
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
-    means = 'A directory that must contain the configuration, under its usual name. Default: the first file in ./, '
-    means += '~/.config/ecomp/ or /etc/ecomp/. --config overrides both.'
+    means = 'The directory of the configuration file, which must have its usual name. Default: the first such file in '
+    means += './, ~/.config/ecomp/ or /etc/ecomp/. --config overrides both.'
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXIT_CODES.items()])])
     commands = [item for family in load_families().values() for item in family]
@@ -130,27 +132,44 @@ def render_command_names() -> str:
 
 def describe_shapes() -> tuple[list[Block], list[Section]]:
     """Describe the JSON output of every command."""
-    by_shape: dict[str, list[str]] = {}
+    by_object: dict[str, list[str]] = {}
     for name, shape in shapes.SHAPES.items():
-        by_shape.setdefault(repr(shape), []).append(name)
+        by_object.setdefault(repr(_split_shape(shape)[1]), []).append(name)
     sections = [
-        Section(', '.join(f'eschedule {name}' for name in names), list(_describe_fields(shapes.SHAPES[names[0]])))
-        for names in by_shape.values()
+        Section(
+            ', '.join(f'eschedule {name}' for name in names),
+            [_describe_forms(names), _make_field_table(_split_shape(shapes.SHAPES[names[0]])[1])],
+        )
+        for names in by_object.values()
     ]
-    refusal = 'What `create` and `plan` print if there is no room or no quota; the exit code is 3.'
-    return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, *_describe_fields(shapes.REFUSED)])]
+    refusal = 'If no compute has room, or a quota would be exceeded, `create` and `plan` print this and exit with 3:'
+    return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, _make_field_table(shapes.REFUSED)])]
 
 
-def _describe_fields(shape: shapes.Schema) -> Iterator[Block]:
-    """Describe a shape as a whole, and each of its fields."""
-    is_one_or_many = 'anyOf' in shape
-    shape = shape['anyOf'][0] if is_one_or_many else shape
-    introduction = 'For one argument an object, for several an array of these:' if is_one_or_many else 'An object:'
+def _split_shape(shape: shapes.Schema) -> tuple[str, shapes.Schema]:
+    """Return how often a shape's object is printed, in words, and the shape of the object."""
+    if 'anyOf' in shape:
+        return 'an object for one argument, an array of such objects for several', shape['anyOf'][0]
     if shape['type'] == 'array':
-        introduction, shape = 'An array of these:', shape['items']
+        return 'an array of objects', shape['items']
+    return shape['description'] or 'an object', shape
+
+
+def _describe_forms(names: Iterable[str]) -> str:
+    """Describe how many objects commands with the same object print."""
+    by_form: dict[str, list[str]] = {}
+    for name in names:
+        by_form.setdefault(_split_shape(shapes.SHAPES[name])[0], []).append(name)
+    if len(by_form) == 1:
+        [form] = by_form
+        return f'{_capitalize(form)}:'
+    lists = {form: ', '.join(f'`{name}`' for name in each) for form, each in by_form.items()}
+    return ' '.join(f'{_capitalize(form)}: {names}.' for form, names in lists.items())
+
+
+def _make_field_table(shape: shapes.Schema) -> Table:
     rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flatten(shape, '')]
-    yield introduction
-    yield Table(['field', 'type', 'what it is'], rows)
+    return Table(['field', 'type', 'what it is'], rows)
 
 
 def _flatten(shape: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
@@ -224,7 +243,11 @@ def describe_parser(parser: argparse.ArgumentParser) -> Iterator[Section]:
 
 
 def _make_sentence(text: str) -> str:
-    return f'{text[:1].upper()}{text[1:]}.'
+    return f'{_capitalize(text)}.'
+
+
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _render_usage(parser: argparse.ArgumentParser) -> Code:
@@ -319,17 +342,14 @@ VALUES: dict[str, object] = {
 
 def describe_etcd() -> tuple[list[Block], list[Section]]:
     """Describe every key, its writers with roles, and its value."""
-    introduction, key_list, *rest = read_docstring(keys).split('\n\n')
+    _, key_list, *rest = read_docstring(keys).split('\n\n')
+    introduction = 'Look up what each key in etcd contains, and whose certificates may write it.'
     rows = []
     for line in key_list.split('\n'):
         key, meaning = re.split(r' {2,}', line.strip(), maxsplit=1)
         rows.append([f'`{key}`', ', '.join(_list_writers(key)), meaning])
     writers = Table(['key', 'may be written by', 'what it is'], rows)
     top = [introduction, writers, *(part.replace('\n', ' ') for part in rest), *parse_docstring(roles)]
-    top += [
-        f'compute-NAME: {read_docstring(roles.list_compute_permissions)}',
-        f'scheduler-NAME: {read_docstring(roles.list_scheduler_permissions)}',
-    ]
     return top, [Section(title, parse_docstring(module)) for title, module in VALUES.items()]
 
 
@@ -346,7 +366,9 @@ def _covers(grant: roles.Permission, key: str) -> bool:
 
 def describe_records() -> tuple[list[Block], list[Section]]:
     retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.RETENTION_SECONDS.items())
-    return parse_docstring(record), [
+    introduction = 'Look up the states and stages of an instance, and how etcd stores its record. Its fields are those '
+    introduction += 'of [`eschedule show -f json`](json.md#eschedule-list-eschedule-show).'
+    return [introduction, *parse_docstring(record)], [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
         Section('How long a record of a finished instance is kept', [f'{retention}.']),
         *(Section(title, parse_docstring(source)) for title, source in (
@@ -360,15 +382,17 @@ def describe_audit() -> tuple[list[Block], list[Section]]:
     rows = [
         [f'`{code}`', row.meaning, row.fix or '-', row.manual_repair or '-'] for code, row in findings.CODES.items()
     ]
-    head = ['code', 'what it means', 'what `audit --fix` does', 'the fix where it does not repair it']
-    typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
-    return [*parse_docstring(findings.Code), typed, Table(head, rows)], []
+    head = ['code', 'what it means', 'what `audit --fix` does', 'the manual fix']
+    top = 'Look up what a code of `eschedule audit` means, and how to repair what it found. Codes do not change, so '
+    top += 'scripts can depend on them. etcdctl needs [the certificate of an '
+    top += 'operator](../howto/certificates.md#etcdctl-by-hand).'
+    return [top, Table(head, rows)], []
 
 
 def describe_exit_codes() -> tuple[list[Block], list[Section]]:
     """Describe each exit code, and every error with its own."""
     codes = Terms(('code', ''), [(str(code), says) for code, says in EXIT_CODES.items()])
-    return ['The exit codes of all commands.', codes], [Section('Errors', parse_docstring(errors))]
+    return ['Look up why a command failed, by its exit code.', codes], [Section('Errors', parse_docstring(errors))]
 
 
 def describe_faults() -> tuple[list[Block], list[Section]]:
@@ -378,7 +402,7 @@ def describe_faults() -> tuple[list[Block], list[Section]]:
         [f'F{number}', says, str(count[number] or faults.UNTESTED_ROWS[number])] for number, says in faults.ROWS.items()
     ]
     matrix = f'[The matrix]({MATRIX}) has each test, the rules of the protocol, and the failpoints.'
-    says = 'Tests kill, freeze, cut off, fill or wipe every part of a cluster.'
+    says = 'Look up which faults are tested: tests kill, freeze, cut off, fill or wipe every part of a cluster.'
     return [f'{says} {matrix}', Table(['row', 'fault', 'tests'], rows)], []
 
 

@@ -1,7 +1,7 @@
-"""The JSON schema of the output of each command with -f json (and -f yaml).
+"""Parse the output of eschedule: the fields that each command prints with `-f json` or `-f yaml`.
 
-The reference shows the schemas, and the tests validate every command's output against its own. Where a command takes
-several words, its output is an object for one word and an array for several.
+`events` has no `-f yaml`: it prints one JSON object per line. The tests validate the output of every command against
+the schema of that command.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def many(of: Schema, description: str = '') -> Schema:
 
 
 def one_or_many(of: Schema) -> Schema:
-    """Make a schema of one object for one word, an array for several."""
+    """Make a schema of one object for one argument, an array for several."""
     return {'anyOf': [of, many(of)]}
 
 
@@ -59,152 +59,208 @@ def _text(description: str, null: bool = False, **more: Any) -> Schema:
 
 
 UUID = '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
-_INSTANCE = _text('the uuid of the instance', pattern=UUID)
-_COMPUTE = _text("the compute's uuid", pattern=UUID)
-_ON = _text("its host's name, where that is known", null=True)
-_NAME = _text("the instance's name", null=True)
-_STATE = _text('its state', enum=sorted({QUEUED, *STATES}))
-_ADDRESS = _text("its first interface's address", null=True)
+_INSTANCE = _text('uuid of the instance', pattern=UUID)
+_COMPUTE = _text('uuid of the compute', pattern=UUID)
+_ON = _text('host name of the compute; null if unknown', null=True)
+_SAME = _text('same as `host`', null=True)
+_NAME = _text('name of the instance; null if it has none', null=True)
+_STATE = _text('state of the instance', enum=sorted({QUEUED, *STATES}))
+_ADDRESS = _text('address of the first interface; null if none is known', null=True)
 _ERROR = _object(
-    'why nothing came of it: the exit code it means, and the line on stderr', null=True,
-    code=_is('integer', 'an exit code'), said=_text('the line'),
+    'reason of the failure; null without one', null=True,
+    code=_is('integer', 'exit code of this failure'), said=_text('line that stderr reports'),
 )  # fmt: skip
-_AMOUNTS = _map('by resource class', _is('integer'))
+_AMOUNTS = _map('amounts by resource class', _is('integer', 'amount (memory in MiB, disk in GiB)'))
+_POLICY = _text('policy of the group', enum=sorted(POLICIES))
+_STRICT = _is('boolean', 'true: an instance that breaks the policy is refused; false: such computes are tried last')
+
+
+def _single_outcome(**extra_fields: Schema) -> Schema:
+    """Make a schema of the outcome of a command that changes or waits, for one argument."""
+    fields = {
+        'word': _text('argument as typed'),
+        **extra_fields,
+        'said': many(_text('line that stderr reports'), 'what stderr reports about this argument, except `error`'),
+    }
+    return _fields({**fields, 'error': _ERROR})
 
 
 def _outcome(**extra_fields: Schema) -> Schema:
-    """Make a schema of the outcome of each word, for a command that changes or waits."""
-    fields = {
-        'word': _text('what was typed'),
-        **extra_fields,
-        'said': many(_text(''), 'what stderr says of it, line by line'),
-    }
-    return one_or_many(_fields({**fields, 'error': _ERROR}))
+    """Make a schema of the outcomes of a command that accepts several arguments."""
+    return one_or_many(_single_outcome(**extra_fields))
 
 
 _WEIGHED = _object(
-    'how it was chosen', null=True,
-    weigh=_text(f'{", ".join(STRATEGIES)}, or queue'), weight=_is('number', 'its own', null=True),
-    of=_is('integer', 'how many could have taken it'),
+    'how the compute was chosen; null if unknown', null=True,
+    weigh=_text(f'order in which computes were tried: {", ".join(STRATEGIES)}, or queue (a compute took the request)'),
+    weight=_is('number', 'weight of the chosen compute, 1 is the best; null without weights', null=True),
+    of=_is('integer', 'number of computes that had room'),
 )  # fmt: skip
 _INTERFACE = _object(
-    network=_text('a network of libvirt, or a bridge'), mac=_text(''), address=_text('as it is', null=True),
-    source=_text('what said so', null=True), expected=_text('as it is reserved', null=True),
+    network=_text('libvirt network, or bridge'), mac=_text('MAC address'),
+    address=_text('address that the guest uses; null if none is known', null=True),
+    source=_text('where that address was seen: lease, arp or agent; null without address', null=True),
+    expected=_text('address that DHCP reserves for the interface; null if none', null=True),
 )  # fmt: skip
+_STAGE_TIMES = _map('time at which each stage was reached', _text('time, ISO 8601, UTC'))
 _BOOT = _object(
-    number=_is('integer', '1 is the one it was created with'), reason=_text('', enum=list(REASONS)),
-    stages=_map('when it reached each', _text('ISO 8601, UTC')),
+    number=_is('integer', 'number of the boot; the first has 1'),
+    reason=_text('why the guest was started', enum=list(REASONS)), stages=_STAGE_TIMES,
 )  # fmt: skip
 RECORD = _fields({
-    'version': _is('integer', 'of the record'), 'instance': _INSTANCE,
-    'compute': _text("the compute's uuid; '' while it waits in a queue"), 'host': _ON, 'state': _STATE,
-    'image': _text('its URL', null=True), 'resources': _AMOUNTS, 'query': _text('what was asked for', null=True),
-    'user_id': _text('who asked', null=True), 'project_id': _text('whose it is', null=True),
-    'addresses': many(_INTERFACE, 'its interfaces'), 'console': _text("host:file of its console's log", null=True),
-    'stages': _map('when it reached each', _text('ISO 8601, UTC')),
-    'error': _object('why it failed', null=True, stage=_text('where'), reason=_text('why'),
-                  cleaned=_text('what of it is left')),
-    'fault': _text('what is wrong with it now', null=True),
-    'attempts': _is('integer', 'how often building it failed in an unknown way'), 'name': _NAME,
-    'power': _text('the last stop, start or reboot', null=True),
-    'progress': _object('of a stage that takes long', null=True, stage=_text(''), done=_is('integer', 'bytes'),
-                     total=_is('integer', 'bytes', null=True)),
-    'group': _text("its group's name", null=True), 'why': _WEIGHED,
-    'boots': many(_BOOT, 'the last five'),
-    'host_keys': many(_text('type and base64'), 'those of its sshd, by its own word'),
-    'cloud_init': _object('what failed of it, by its own word', stage=_text(''), reason=_text('')),
+    'version': _is('integer', "version of the record's format"), 'instance': _INSTANCE,
+    'compute': _text("uuid of the compute; '' if no compute ever had the instance"), 'host': _ON, 'state': _STATE,
+    'image': _text('URL of the image; null if unknown', null=True), 'resources': _AMOUNTS,
+    'query': _text('query that was requested; null if unknown', null=True),
+    'user_id': _text('user who requested the instance; null if unknown', null=True),
+    'project_id': _text('project that owns the instance; null if unknown', null=True),
+    'addresses': many(_INTERFACE, 'interfaces of the guest'),
+    'console': _text("host and path of the console's log, as host:file; null if there is none", null=True),
+    'stages': _STAGE_TIMES,
+    'error': _object('failure of an instance in state error; else null', null=True,
+                     stage=_text('stage that failed'), reason=_text('why it failed'),
+                     cleaned=_text('what was cleaned up')),
+    'fault': _text('problem of an instance that was active before; null if none', null=True),
+    'attempts': _is('integer', 'number of builds that failed for an unknown reason (not of attempts to place it)'),
+    'name': _NAME,
+    'power': _text('id of the last stop, start or reboot; null before the first', null=True),
+    'progress': _object('progress of a long stage; else null', null=True, stage=_text('stage'),
+                        done=_is('integer', 'bytes done'),
+                        total=_is('integer', 'bytes in all; null if unknown', null=True)),
+    'group': _text('name of its group; null without one', null=True), 'why': _WEIGHED,
+    'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first'),
+    'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent before'),
+    'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
+                          stage=_text('stage of cloud-init'), reason=_text('why it failed')),
 }, may='boots host_keys cloud_init')  # fmt: skip
 _WHY = _object(
-    instance=_INSTANCE, compute=_text("the compute's uuid, '' for none"), host=_ON,
-    query=_text('what it asked for', null=True), why=_WEIGHED,
-    group=_object('the one it is in', null=True, name=_text(''), policy=_text('', enum=sorted(POLICIES)),
-                  strict=_is('boolean'), others=_map('the other members', _text("its compute's uuid, '' for none"))),
+    instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
+    query=_text('query that was requested; null if unknown', null=True), why=_WEIGHED,
+    group=_object('group of the instance; null without one', null=True, name=_text('name of the group'), policy=_POLICY,
+                  strict=_STRICT, others=_map('compute of each other member, by uuid of the instance',
+                                              _text("uuid of the compute; '' if the member is in a queue"))),
     waits=_object(
-        'while it is in a queue', null=True, flavor=_text('whose queue'), since=_text('ISO 8601, UTC', null=True),
-        before=_is('integer', 'how many wait longer there'), taker=_text('the compute that is taking it', null=True),
-        computes=many(_object(compute=_COMPUTE, host=_ON, lacks=_text('what it lacks')), 'that take from queues'),
+        'how the request waits; null if it is in no queue', null=True,
+        flavor=_text('flavor whose queue has the request'),
+        since=_text('time of the request, ISO 8601, UTC; null if unknown', null=True),
+        before=_is('integer', 'number of older requests in this queue'),
+        taker=_text('uuid of the compute that is taking the request; null if none', null=True),
+        claimed_on=_text('uuid of the only compute that may take the request, because it has its claim; null if none',
+                         null=True),
+        computes=many(_object(compute=_COMPUTE, host=_ON, lacks=_text('what the compute lacks for the request')),
+                      'computes that take queued requests'),
     ),
 )  # fmt: skip
 _ROOM = _object(
-    used=_is('integer', 'what is given'), free=_is('integer', 'what can still be given'),
-    capacity=_is('integer', 'what there is'), over=_is('integer', 'how much more is given than there is'),
+    'usage of the class',
+    used=_is('integer', 'amount that is allocated'), free=_is('integer', 'amount that can still be allocated'),
+    capacity=_is('integer', '(total - reserved) × allocation ratio'),
+    over=_is('integer', 'allocated amount beyond the capacity; 0 if none'),
 )  # fmt: skip
 _HOST = _object(
-    compute=_COMPUTE, host=_ON, hostname=_text('the same', null=True),
-    version=_text('of its ecompute, while it is up', null=True), kind=_text('kvm, qemu or fake', null=True),
-    queues=_is('boolean', 'it takes from queues; null: it does not say', null=True),
-    state=_text('', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
-    disabled=_is('boolean', 'an operator has disabled it'), instances=_is('integer', 'how many'),
-    resources=_map('by resource class', _ROOM),
+    compute=_COMPUTE, host=_ON, hostname=_SAME,
+    version=_text('version of its ecompute; null while it is not up', null=True),
+    kind=_text('kind of its guests: kvm, qemu or fake; null while it is not up', null=True),
+    queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
+    state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
+    disabled=_is('boolean', 'whether it is disabled, also while it is not up'),
+    instances=_is('integer', 'number of instances there'), resources=_map('usage by resource class', _ROOM),
 )  # fmt: skip
 _RANKED = _object(
-    compute=_COMPUTE, host=_ON, hostname=_text('the same', null=True),
-    weight=_is('number', 'the largest is tried first', null=True),
-    asked=_AMOUNTS, resources=_map('by resource class', _object(used=_is('integer'), capacity=_is('integer'))),
-    instances=_is('integer', 'how many would be placed there'),
+    compute=_COMPUTE, host=_ON, hostname=_SAME,
+    weight=_is('number', 'weight of the compute, the largest is tried first; null with --weigh random or first',
+               null=True),
+    asked=_map('amounts that one instance requests, by resource class', _is('integer', 'amount')),
+    resources=_map('usage by resource class', _object(
+        'usage of the class', used=_is('integer', 'amount that is allocated'),
+        capacity=_is('integer', '(total - reserved) × allocation ratio'))),
+    instances=_is('integer', 'number of instances that would be placed there'),
 )  # fmt: skip
 _STAGE = _object(
-    stage=_text(''), time=_text('when'), at=_is('number', 'seconds after the first stage'),
-    seconds=_is('number', 'seconds it took', null=True),
+    stage=_text('name of the stage'), time=_text('time at which it was reached'),
+    at=_is('number', 'seconds from the first stage to this one'),
+    seconds=_is('number', 'duration in seconds; null for the first stage', null=True),
 )  # fmt: skip
 _TIMELINE = _object(
-    instances=many(_object(instance=_INSTANCE, state=_STATE, boot=_is('integer', 'its number', null=True),
-                           reason=_text('why it was booted', null=True), stages=many(_STAGE, 'in their order'))),
-    percentiles=_map('by stage', _object(instances=_is('integer', 'how many reached it'), p50=_is('number', 'seconds'),
-                                         p95=_is('number', 'seconds'))),
+    instances=many(_object(instance=_INSTANCE, state=_STATE,
+                           boot=_is('integer', 'number of the boot; null before the first', null=True),
+                           reason=_text('why the guest was started; null before the first boot', null=True),
+                           stages=many(_STAGE, 'reached stages, in order')), 'given instances'),
+    percentiles=_map('durations by stage', _object(
+        'durations of the stage', instances=_is('integer', 'number of instances that reached the stage'),
+        p50=_is('number', 'median in seconds'), p95=_is('number', '95th percentile in seconds'))),
 )  # fmt: skip
 _FLAVOR = _object(
-    name=_text(''), resources=_AMOUNTS, required=many(_text('a trait')), forbidden=many(_text('a trait')),
-    source=_text('where it is kept', enum=['etcd', 'schedule.yaml']),
+    name=_text('name of the flavor'), resources=_AMOUNTS, required=many(_text('trait'), 'traits that are required'),
+    forbidden=many(_text('trait'), 'traits that are forbidden'),
+    source=_text('where the flavor is stored', enum=['etcd', 'schedule.yaml']),
 )  # fmt: skip
 _GROUP = _object(
-    name=_text(''), policy=_text('', enum=sorted(POLICIES)), strict=_is('boolean', 'a condition, not a preference'),
+    name=_text('name of the group'), policy=_POLICY, strict=_STRICT,
     members=many(_object(
-        instance=_INSTANCE, name=_NAME, compute=_text("the compute's uuid; null while it waits", null=True), host=_ON,
-    )),
+        instance=_INSTANCE, name=_NAME,
+        compute=_text('uuid of the compute; null while the member is in a queue', null=True), host=_ON,
+    ), 'members of the group'),
 )  # fmt: skip
-_QUOTA = _object(project=_text('its id'), limits=_AMOUNTS, used=_AMOUNTS)
+_QUOTA = _object(
+    project=_text('id of the project'),
+    limits=_map('limits by resource class, and of `instances`', _is('integer', 'limit')),
+    used=_map('usage by resource class, and of `instances`', _is('integer', 'usage')),
+)  # fmt: skip
 _FINDING = _object(
-    code=_text('see audit.md'), subject=_text('an instance, a compute or a name'),
-    name=_NAME, compute=_text("the compute's uuid, '' for none"), host=_ON, sentence=_text('which plane says what'),
-    fix=_text("what --fix does, '' for nothing"), how=_text("the manual fix, '' where --fix has one"),
+    code=_text('code of the finding (see [audit codes](audit.md))'),
+    subject=_text('instance, compute, name, group or project that it is about'), name=_NAME,
+    compute=_text("uuid of the compute where it was found; '' if none"), host=_ON,
+    sentence=_text('sentence about what placement, etcd and the compute report'),
+    fix=_text("what --fix does; '' if nothing"), how=_text("manual fix; '' if --fix repairs it"),
 )  # fmt: skip
 _EVENT = _object(
-    'a line each', revision=_is('integer', "etcd's"), time=_text('where somebody wrote it down', null=True),
-    kind=_text('', enum=list(KINDS)), instance=_text('its uuid', null=True), name=_NAME,
-    compute=_text("the compute's uuid", null=True), says=_text('what happened'),
+    'one object per line', revision=_is('integer', 'revision of the change in etcd'),
+    time=_text('time of the event; null if etcd has none', null=True),
+    kind=_text('what the event is about', enum=list(KINDS)),
+    instance=_text('uuid of the instance; null without one', null=True), name=_NAME,
+    compute=_text('uuid of the compute; null without one', null=True), says=_text('what happened'),
 )  # fmt: skip
 _CANARY = _object(
-    compute=_COMPUTE, host=_ON, instance=_text('its uuid; null: none was placed there', null=True),
-    name=_text('the same', null=True),
-    reached=_text(f'how far it came, a stage or {ENTERED}; null: none was placed there', null=True),
-    seconds=_is('number', 'how long that took; null: it broke, or was interrupted', null=True),
-    said=_text('why it came no further', null=True),
-    gone=_is('boolean', 'nothing of it is left; null: none was placed there', null=True),
+    compute=_COMPUTE, host=_ON, instance=_text('uuid of the guest; null if none was placed', null=True),
+    name=_text('name of the guest; null if none was placed', null=True),
+    reached=_text(f'last stage of the guest, or {ENTERED} after a login; null if none was placed', null=True),
+    seconds=_is('number', 'seconds until that stage; null after a failure or an interrupt', null=True),
+    said=_text('why the guest came no further, or had no login; else null', null=True),
+    gone=_is('boolean', 'whether the guest was removed completely; null if none was placed', null=True),
 )  # fmt: skip
 _HEALTH = _fields({
-    'findings': many(_object(check=_text('which one'), what=_text('what is wrong'), cure=_text('what mends it'))),
-    'configuration': _text('the file that told where both are', null=True),
-    'etcd': _object('', name=_text(''), version=_text('', null=True)),
-    'placement': _object('', name=_text(''), microversion=_text('its newest', null=True)),
-    'certificates': _map('by file', _text('when it ends', null=True)),
-    'computes': _map('by uuid, those alive', _text('which ecomp')),
-    'canaries': many(_CANARY, 'with --canary: of every compute'),
+    'findings': many(_object(check=_text('name of the check'), what=_text('problem'), cure=_text('fix')), 'problems'),
+    'configuration': _text('file that contains the addresses of etcd and placement; null if there is none', null=True),
+    'etcd': _object('etcd', name=_text('address'), version=_text('version; null if it does not answer', null=True)),
+    'placement': _object('placement', name=_text('address'),
+                         microversion=_text('newest supported microversion; null if it does not answer', null=True)),
+    'certificates': _map('expiry of each certificate, by file', _text('date of expiry; null if unreadable', null=True)),
+    'computes': _map('version of each living compute, by uuid', _text('version of its ecompute')),
+    'canaries': many(_CANARY, 'with --canary: the result on each compute; else absent'),
 }, may='canaries')  # fmt: skip
 _NEW = _fields({
-    'instance': _INSTANCE, 'compute': _COMPUTE, 'host': _ON, 'name': _NAME,
-    'flavor': _text('with --queue: in place of a compute'),
-    'state': _text('with --wait', null=True), 'address': _text('with --wait', null=True), 'error': _ERROR,
+    'instance': _INSTANCE,
+    'compute': _text('uuid of the compute; absent while the request is in a queue', pattern=UUID),
+    'host': _text('host name of the compute; null if unknown, absent like `compute`', null=True), 'name': _NAME,
+    'flavor': _text('flavor whose queue has the request; absent if there is a compute'),
+    'state': _text('last known state, null if none; absent without --wait', null=True),
+    'address': _text('address, null if none is known; absent without --wait', null=True),
+    'error': {**_ERROR, 'description': 'reason why the wait failed, else null; absent without --wait'},
 }, needs='instance name')  # fmt: skip
 _ADDRESSED = _object(
-    instance=_INSTANCE, name=_NAME, state=_STATE, address=_ADDRESS, said=_text('why it has none', null=True)
-)
-_REACHED = {'instance': _text('its uuid', null=True), 'state': _text('once it was waited for', null=True)}
+    instance=_INSTANCE, name=_NAME, state=_STATE, address=_ADDRESS,
+    said=_text('why there is no address, or that the guest is off; else null', null=True),
+)  # fmt: skip
+_FOUND = _text('uuid of the instance; null if it was not found', null=True)
+_REACHED = {'instance': _FOUND, 'state': _text('state at the end of --wait; null without --wait', null=True)}
+_TARGET = _text('uuid of the compute; null if it was not found', null=True)
 REFUSED = _object(
-    refused=_object(reason=_text('in a line'), details=many(_text(''), 'what each compute lacks, and what would fit')),
+    refused=_object('refusal', reason=_text('reason, in one line'),
+                    details=many(_text('line that stderr reports'), 'what each compute lacks, and what would fit')),
 )  # fmt: skip
 
-# By command. `create` and `plan` print REFUSED if there is no room, or no quota (exit code 3).
+# By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
 SHAPES: Mapping[str, Schema] = {
     'create': many(_NEW),
     'plan': many(_RANKED),
@@ -213,29 +269,35 @@ SHAPES: Mapping[str, Schema] = {
     'show': one_or_many(RECORD),
     'why': one_or_many(_WHY),
     'timeline': _TIMELINE,
-    'wait': _outcome(**{**_REACHED, 'state': _text('the last that is known', null=True)}, name=_NAME, address=_ADDRESS),
+    'wait': _outcome(
+        instance=_FOUND, state=_text('last known state; null if none', null=True), name=_NAME, address=_ADDRESS
+    ),
     'events': _EVENT,
     'destroy': _outcome(**_REACHED),
     'stop': _outcome(**_REACHED),
     'start': _outcome(**_REACHED),
     'reboot': _outcome(**_REACHED),
-    'clear': _object(removed=many(_object(instance=_INSTANCE, state=_text('', enum=['gone', 'error'])))),
+    'clear': _object(
+        removed=many(
+            _object(instance=_INSTANCE, state=_text('state of the instance', enum=['gone', 'error'])), 'removed records'
+        )
+    ),
     'flavor list': many(_FLAVOR),
     'flavor show': one_or_many(_FLAVOR),
-    'flavor set': _outcome(),
+    'flavor set': _single_outcome(),
     'flavor delete': _outcome(),
     'group list': many(_GROUP),
     'group show': one_or_many(_GROUP),
     'quota list': many(_QUOTA),
     'quota show': one_or_many(_QUOTA),
-    'quota set': _outcome(),
+    'quota set': _single_outcome(),
     'hosts': many(_HOST),
     'host list': many(_HOST),
     'host show': one_or_many(_HOST),
-    'host disable': _outcome(compute=_text("the compute's uuid", null=True)),
-    'host drain': _outcome(compute=_text("the compute's uuid", null=True)),
-    'host enable': _outcome(compute=_text("the compute's uuid", null=True)),
-    'host forget': _outcome(compute=_text("the compute's uuid", null=True)),
+    'host disable': _single_outcome(compute=_TARGET),
+    'host drain': _single_outcome(compute=_TARGET),
+    'host enable': _single_outcome(compute=_TARGET),
+    'host forget': _outcome(compute=_TARGET),
     'audit': many(_FINDING),
     'doctor': _HEALTH,
 }
