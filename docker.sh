@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # docker.sh: etcd, PostgreSQL and placement in Docker containers
 #
-#   ./docker.sh [up]     start what does not run, and wait until all servers answer
+#   ./docker.sh [up]     start the containers that do not run, and wait until all servers answer
 #   ./docker.sh down     stop and remove the containers and their network; the data stays
 #   ./docker.sh --help   print this text
 #
@@ -11,17 +11,17 @@
 #
 # Settings are environment variables:
 #
-#   BIND_ADDRESS        127.0.0.1     the address that both listen on. With one that other machines reach (0.0.0.0,
-#                                     or this machine's address on a network), also past ufw, certificates
-#                                     are required
+#   BIND_ADDRESS        127.0.0.1     the address that both listen on. If other machines reach it (0.0.0.0, or
+#                                     this machine's address on a network), certificates are required. ufw
+#                                     does not protect ports that Docker publishes
 #   CERTS               (unset)       the directory of `elab certs`. Default: ./certs if other machines reach
-#                                     them, else none. It is made if it is missing and BIND_ADDRESS is one
-#                                     address. With it both servers require a client certificate, and
-#                                     placement its token; they use replaced files without a restart. Without
-#                                     it, on localhost, every user of this machine can do everything, and
-#                                     Docker before 28 needs root, for iptables rules that keep guests out,
-#                                     and another run after each boot
-#   INSECURE            (unset)       1: require no certificates, so that all who reach them can do everything
+#                                     the servers, else none. It is created if it is missing and BIND_ADDRESS
+#                                     is one address. With it, etcd and placement require a client
+#                                     certificate, and placement also its token; they use replaced files
+#                                     without a restart. Without it, every user of this machine can do
+#                                     everything; Docker before 28 then needs root, for iptables rules that
+#                                     keep guests out, and ./docker.sh has to run again after each boot
+#   INSECURE            (unset)       1: require no certificates; all who reach the servers can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
 #   PLACEMENT_WORKERS   one a core    gunicorn processes, about 75 MB each
@@ -31,7 +31,7 @@
 #   PLACEMENT_BUILD_CA  (unset)       a file of CA certificates (PEM) that pip trusts while it builds the
 #                                     placement image, if a proxy decrypts TLS. It is not part of the image
 #   ETCD_IMAGE          quay.io/coreos/etcd:v3.6.14
-#   POSTGRES_IMAGE      postgres:17   also 16; 18 keeps its data elsewhere. It must match the version of the data
+#   POSTGRES_IMAGE      postgres:17   or 16, the version of the existing data; not 18, whose data directory differs
 #   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13. Each of
 #                                     the three images can have a digest, as NAME@sha256:...
 #

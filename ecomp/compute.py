@@ -91,10 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; its parse_args() raises UsageError."""
-    about = 'Build and run the requested VMs on this machine until a signal. Logs to stderr; needs root.'
+    about = (
+        'Build and run the requested VMs on this machine, until a signal; the VMs then keep running. Logs to stderr; '
+        'needs root.'
+    )
     command = Parser('ecompute', description=about)
     config_help = (
-        'configuration file. Default: that of $ECOMP_CONFIG, else the first compute.yaml in ./, ~/.config/ecomp/ and '
+        'configuration file. Default: compute.yaml in $ECOMP_CONFIG, else the first in ./, ~/.config/ecomp/ or '
         '/etc/ecomp/'
     )
     command.add_argument('--config', metavar='FILE', help=config_help)
@@ -106,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_parse_count,
         help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
     )
-    accept_help = 'accept an etcd that was wiped, restored or replaced: first publish the instances of this host again'
+    accept_help = 'accept an etcd that was wiped, restored or replaced; first write the instances of this host to it'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
     command.add_argument('--check', action='store_true', help=check_help)

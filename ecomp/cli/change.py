@@ -153,14 +153,14 @@ def wait_and_report(
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
             'Remove an instance permanently: its domain, its DISK with all data on it, and its claim in placement. '
-            '(`virsh destroy` only switches a guest off; here that is `eschedule stop`.) The command returns once the '
-            'destroy is accepted. The compute then carries it out, or does so once it is up again. For an instance in '
-            'error, the record is removed.',
+            '(`virsh destroy` only switches a guest off; that is `eschedule stop` here.) The command returns once the '
+            'destroy is accepted. The compute carries it out immediately or, if it is down, once it is up again. Of '
+            'an instance in error only the record is left, which the command removes.',
             parse_instances, _destroy, {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule destroy web1 --wait'),
     Command('stop', 'stop <id>…', 'shut a guest down; nothing is removed',
             'Ask the guest to shut down, and switch it off if it still runs after 60 seconds. Its disk, its address '
-            'and its claim stay, and `eschedule start` starts it again.',
+            'and its claim are kept, and `eschedule start` starts it again.',
             parse_instances, _change_power, {**make_wait_options('every guest is off'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule stop web1 --wait'),
     Command('start', 'start <id>…', 'start a guest that is off',
@@ -172,8 +172,8 @@ COMMANDS: Sequence[Command] = (
             parse_instances, _change_power, {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule reboot web1'),
     Command('clear', 'clear', 'remove the records of gone and failed instances',
-            'Remove the records of all instances that are gone or in error. They otherwise stay for a day (gone) or a '
-            'week (error). The names of instances in error become free. Nothing but these records remains of such an '
-            'instance, so neither --uuid nor `eschedule <id>` can report afterwards what became of it.',
+            'Remove the records of all instances that are gone or in error. Otherwise they are kept for a day (gone) '
+            'or a week (error). The names of instances in error become free. These records are all that is left of '
+            'such instances: afterwards neither --uuid nor `eschedule <id>` can report what became of them.',
             parse_nothing, _clear, DOCUMENT_OPTIONS, example='eschedule clear'),
 )

@@ -34,7 +34,7 @@ EXIT_CODES = {
     3: 'no capacity or quota',
     4: 'not found',
     5: 'already exists, or conflicts with a concurrent change',
-    6: 'timed out, or Ctrl-C ended the wait; the operation continues',
+    6: 'not finished yet, timed out or interrupted; the operation continues',
     7: 'etcd or placement cannot be reached',
     8: 'the audit or the doctor reports findings',
 }
@@ -291,7 +291,7 @@ LISTING_OPTIONS = select_options('format columns no_header sort wide')
 
 def make_wait_options(condition: str) -> dict[str, str]:
     """Return the options --wait, whose help is "return once `condition`", and --timeout."""
-    return {'wait': f'return once {condition}. Default: as soon as the request is accepted', 'timeout': ''}
+    return {'wait': f'return once {condition}. Default: return once the request is accepted', 'timeout': ''}
 
 
 class Outcomes:

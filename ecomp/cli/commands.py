@@ -95,8 +95,8 @@ def load_families() -> dict[str, list[Command]]:
 
 
 PLACEHOLDER_MEANINGS = {
-    '<id>': f'<id> is an instance: its name, its uuid, or at least {MIN_PREFIX_DIGITS} digits of its uuid.',
-    '<host>': f'<host> is a compute: its host name, its uuid, or at least {MIN_PREFIX_DIGITS} digits of its uuid.',
+    '<id>': f'<id> is an instance: its name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or more.',
+    '<host>': f'<host> is a compute: its name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or more.',
 }
 HELP_WIDTH = 80
 # Columns before an option's help text; after a longer option the text begins on the next line.
@@ -281,13 +281,13 @@ def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
 _ROWS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'describe a command, or list all',
             'Describe a command: what it does, its options and its exit codes, as its --help does. Default: list all '
-            'commands. It contacts no server and reads no configuration.',
+            'commands. The command contacts no server and reads no configuration.',
             _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
-            'Print a script with which bash, zsh or fish completes command lines of eschedule at a TAB: commands, '
-            'options and, queried at each TAB, names and uuids of instances, hosts, flavors, groups and projects. '
-            'bash: eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion '
-            'bash) in ~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
-            'completion fish >~/.config/fish/completions/eschedule.fish.',
+            'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and names and '
+            'uuids of instances, hosts, flavors, groups and projects, which are queried at each TAB. bash: eschedule '
+            'completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in ~/.bashrc. '
+            'zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule completion fish '
+            '>~/.config/fish/completions/eschedule.fish.',
             _parse_shell, _print_completion, needs_config=False, example='eschedule completion bash'),
 )

@@ -542,34 +542,35 @@ def _check_queue(words: Sequence[str], options: Options) -> None:
 
 
 _TIMEOUT_HELP = (
-    'wait at most this long after the instance is placed or queued, then exit 6; the operation continues. '
+    'wait at most this long after the instance was placed or queued, then exit with 6; the operation continues. '
     f'Default: {DEFAULT_WAIT_SECONDS:.0f}'
 )
 # Options of create that `plan` accepts and ignores, so that the same command line works.
 _IGNORED_OPTIONS = {
     **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'ignored by `plan`'),
-    'wait': 'ignored by `plan`, with and without =STAGE',
+    'wait': 'ignored by `plan`, with or without =STAGE',
 }
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
-            'Place a new instance on a compute that has room for it. The word `create` before the query is optional. '
-            'The quoted query is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, '
-            'memory in MiB), optionally with &required=TRAIT and other parameters of placement. IMAGE_URL is the disk '
-            'image, http:// or https://; with #sha256=DIGITS at its end, other bytes are refused. Default: the image '
-            "of schedule.yaml. The command prints NOTIFIED TARGET, the compute's uuid, OF INSTANCE and the instance's "
-            'uuid, once the request is delivered to the compute. If no compute has room, it prints NO ALLOCATIONS '
-            'LEFT, and on stderr what each compute lacks.',
+    Command(CREATE, "['resources=…'] [IMAGE_URL]", 'place a new instance, or several with --count',
+            'Place a new instance on a compute that has room for it. The command name `create` is optional. The '
+            'query, in quotes, is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in '
+            'GiB, memory in MiB), optionally with &required=TRAIT and other parameters of placement. Without a query, '
+            '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image; if it ends with '
+            '#sha256=DIGITS, an image with another digest is refused. Default: the image of schedule.yaml. Once the '
+            'request is delivered, the command prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both '
+            'uuids. If no compute has room, it prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
                      'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
-    Command('plan', "plan 'resources=…'", 'show the computes to be tried; claim nothing',
-            'Show what the same command without `plan` would do now: which computes it would try, in which order and '
-            'why, and how many instances each would get. Nothing is claimed or written.',
+    Command('plan', "plan ['resources=…']", 'show the computes to be tried; claim nothing',
+            'Show what `eschedule create` with the same arguments would do now: which computes it would try, in which '
+            'order and why, and how many instances each compute would get. Nothing is claimed or written.',
             parse_planned_query, _plan,
-            {**select_options('size min flavor weigh on project group policy strictness'), **_IGNORED_OPTIONS,
-             **LISTING_OPTIONS}, (3, 4, 5), check=_check_options,
+            {**select_options('min flavor weigh on project policy strictness'), **_IGNORED_OPTIONS, **LISTING_OPTIONS,
+             'size': f'plan for N instances, 1 to {MAX_SET_SIZE} (with --name 1 to {MAX_NAMED_SET_SIZE}). Default: 1',
+             'group': 'plan for new members of this group'}, (3, 4, 5), check=_check_options,
             example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

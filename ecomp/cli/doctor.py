@@ -9,7 +9,7 @@ from ecomp.cli.options import DEFAULT_WAIT_SECONDS, Options, find_given_fields, 
 from ecomp.errors import EcompError, UsageError
 from ecomp.model.canary import DEFAULT_QUERY, Canary, diagnose_canaries
 from ecomp.model.record import QUEUED, STAGES
-from ecomp.model.text import make_printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 from ecomp.version import read_version
 
 
@@ -68,25 +68,26 @@ def _diagnose(ctx: Context) -> int:
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('doctor', "doctor ['resources=…'] [URL]", 'find problems of the cluster and their fixes',
-            'Check etcd, placement, the clocks, our certificates and the computes, and print each problem on a line: '
-            'the check that found it, a sentence, and the fix. stderr names the servers, their versions, and the '
-            'configuration file with their addresses. For a hypervisor, run `ecompute --check` on it. '
-            'With -f json the output is one document with the findings. '
-            'With --canary a small guest is booted, logged in to and destroyed on every compute that is up, all '
-            f'concurrently. Its query is that of the command or --flavor, by default {DEFAULT_QUERY}; its image is '
-            'URL, by default that of schedule.yaml. With an ssh key the guest has to report that it is ready, and the '
-            'login trusts only the host keys that it reported; otherwise it has to get an address. stderr reports '
-            'the last stage of each guest and why it did not reach the next one, also for computes that are not up or '
-            'have no room; those are not findings. Every guest is destroyed at the end, also after Ctrl-C; a finding '
-            'names each guest that could not be destroyed, with the command that destroys it.',
+            'Check etcd, placement, the clocks, your certificates and the computes. Each problem is one line: the '
+            'check that found it, a sentence, and the fix. stderr names the servers, their versions, and the '
+            'configuration file with their addresses. To check a host itself, run `ecompute --check` there. With -f '
+            'json the output is one document with the findings. With --canary a small guest is booted, logged in to '
+            'and destroyed on every compute that is up, on all of them concurrently. Its query is the one given, or '
+            f'that of --flavor; default: {DEFAULT_QUERY}. Its image is URL; default: the image of schedule.yaml. With '
+            'an ssh key the guest must report that it is ready, and the login trusts only the host keys that it '
+            'reported. Without one, the guest only has to get an address. stderr reports the last stage of each '
+            'guest, and why it did not reach the next one. It also lists computes that are not up or have no room; '
+            'those are not findings. Every guest is destroyed at the end, also after Ctrl-C. If a guest cannot be '
+            'destroyed, a finding names it and the command that destroys it.',
             parse_optional_query_and_image, _diagnose,
             {**DOCUMENT_OPTIONS, **select_options('canary flavor identity'),
-             'on': 'with --canary: test only this compute: its host name, its uuid, or the beginning of its uuid',
-             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; repeatable. '
+             'on': 'with --canary: test only this compute: its host name, uuid, or the first digits of its uuid, '
+                   f'{MIN_PREFIX_DIGITS} or more',
+             'ssh_key': 'with --canary: file of OpenSSH public keys that may log in; repeatable. '
                         'Default: ssh_keys of schedule.yaml',
-             'stage': f'with --canary: the stage that a guest has to reach: {", ".join(STAGES)}. Default: ready with '
+             'stage': f'with --canary: stage that a guest must reach: {", ".join(STAGES)}. Default: ready with '
                       'an ssh key, else addressed',
-             'timeout': 'with --canary: how long a guest may take to reach that stage, and again to be gone. Default: '
-                        f'{DEFAULT_WAIT_SECONDS:.0f}'},
+             'timeout': 'with --canary: time for a guest to reach that stage and, separately, to be destroyed. '
+                        f'Default: {DEFAULT_WAIT_SECONDS:.0f}'},
             (4, 5, 8), check=_check_options, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

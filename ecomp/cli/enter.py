@@ -302,24 +302,24 @@ def _decode_line(line: bytes) -> str:
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
-            'Run ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly if it is on a '
-            "bridge. Default of USER: ssh_user of schedule.yaml. Only the host keys that the guest itself reported "
-            "when its cloud-init had finished are trusted. A CMD of one word is a command line for the guest's shell; "
-            'several words reach the guest unchanged. The exit code is that of ssh.',
+            'Log in to a guest with ssh: through its host, as `reach` in schedule.yaml describes, or directly if the '
+            'guest is on a bridge. Default of USER: ssh_user of schedule.yaml. ssh trusts only the host keys that the '
+            "guest reported once its cloud-init had finished. A CMD of one word is a command line for the guest's "
+            'shell; several words reach the guest unchanged. Once ssh runs, the exit code is that of ssh; before '
+            'that, it is one of those below.',
             parse_instance_and_command, _run_ssh, select_options('accept_new identity'), (4, 5, 6),
             example='eschedule ssh web1 -- uptime'),
     Command('ssh-config', 'ssh-config [<id>…]', 'print entries for ~/.ssh/config',
-            'Print entries for ~/.ssh/config, with which ssh, scp and rsync reach guests as `eschedule ssh` does. '
+            'Print entries for ~/.ssh/config. With them, ssh, scp and rsync reach guests as `eschedule ssh` does. '
             'Default: entries for all guests that run and have reported their host keys.',
             parse_any_instances, _print_ssh_config, exit_codes=(4, 5, 6), example='eschedule ssh-config web1 web2'),
     Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
-            "Run `virsh console` for the guest, on the host that `reach` of schedule.yaml reaches. The guest's "
+            "Open `virsh console` of the guest, on its host, as `reach` in schedule.yaml describes. The guest's "
             'output goes to the terminal unfiltered. ^] leaves the console.',
             parse_one_instance, _open_console, exit_codes=(4, 5, 6), example='eschedule console web1'),
     Command('log', 'log <id>', "print the output of a guest's console",
-            "Print the output of a guest's serial console, also while it boots: the file on its host, reached by "
-            '`reach` of schedule.yaml, and the earlier files that virtlogd keeps. Colours and cursor movements are '
-            'left out.',
+            "Print the output of a guest's serial console, also while it boots: the log file on its host (see `reach` "
+            'in schedule.yaml), and the older files that virtlogd keeps. Colours and cursor movements are left out.',
             parse_one_instance, _print_log, select_options('follow lines'), (4,),
             example='eschedule log web1 -f -n 20'),
 )

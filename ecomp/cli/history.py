@@ -433,15 +433,16 @@ class EventFormatter:
         return make_printable(f'{time_text} {subject}: {event.says}' if subject else f'{time_text} {event.says}')
 
 
-_FORMAT_HELP = 'table, or json: one JSON object a line. Default: table'
+_FORMAT_HELP = 'output format: table, or json (one JSON object per line). Default: table'
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
-            'Print what happened, oldest first, one event a line: to all instances, computes, queues, names, groups, '
-            'quotas and flavors, or only to the given instances. etcd keeps the events of an hour or two, depending '
-            'on its --auto-compaction-retention; stderr names the first revision. A time with a ~ is that of the '
-            'previous line, because etcd stores no times. With -f json each line is one JSON object with its revision.',
+            'Print what happened to all instances, computes, queues, names, groups, quotas and flavors, or only to '
+            'the given instances: one event per line, the oldest first. etcd keeps the events of the last hour or '
+            'two, depending on its --auto-compaction-retention; stderr prints the oldest revision that etcd still '
+            'has. etcd stores no times: if an event contains none, it gets the time of the line before, and a ~. With '
+            '-f json each line is one JSON object with its revision.',
             parse_any_instances, _print_events,
             {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),

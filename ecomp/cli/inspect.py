@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 FILTERS = {
     **select_options('all state host'),
     'watch': 'redraw the table after each change, until Ctrl-C (exit 0)',
-    'name': 'list only instances with this name; in quotes, * stands for any text and ? for any character',
+    'name': 'list only instances whose name matches this quoted pattern: * is any text, ? any one character',
     'group': 'list only the members of this group',
     'project': 'list only instances of this project',
 }
@@ -391,13 +391,14 @@ def _record_to_dict(record: Record, known_computes: Computes) -> dict[str, objec
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command(QUERY, '<id>', "print the instance's address",
-            "Print the address of an instance's first interface. If it has none yet, stdout stays empty, stderr says "
-            'what the instance waits for, and the exit code is 6; if it failed, stderr says why (exit 1). A stopped '
-            'instance keeps its address: it is printed, and stderr says that the guest is off.',
+            "Print the address of an instance's first interface. If it has none yet, stdout stays empty, stderr "
+            'reports what the instance waits for, and the exit code is 6. If the instance failed, stderr reports why, '
+            'and the exit code is 1. A stopped instance keeps its address: the address is printed, and stderr reports '
+            'that the guest is off.',
             parse_bare_instance, _print_address, DOCUMENT_OPTIONS, (4, 5, 6), example='eschedule web1'),
     Command('list', 'list', 'list all instances',
-            'List all instances, one a line, in the order in which they were requested: uuid, name, state, address, '
-            'compute and time of the request. Instances that wait in a queue are included.',
+            'List all instances, one per line, in the order of their requests: uuid, name, state, address, compute '
+            'and time of the request. Instances that wait in a queue are included.',
             parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list'),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
@@ -405,22 +406,24 @@ COMMANDS: Sequence[Command] = (
             parse_instances, _show, select_options('format columns no_header wide'), (4, 5),
             example='eschedule show web1 -f json'),
     Command('why', 'why <id>…', 'explain why an instance is on its compute',
-            'Explain why an instance is on its compute: what it requested, how many computes could have taken it, in '
-            'which order they were tried, and where the other members of its group are. For an instance in a queue: '
-            'since when it has waited, behind how many others, and what each compute that takes queued requests lacks.',
+            'Explain why an instance is on its compute: what was requested, how many computes had room, in which '
+            'order they were tried, and where the other members of its group are. For an instance in a queue: since '
+            'when it has waited, how many requests are before it, and what each compute that takes queued requests '
+            'lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
     Command('timeline', 'timeline <id>…', 'show how long each stage of a boot took',
-            'Draw how long each stage of an instance took, in seconds, as bars on one scale, for the last boot or the '
-            'boot of --boot. Boots after the first have only the stages started, addressed and ready. For several '
-            'instances, also print the median (p50) and the 95th percentile of each stage. The first two stages are '
-            "timed by the clock of the machine that requested the instance, the others by the compute's.",
+            'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot, or for the boot '
+            'of --boot. Boots after the first have only the stages started, addressed and ready. For several '
+            'instances, also print the median (p50) and the 95th percentile of each stage. The times of the first two '
+            'stages come from the clock of the machine that ran eschedule, all others from the clock of the compute.',
             parse_instances, _print_timeline, select_options('boot format wide'), (4, 5),
             example='eschedule timeline web1 web2'),
     Command('wait', 'wait <id>…', 'wait until an instance has its address',
-            'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
-            'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for the '
-            'stage of its next boot. A line on the terminal shows what the instance waits for. The wait ends early if '
-            'the stage cannot be reached: exit 1 if the instance failed, 4 if it is being destroyed.',
+            'Wait until each instance has its address, and print the address. With --for, wait for another stage. '
+            'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '
+            'the stage of its next boot. A line on the terminal shows what the instance waits for. If the stage can '
+            'no longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
+            'destroyed.',
             parse_instances, _wait, select_options('stage timeout format'), (4, 5, 6),
             example='eschedule wait web1 --for ready --timeout 120'),
 )

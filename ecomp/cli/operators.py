@@ -229,10 +229,11 @@ def _host_to_dict(host: Host) -> dict[str, object]:
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('hosts', 'hosts', 'list all computes: state, instances, use',
-            'List all computes, one a line: uuid, host name, state, number of instances, and the use and capacity of '
-            'each resource class (memory in MiB, disk in GiB); for a compute that is up also the version of its '
-            'ecompute and the kind of its guests (kvm, qemu, fake). The state is `closed` if its ecompute was stopped, '
-            'and `disabled` if no new instances are placed there.',
+            'List all computes, one per line: uuid, host name, state, number of instances, and the use and capacity '
+            'of each resource class (memory in MiB, disk in GiB); for a compute that is up, also the version of its '
+            'ecompute and the kind of its guests (kvm, qemu, fake). The state is `up`, `disabled` (up, but gets no '
+            'new instances), `closed` (its ecompute was stopped), `silent` (its ecompute died or cannot reach etcd) '
+            'or `orphaned` (only its provider in placement is left).',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
     Command('host list', 'host list', 'list all computes, as hosts does',
             'List all computes, as `eschedule hosts` does.',
@@ -242,28 +243,28 @@ COMMANDS: Sequence[Command] = (
             'With -f json: only the computes, as `eschedule hosts -f json` prints them.',
             parse_computes, _show_hosts, LISTING_OPTIONS, (4, 5), example='eschedule host show hv1'),
     Command('host disable', 'host disable <host>', 'place no new instances on a compute',
-            'Place no new instances on a compute; those that run there continue.',
+            'Place no new instances on a compute; existing instances keep running.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>', 'disable a compute and list its instances',
-            'Place no new instances on a compute, and list those that are there. Nothing is destroyed or moved: '
-            'the owners of the instances do that.',
+            'Place no new instances on a compute, and list the instances there. Nothing is destroyed or moved: the '
+            'owners of the instances do that.',
             parse_compute, _change_host_status,
-            {**make_wait_options('no instance is on the host or requested there'), **DOCUMENT_OPTIONS},
+            {**make_wait_options('no instance is on the compute or requested there'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>', 'place new instances on a compute again',
             'Place new instances on a compute again.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host enable hv1'),
     Command('host forget', 'host forget <host>…', 'remove a compute that never comes back',
-            'Remove a compute that never comes back: its resource provider in placement, claims without a request, the '
-            'keys of instances whose destroy was accepted, and its host name. The command is refused while the compute '
-            'is alive, and while it has instances: destroy those first. It is also refused while the compute holds '
-            'claims or a request waits in a queue, because guests may be running there; --fenced overrides that. If '
-            'the command is interrupted, the same command continues.',
+            'Remove a compute that never comes back: its resource provider in placement, claims without a request, '
+            'the keys of instances whose destroy was accepted, and its host name. The command is refused while the '
+            'compute is alive, and while it has instances: destroy those first. Without --fenced, it is also refused '
+            'if placement has claims on the compute, or if any request waits in a queue, because guests may still run '
+            'there. If the command is interrupted, repeat it: it continues.',
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
-            'Compare what etcd, placement and every compute report, and print where they disagree: a code, the '
-            'subject and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr '
-            'prints the fix of each finding.',
+            'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
+            'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '
+            'fix of each finding.',
             parse_nothing, _audit, {'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

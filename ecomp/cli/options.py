@@ -246,8 +246,8 @@ class Options(NamedTuple):
         _make_option(
             '--uuid',
             'UUID',
-            'uuid of the new instance or, with --count, of the set. The same command with the same uuid '
-            'creates nothing twice: it continues, or reports the result. Default: a random uuid',
+            'uuid of the new instance or, with --count, of the set. If you repeat a command with its uuid, it '
+            'creates no second instance: it continues, or reports the result. Default: a random uuid',
             parse=parse_uuid,
         ),
     ] = None
@@ -256,8 +256,8 @@ class Options(NamedTuple):
         _make_option(
             '--name',
             'NAME',
-            'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. It is '
-            'unique among living instances, and accepted wherever the uuid is. Default: no name',
+            'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
+            'other existing instance can have it. Commands accept it instead of the uuid. Default: no name',
         ),
     ] = None
     ssh_key: Annotated[
@@ -284,8 +284,8 @@ class Options(NamedTuple):
         _make_option(
             '--count',
             'N',
-            f'create N instances, 1 to {MAX_SET_SIZE} (with --name 1 to {MAX_NAMED_SET_SIZE}, called NAME-1, '
-            'NAME-2, …): all of them or none. Default: 1',
+            f'create N instances, 1 to {MAX_SET_SIZE}: all of them or none. With --name, N is 1 to '
+            f'{MAX_NAMED_SET_SIZE}, and they are named NAME-1, NAME-2, … Default: 1',
             parse=int,
         ),
     ] = None
@@ -303,8 +303,8 @@ class Options(NamedTuple):
         _make_option(
             '--flavor',
             'NAME',
-            "request what this flavor requests. The amounts of a query replace those of the flavor; the query's "
-            'other conditions are added',
+            'use the query of this flavor. If you give a query, too, its amounts replace those of the flavor, and '
+            'its other conditions are added',
         ),
     ] = None
     weigh: Annotated[
@@ -322,7 +322,8 @@ class Options(NamedTuple):
         _make_option(
             '--on',
             'COMPUTE',
-            'place only on this compute: its host name, its uuid, or the beginning of its uuid',
+            f'place only on this compute: its host name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or '
+            'more',
         ),
     ] = None
     group: Annotated[
@@ -330,8 +331,8 @@ class Options(NamedTuple):
         _make_option(
             '--group',
             'GROUP',
-            "add the instance to this group, whose members share one compute or avoid each other's. The group "
-            'exists from its first member to its last',
+            'add the instance to this group, whose members are all on one compute, or all on different ones. The '
+            'group is created with its first member and removed with its last',
         ),
     ] = None
     policy: Annotated[
@@ -340,7 +341,7 @@ class Options(NamedTuple):
             '--policy',
             'POLICY',
             'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the same). '
-            'Required for the first member; a later one is refused if its policy differs',
+            'Required for the first member; a later member with another policy is refused',
             choices=POLICIES,
         ),
     ] = None
@@ -349,8 +350,8 @@ class Options(NamedTuple):
         _make_option(
             '--strict',
             '',
-            "make the group's policy a condition: an instance that would break it is refused (exit 3). This is "
-            'the default of a new group',
+            "make the group's policy a condition: an instance that would break it is refused (exit 3). Default "
+            'for a new group',
             const='strict',
         ),
         _make_option(
@@ -375,7 +376,8 @@ class Options(NamedTuple):
             '--queue',
             '',
             'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
-            'later. Default: choose a compute now, or refuse if none has room',
+            'later. Not with a query, --on, --weigh, --count or --min. Default: choose a compute now, and refuse the '
+            'request if none has room',
         ),
     ] = False
     wait: Annotated[
@@ -383,8 +385,8 @@ class Options(NamedTuple):
         _make_option(
             '--wait',
             '[=STAGE]',
-            'return once the new instances have their addresses, and print them; or once they have reached '
-            f'STAGE: {", ".join(STAGES)}. Default: return once they are placed',
+            f'return once the new instances have reached STAGE: {", ".join(STAGES)}; without STAGE, addressed. '
+            'From addressed on, print their addresses. Default: return once they are placed',
         ),
     ] = None
     stage: Annotated[
@@ -395,7 +397,8 @@ class Options(NamedTuple):
         _make_option(
             '--timeout',
             'SECONDS',
-            f'wait at most this long in all, then exit 6; the operation continues. Default: {DEFAULT_WAIT_SECONDS:.0f}',
+            'wait at most this long in all, then exit with 6; the operation continues. '
+            f'Default: {DEFAULT_WAIT_SECONDS:.0f}',
             parse=float,
         ),
     ] = None
@@ -404,8 +407,8 @@ class Options(NamedTuple):
         _make_option(
             '--boot',
             'N',
-            f'number of the boot: 1 is the first of the instance, and the last {boots.MAX_BOOTS} are kept. '
-            'Default: the last one',
+            f'number of the boot, from 1; the last {boots.MAX_BOOTS} boots of an instance are kept. Default: the last '
+            'boot',
             parse=int,
         ),
     ] = None
@@ -414,8 +417,8 @@ class Options(NamedTuple):
         _make_option(
             '-f --format',
             'FORM',
-            'table, json or yaml; for output with columns also csv, or value: bare values with tabs between '
-            'them, and - for a missing one. Default: table',
+            'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - if missing). '
+            'Default: table',
             choices=FORMS,
         ),
     ] = None
@@ -425,17 +428,17 @@ class Options(NamedTuple):
             '-c --column',
             'COLUMN',
             'print only this column; repeatable, or several with commas between them. A unique beginning of its '
-            'name in any case is enough. Default: all',
+            'name is enough, in upper or lower case. Default: all',
             repeats=True,
         ),
     ] = None
     no_header: Annotated[
-        bool, _make_option('--no-header', '', 'print the values of a table, csv or details without headings')
+        bool, _make_option('--no-header', '', 'leave out the headings of a table, of csv or of details')
     ] = False
     sort: Annotated[
         str | None,
         _make_option(
-            '--sort', 'COLUMN', 'sort by this column, with numbers as numbers: web-2 before web-10. Default: not sorted'
+            '--sort', 'COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted'
         ),
     ] = None
     wide: Annotated[
@@ -452,8 +455,8 @@ class Options(NamedTuple):
         _make_option(
             '--state',
             'STATE',
-            'list only instances in this state; repeatable, or several with commas between them. gone lists '
-            'those that --all adds',
+            'list only instances in this state; repeatable, or several with commas between them. State '
+            'gone needs no --all',
             repeats=True,
         ),
     ] = None
@@ -461,7 +464,7 @@ class Options(NamedTuple):
         str | None, _make_option('--host', 'COMPUTE', 'list only instances on this compute: its uuid or host name')
     ] = None
     all: Annotated[
-        bool, _make_option('--all', '', 'list also instances that are gone: their records are kept for a day')
+        bool, _make_option('--all', '', 'list also instances that are gone; their records are kept for a day')
     ] = False
     watch: Annotated[
         bool, _make_option('--watch', '', 'continue with each change as it happens, until Ctrl-C (exit 0)')
@@ -471,7 +474,7 @@ class Options(NamedTuple):
         _make_option(
             '--fenced',
             '',
-            'confirm that the machine never comes back and none of its guests runs, and release its claims',
+            'confirm that the machine never comes back and that none of its guests runs; release its claims',
         ),
     ] = False
     fix: Annotated[
@@ -479,19 +482,19 @@ class Options(NamedTuple):
         _make_option(
             '--fix',
             '',
-            'repair what is safe to repair: only findings of two audits, a minute apart. Running guests are not '
+            'repair what is safe to repair: only what two audits, a minute apart, both find. Running guests are not '
             'touched',
         ),
     ] = False
     canary: Annotated[
         bool,
         _make_option(
-            '--canary', '', 'boot a small guest on every host, log in to it and destroy it, on all hosts concurrently'
+            '--canary', '', 'boot a small guest on every host that is up, log in to it and destroy it, concurrently'
         ),
     ] = False
     follow: Annotated[
         bool,
-        _make_option('--follow', '', 'continue with new output of the guest, until Ctrl-C; -f is the short form'),
+        _make_option('--follow', '', 'continue with new output of the guest, until Ctrl-C. Short form: -f'),
     ] = False
     lines: Annotated[
         int | None,
@@ -502,8 +505,8 @@ class Options(NamedTuple):
         _make_option(
             '--accept-new',
             '',
-            'accept, at your own risk, the first host key of a guest that has reported none, and no other key '
-            'from then on',
+            'if the guest has reported no host keys, accept at your own risk the first one that it shows, and only '
+            'that one from then on',
         ),
     ] = False
     identity: Annotated[
@@ -514,8 +517,8 @@ class Options(NamedTuple):
         _make_option(
             '--config',
             'FILE',
-            'configuration file. Default: that of $ECOMP_CONFIG, else the first schedule.yaml in ./, '
-            '~/.config/ecomp/ and /etc/ecomp/',
+            'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '
+            '~/.config/ecomp/ or /etc/ecomp/',
         ),
     ] = None
 

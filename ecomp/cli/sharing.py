@@ -213,32 +213,33 @@ COMMANDS: Sequence[Command] = (
             'Show one or more flavors, as `eschedule flavor list` shows all of them.',
             parse_names, _show_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor show small'),
     Command('flavor set', "flavor set NAME 'resources=…'", 'store a flavor in etcd, for all users',
-            'Store a flavor in etcd, for all users; it replaces a flavor of the same name. It is a quoted placement '
-            'query with resources= and optionally required=, and nothing else. Existing instances stay as they are.',
+            'Store a flavor in etcd, for all users. An existing flavor of the same name is replaced; existing '
+            'instances do not change. A flavor is a placement query in quotes, with resources= and optionally '
+            'required=, and nothing else.',
             parse_flavor_and_query, _set_flavor, DOCUMENT_OPTIONS,
             example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"),
     Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
-            'Remove flavors from etcd. Existing instances stay as they are. No compute takes the requests that still '
-            'wait in the queue of such a flavor.',
+            'Remove flavors from etcd. Existing instances do not change. Requests in the queue of a removed flavor '
+            'wait until the flavor exists again.',
             parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
     Command('group list', 'group list', 'list all groups and their policies',
             'List all groups, one a line: name, policy, number of members, and number of computes they are on.',
             parse_nothing, _list_groups, LISTING_OPTIONS, example='eschedule group list'),
     Command('group show', 'group show GROUP…', 'show where the members of a group are',
-            "Show a group's policy, and each member with its compute, or `waits` if the member is in a queue.",
+            "Show a group's policy, and each member with its compute, or with `waits` if the member is in a queue.",
             parse_names, _show_groups, LISTING_OPTIONS, (4,), example='eschedule group show web'),
     Command('quota list', 'quota list', 'list the projects that have limits',
             'List the projects that have limits, and how much of each limit is used. A project that is not listed is '
             'not limited.',
             parse_nothing, _list_quotas, LISTING_OPTIONS, example='eschedule quota list'),
     Command('quota show', 'quota show PROJECT…', 'show the limits of a project and its use',
-            'Show for each resource class of a project, and for the number of its instances, the limit, how much is '
-            'used, and how much is left (memory in MiB, disk in GiB).',
+            'Show the limits of a project: for each resource class, and for the number of instances, the limit, the '
+            'use and the rest (memory in MiB, disk in GiB).',
             parse_names, _show_quotas, LISTING_OPTIONS, (4,), example='eschedule quota show shop'),
     Command('quota set', 'quota set PROJECT CLASS=N…', 'limit what a project may have',
-            'Limit what a project may have in all: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or '
-            'any other resource class; =none removes a limit. Limits that are not given stay. The current use is '
-            'counted again; instances beyond the new limit stay.',
+            'Set limits of a project: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or any other '
+            'resource class. CLASS=none removes a limit. Other limits do not change. The current use is counted '
+            'again; instances beyond a new limit are kept.',
             parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
             example='eschedule quota set shop VCPU=10 instances=5'),
 )

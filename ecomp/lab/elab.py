@@ -177,17 +177,21 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_lab_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         subparser = add_command(name, run, text)
-        lab_help = 'the lab. Default: that of this directory or of this elab shell, else lab'
+        lab_help = 'the lab. Default: the lab of this directory or of this `elab shell`, else the lab named `lab`'
         subparser.add_argument('--name', default=state.find_lab_name(), help=lab_help)
         return subparser
 
     def add_ports(subparser: argparse.ArgumentParser) -> None:
         for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
             subparser.add_argument(
-                f'--{name}-port', type=_parse_port, default=port, metavar='PORT', help=f'Default: {port}'
+                f'--{name}-port',
+                type=_parse_port,
+                default=port,
+                metavar='PORT',
+                help=f'port of {name}. Default: {port}',
             )
 
-    up = add_lab_command('up', _run_up, 'make the lab, or make and start what is missing in an existing one')
+    up = add_lab_command('up', _run_up, 'create and start the lab, or the missing parts of an existing one')
     up.add_argument('--hosts', type=_parse_count, metavar='N', help='number of hosts; a lab can grow. Default: 3')
     add_lab_command('status', _run_status, 'show each server and host, and whether it answers')
     run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
@@ -201,29 +205,32 @@ def make_parser() -> argparse.ArgumentParser:
     only.add_argument(
         '--bind', default=control.LOCALHOST, metavar='ADDRESS', help='address to listen on. Default: 127.0.0.1'
     )
-    certs_help = 'directory of elab certs, made if missing. Default: ./certs if other machines reach ADDRESS, else none'
+    certs_help = (
+        'directory of `elab certs`, created if missing. Default: ./certs if other machines reach ADDRESS, else none'
+    )
     only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
     add_ports(only)
-    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='Default: ./elab-control')
+    data_help = 'directory of the data. Default: ./elab-control'
+    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help=data_help)
     unit_help = 'print the systemd unit that runs this command in this directory, and exit'
     only.add_argument('--unit', action='store_true', help=unit_help)
     certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and their clients')
     directory_help = (
-        'directory of the certificates; if no NAME is given, certificates in it that expire within a month are replaced'
+        'directory of the certificates; without any NAME, those in it that expire within a month are replaced'
     )
     certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
-        ('--control', 'names and addresses of the control host, of which clients use the first; needed only once'),
-        ('--compute', 'hypervisors; NAME=UUID for one that already has a uuid'),
+        ('--control', 'names and addresses of the control host; clients use the first. Needed only in the first run'),
+        ('--compute', 'hypervisor hosts; NAME=UUID for one that already has a uuid'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
     add_ports(certs)
     roles = certs.add_mutually_exclusive_group()
-    enable_help = 'have etcd restrict each certificate in DIR to its role, so that no compute writes data of another'
+    enable_help = 'restrict each certificate in DIR to its role in etcd, so that no compute writes data of another'
     roles.add_argument('--enable', action='store_true', help=enable_help)
-    roles.add_argument('--disable', action='store_true', help='have etcd allow every certificate everything again')
+    roles.add_argument('--disable', action='store_true', help='let every certificate write everything in etcd again')
     image = add_command('guest', _run_guest, 'make a small guest image from Debian packages')
     image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file to write')
     return top

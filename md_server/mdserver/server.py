@@ -285,10 +285,11 @@ def make_parser() -> argparse.ArgumentParser:
     cli.add_argument(
         '--listen', metavar='ADDRESS[:PORT]', help='address to listen on. Default: that of CONF, or 169.254.169.254:80'
     )
-    guests_help = "directory of ecompute's files of guests. Default: that of CONF, or /var/lib/ecompute/metadata"
+    guests_help = "directory of ecompute's metadata files. Default: that of CONF, or /var/lib/ecompute/metadata"
     cli.add_argument('--guests', metavar='DIR', type=Path, help=guests_help)
-    cli.add_argument('--bridge', metavar='NAME', help='answer only this host, this bridge and holders of DHCP leases')
-    cli.add_argument('--user', metavar='NAME', help='after listening, run as this user (a name or a number)')
+    bridge_help = 'answer only this host, guests on this bridge, and holders of DHCP leases'
+    cli.add_argument('--bridge', metavar='NAME', help=bridge_help)
+    cli.add_argument('--user', metavar='NAME', help='once the port is open, run as this user (a name or a number)')
     cli.add_argument('--with-parent', action='store_true', help='exit when standard input ends')
     cli.add_argument('--verbose', action='store_true', help='log each request, too')
     unit_help = 'print the systemd unit that runs mdserver beside ecompute, with CONF if given, and exit'
