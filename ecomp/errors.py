@@ -8,15 +8,15 @@
     │   └── OverQuota          3  the project's quota does not allow it
     ├── NotFound               4  it does not exist
     ├── Conflict               5  it exists already, or another process changed it first
-    │   └── GenerationConflict 5  placement's generation has changed: read again, decide again
+    │   └── GenerationConflict 5  placement's generation has changed: the caller reads and decides again
     │       └── ConsumerConflict  5  a consumer's generation: another process claimed or released for this instance
     ├── ClaimedElsewhere       5  another attempt holds a claim on another compute, which may be running the instance
-    ├── StillGoing             6  the timeout expired, the work continues
+    ├── StillGoing             6  the operation is not finished, and continues
     ├── Unreachable            7  a backend cannot be reached; unless it is an UnknownOutcome, nothing was changed
-    │   ├── UnknownOutcome     7  a write was sent and not answered: read back before anything else
-    │   ├── NoSpace            7  etcd is full: it accepts only reads, and transactions of deletes alone
+    │   ├── UnknownOutcome     7  a write was sent and not answered: the caller reads back first
+    │   ├── NoSpace            7  etcd is full: it accepts only reads and deletes
     │   └── StrangeEtcd        7  etcd answers, but is not the one this compute used before
-    ├── Denied                 1  etcd authenticated us, but our role does not allow this
+    ├── Denied                 1  etcd accepts the certificate, but its role does not allow this
     ├── Unreadable             1  the value of an etcd key is malformed
     └── BuildFailed            1  an instance could not be made: the stage and the reason
 

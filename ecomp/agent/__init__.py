@@ -1,11 +1,11 @@
 """The compute agent, ecompute: makes its host match the requests for it.
 
-`instance` carries out the tasks of one instance, `host` looks after the host, `queue` takes queued requests, `images`
-has the base volumes; the modules here are the loop that uses them.
+`instance` carries out the tasks of one instance, `host` watches the host, `queue` takes queued requests, `images` has
+the base volumes. The modules here are the loop that uses them.
 
-The threads of an ecompute, by name: the state each one owns, who else may touch it, and how the thread ends. All
-computes of the process (`--count`) share them; jobs.Threads limits the numbered ones. One thread at a time handles a
-compute or an instance.
+The list names each thread, the state that it owns, what else may change this state, and how the thread ends. All
+computes of the process (`--count`) share the threads; jobs.Threads limits the numbered ones. Only one thread at a time
+handles a compute or an instance. Before it exits, ecompute waits for the threads that are "joined" or "waited for".
 
     main                      tends the worker processes (Workers), which take jobs from other threads under a lock;
                               signals set flags and wake it. Ends last, after the threads that are joined

@@ -1,7 +1,7 @@
-"""Groups: instances that share one compute (affinity), or must not (anti-affinity). Pure.
+"""Groups: instances that are all on one compute (affinity), or all on different ones (anti-affinity). Pure.
 
 The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
-"members": {instance: the uuid of its compute, or "" while it waits in a queue}}. The first member sets the policy; the
+"members": {instance: the uuid of its compute, or "" while it is in a queue}}. The first member sets the policy; the
 group is deleted with its last member.
 """
 

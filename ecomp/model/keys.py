@@ -2,12 +2,12 @@
 
     /hosts/<compute>/<instance>   the request: eschedule writes it, ecompute carries it out
     /requests/<uuid>              an attempt in flight; on eschedule's lease
-    /booted/<instance>            the address, plain text
+    /booted/<instance>            the address of the instance, plain text
     /instances/<compute>/<instance>   the record; <compute> is `none` if no compute ever had the instance
-    /instances/<instance>         the record, as ecomp 1.0 wrote it; it is read and moved, but not written any longer
-    /names/<name>                 the owner of a name, {"version", "instance"}; from delivery to the instance's end
-    /groups/<group>               members, their computes and the policy; changed by each delivery and each end
-    /quotas/<project>             limits and usage of a project; changed likewise
+    /instances/<instance>         the record, as ecomp 1.0 wrote it; it is read and moved, no longer written
+    /names/<name>                 the owner of a name, {"version", "instance"}; until the instance is gone
+    /groups/<group>               members, their computes and the policy; changed when a member is added or removed
+    /quotas/<project>             limits and usage of a project; changed when an instance is added or removed
     /user-data/<sha256>           user-data of a set or queue, {"version", "user_data"} (base64); on a lease of a week
     /flavors/<flavor>             a named query; written by operators
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
@@ -19,9 +19,9 @@
     /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits
     /audit/<audit>                eschedule asks all computes for a digest; on eschedule's lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
-    /digests/<compute>/<audit>/…  ecompute's answers; removed by the eschedule that asked, or with a lease
+    /digests/<compute>/<audit>/…  the digest of a compute; removed by the eschedule that asked, or with a lease
 
-Keys that only one compute writes are below its uuid, so that an etcd role can be limited to them. Prefixes end with a
+A key that only one compute writes contains its uuid, so that an etcd role can be limited to it. Prefixes end with a
 slash, because /hosts/1 would also match /hosts/10.
 """
 

@@ -1,10 +1,9 @@
 """An order, what a user asks for before it is placed; requests and sets made from it. Pure.
 
-The fields of Order are declared with how each is parsed, written and compared. The JSON of a request, a queued request
-and a record contains them beside its own: "image", "user_id", "project_id", "query" (the placement query), "stages"
-({"requested": ISO time, …}) and, where given, "name", "ssh_keys" (a list of OpenSSH public keys), "user_data" (base64,
-as it may be gzip) or "user_data_sha256" (of a set: it is at /user-data/<sha256>), "count", and "group" ({"name",
-"policy", "strict"}; in a record the name alone).
+The JSON of a request, a queued request and a record contains these fields of the order: "image", "user_id",
+"project_id", "query" (the placement query) and "stages" ({"requested": ISO time, …}). The order may also have "name",
+"ssh_keys" (a list of OpenSSH public keys), "user_data" (base64) or, for a set or a queue, "user_data_sha256" (the data
+is at /user-data/<sha256>), "count", and "group" ({"name", "policy", "strict"}; in a record only the name).
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ START_FAILED = 'it could not be started'
 class PowerAction(NamedTuple):
     """A stop, start or reboot that a request asks for.
 
-    A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; repeating an action needs a new id. A
-    record's is the id of the last completed action, or "<id>:asked" while the guest shuts down, or "<id>:off" once it
-    is off and will be started. So an action is done once, even if a process is killed in the middle of it.
+    The `power` of a request is {"action": "stop" | "start" | "reboot", "id": uuid}; each action has a new id. The
+    `power` of a record is the id of the last completed action, "<id>:asked" while the guest shuts down, or "<id>:off"
+    while it is off and will be started. So an action is done once, even if a process is killed in the middle of it.
     """
 
     action: str
@@ -311,12 +310,11 @@ MAX_REASON_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Request(Order):
-    """The value of the key /hosts/<compute>/<instance>, parsed once.
+    """The value of the key /hosts/<compute>/<instance>.
 
-    JSON. Fields since 2019: allocations, instance, image, user_id, project_id, consumer_generation. Later: "version",
-    the other fields of an order, "why" ({"weigh", "weight", "of"}: how its compute was chosen) and "power" (see
-    PowerAction). A tombstone, which asks to destroy the instance, is the same with allocations {} and image null; its
-    "resources" ({class: amount}), here `former_resources`, are what the instance was allocated.
+    JSON: "allocations", "instance", "consumer_generation", "version", the fields of an order, "why" ({"weigh",
+    "weight", "of"}: how its compute was chosen) and "power" (see Power). A tombstone, a request to destroy the
+    instance, has allocations {} and image null; its "resources" ({class: amount}) are what the instance was allocated.
     """
 
     allocations: Allocations

@@ -1,21 +1,22 @@
 r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
-JSON, versioned, with unknown fields ignored: {"version", "instance", "compute", "state", "image", "resources": {class:
-amount}, "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
-"console": "<host>:<file>" or null, "stages": {stage: ISO time, the first one}, "boots": see ecomp.model.boots (left out
-before the first), "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a
-worker died of the instance or failed in an unknown way, "name": text or null, "group": its name or null, "why":
-{"weigh", "weight", "of"} (how its compute was chosen) or null, "power": see PowerAction, "progress": {"stage", "done",
-"total"} in bytes, during a long stage, or null}. From the guest's first report, left out without one: "host_keys":
-["<type> <base64>"] of its sshd; "cloud_init": {"stage", "reason"} of a failure, after which `ready` is never reached,
-but the guest keeps running.
+JSON; readers ignore unknown fields. A field without a value is null:
+
+    {"version", "instance", "compute", "state", "image", "resources": {class: amount}, "query", "user_id", "project_id",
+     "addresses": [{"network", "mac", "address", "source", "expected"}], "console": "<host>:<file>",
+     "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"}, "fault", "attempts", "name", "group",
+     "why": {"weigh", "weight", "of"}, "power", "progress": {"stage", "done", "total"}}
+
+`stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
+Three fields are absent until they have a value: "boots", and from the guest's reports "host_keys" (["<type> <base64>"])
+and "cloud_init" ({"stage", "reason"} of its failure). After such a failure the guest runs, but never reaches `ready`.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
 
-Trouble after the first active is a fault, and nothing of the guest is removed. A queued instance has no record yet. A
-record in state gone without compute is of a request that was removed from its queue. A record is trusted if its compute
-is asked for the instance (see ecomp.model.host). A uuid is never used twice.
+A problem after the first active is a fault, and nothing of the guest is removed. A queued instance has no record yet. A
+record in state gone with compute '' belongs to a request that was removed from its queue. A record is trusted if its
+compute has a request for the instance. A uuid is never used twice.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ VERSION = 1
 class Interface:
     """An interface of a guest on a libvirt network or a bridge of the host.
 
-    `address` is None until it is known; `source` is where it was seen (see Address). `expected` is its reservation in
-    the network's DHCP, made before the guest boots, or None.
+    `address` is None until it is known; `source` is where it was seen: lease, arp or agent. `expected` is the address
+    that the network's DHCP reserves before the guest boots, or None.
     """
 
     network: str

@@ -1,8 +1,8 @@
 """etcd roles: which keys the owner of a certificate may write. Pure.
 
-A certificate's common name is etcd's user: compute-NAME, scheduler-NAME, operator-NAME. Each compute has its own role,
-of the same name, for the keys below its uuid; the schedulers share one; operators have etcd's own role `root`. Every
-role may read all keys. https://etcd.io/docs/v3.4/op-guide/authentication/
+The common name of a certificate is a user of etcd: compute-NAME, scheduler-NAME or operator-NAME. Each compute has a
+role with the name of its user, for the keys below its uuid. All schedulers share one role. Operators have etcd's own
+role `root`. Every role may read all keys. https://etcd.io/docs/v3.4/op-guide/authentication/
 """
 
 from __future__ import annotations

@@ -367,12 +367,13 @@ def read_highest_released(store: Store, instances: Collection[str]) -> int:
 def released_to_json(generations: Mapping[str, int]) -> str:
     """Encode the generations of released claims, {instance: generation}, as a note.
 
-    Placement counts a consumer's generation from 1 again once it holds nothing. So a process that read it before, and
-    releases late, could hit another claim with the same number. Therefore a generation is noted before its claim is
-    released, and a claim for an instance that others may have claimed for is repeated until its generation is higher.
+    Placement counts the generation of a consumer from 1 again once the consumer has no allocation. A process that read
+    the generation earlier, and releases late, could release a later claim with the same number. Therefore the
+    generation is noted before a claim is released. A new claim for such an instance is repeated until its generation is
+    higher.
 
-    Each note is a key on a lease of its own, so writing one needs no read and no comparison. It holds {"version",
-    "generations"} for instances whose uuids begin with the key's 2 digits.
+    Each note is a key on its own lease, so writing one needs no read and no comparison. It holds {"version",
+    "generations"} for the instances whose uuids begin with the 2 digits in the key.
     """
     return dump({'version': 1, 'generations': dict(generations)})
 
