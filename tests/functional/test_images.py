@@ -558,7 +558,9 @@ def test_local_image_replaced_while_it_is_opened_is_refused(
         return file
 
     monkeypatch.setattr(Path, 'open', open_and_replace)
-    assert_refused(directory, path.as_uri(), 'changed during the download. Fix: create again', local=tmp_path)
+    assert_refused(
+        directory, path.as_uri(), 'changed during the download. Fix: create the instance again', local=tmp_path
+    )
     assert Path(get_base(make_cache(directory, tmp_path), path.as_uri()).path).name == get_base_name(
         make_raw_image(MIB, 1)
     )

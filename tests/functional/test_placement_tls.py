@@ -130,7 +130,9 @@ def test_token_file_is_read_for_each_call(tls_client: Placement, config: Placeme
     with pytest.raises(EcompError, match='returned HTTP 401: who are you'):
         tls_client.get('/resource_providers')
     front.denial = b'<html>'
-    with pytest.raises(EcompError, match=r'returned HTTP 401.* \(check token_file, cert_cert and `placement:`\)'):
+    with pytest.raises(
+        EcompError, match=r'returned HTTP 401.* \(token_file, cert_cert and `placement:` may be wrong\)'
+    ):
         tls_client.get('/resource_providers')
     assert config.token_file is not None
     config.token_file.write_text('another')
@@ -332,7 +334,7 @@ NOT_PLACEMENT = [
 @pytest.mark.parametrize('says', NOT_PLACEMENT)
 def test_read_from_another_server_is_unreachable(says: tuple[int, str, bytes]) -> None:
     with serve_answers(says) as server, open_client(server.url) as client:
-        with pytest.raises(Unreachable, match=r'not as placement does \(`placement:` may name another server\)'):
+        with pytest.raises(Unreachable, match=r'not as placement does \(`placement:` may be wrong\)'):
             client.get('/resource_providers')
         assert server.requests == ['GET /resource_providers']
 

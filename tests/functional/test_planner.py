@@ -191,7 +191,7 @@ def test_unmanaged_guest_is_logged_each_time_it_appears(
         toy_compute.step()
         toy_compute.hypervisor.delete_disk(instance)
         toy_compute.step()
-    assert caplog.text.count(f'instance {instance} has a guest but no request: kept') == 2
+    assert caplog.text.count(f'instance {instance} has a guest but no request: the guest is kept') == 2
 
 
 def test_superseded_end_leaves_no_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:

@@ -197,7 +197,8 @@ def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None
     put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
     for record in records:
         put_key(cloud, record)
-    cure = 'written by an earlier ecompute. Fix: start those computes with this version first'
+    cure = 'written by an earlier ecompute. Fix: start those computes with this version, '
+    cure += 'and correct each record that remains as `eschedule audit` says'
     expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
     expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')

@@ -234,7 +234,7 @@ def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCl
         'hv1: VCPU short by 1 (free 0 of 4)',
         'Try: remove --on hv1, which fits on hv2',
     ]
-    assert world.explain(query, on=first[:8])[1].startswith(f'Try: remove --on {first[:8]} ')
+    assert world.explain(query, on=first[:8])[1].startswith(f'Try: remove --on {first[:8]}, ')
     unknown = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&in_tree={unknown}', on=unknown) == [
         f'{unknown}: no host has this name or uuid', f'Try: remove --on {unknown}, which fits on hv2'

@@ -148,7 +148,7 @@ def test_malformed_requests_are_refused_with_a_reason(cluster: Control, compute:
         ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': 0}}}}, ['VCPU is 0']),
         ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': -1}}}}, ['VCPU is -1']),
         ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': 1.5}}}}, ['VCPU is 1.5']),
-        ({'allocations': {compute_uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['no DISK_GB']),
+        ({'allocations': {compute_uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['lack DISK_GB']),
         ({'allocations': {UNKNOWN_UUID: {'resources': RESOURCES}}}, [UNKNOWN_UUID, 'not for this compute']),
         ({'image': None}, ['image', 'None']),
         ({'image': 7}, ['image', '7']),
@@ -222,7 +222,7 @@ def test_malformed_request_of_a_running_guest_is_a_fault(cluster: Control, compu
     fault = wait_until(lambda: (read_record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
     assert 'its request is malformed' in str(fault)
     wait_address(cluster, place(cluster)[1])
-    assert len(wait_log_lines(compute, instance, 'unreadable')) == 1
+    assert len(wait_log_lines(compute, instance, 'its request became malformed')) == 1
     assert (read_record(cluster, instance) or {})['state'] == 'active'
     assert cluster.eschedule(instance).stdout == f'{address}\n'
     # It can still be destroyed.

@@ -144,7 +144,7 @@ def test_refusal_names_what_each_compute_lacks(cluster: Control) -> None:
     # The suggested change does fit.
     assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid
     for query, word in (
-        ('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'not explained'),
+        ('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'what each compute lacks is unknown'),
         (SMALL_QUERY, 'short by'),
     ):
         refused = cluster.eschedule(query)

@@ -85,7 +85,7 @@ def test_uuid_of_a_finished_instance_is_refused(cluster: Control, compute: Ecomp
     failed = str(uuid.uuid4())
     cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', '{}')
     wait_state(cluster, failed, 'error')
-    assert_one_line(cluster.eschedule('--uuid', failed, SMALL_QUERY), 5, failed, 'failed', 'another uuid')
+    assert_one_line(cluster.eschedule('--uuid', failed, SMALL_QUERY), 5, failed, 'is in error', 'another uuid')
     assert read_allocations(cluster) == {}
     # A request that its compute has not seen yet counts, too.
     compute.pause()

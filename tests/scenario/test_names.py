@@ -131,7 +131,7 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     assert done.code == 4
     assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
     assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
-    assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: no instance and no command has this name')
+    assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: is neither a command nor an instance')
     assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: has been gone since')
 
 

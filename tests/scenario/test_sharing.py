@@ -380,7 +380,7 @@ def test_quota_refusal_names_limit_used_and_requested(cluster: Control) -> None:
         run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=1'),
         0,
         'VCPU 3/1',
-        'its usage of VCPU already exceeds the limit',
+        'its usage of VCPU exceeds the limit',
     )
     assert_one_line(
         run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none'),
