@@ -178,9 +178,7 @@ class Connections:
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
-        return error_type(
-            f'{self.endpoint} answers, but not as placement does (`placement:` may name another server)', self.name
-        )
+        return error_type(f'{self.endpoint} answers, but not as placement does (`placement:` may be wrong)', self.name)
 
     def make_unreachable_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
         """Return the error for a call without an answer."""
