@@ -69,10 +69,10 @@ FAILPOINT_STATES = {
     'disk-created': 'worker: the overlay volume exists, the domain does not',
     'seed-written': 'worker: the overlay volume and the seed exist, the domain does not',
     'domain-defined': 'worker: the domain is defined and off',
-    'domain-started': 'worker: the domain runs, ecompute does not know it yet',
+    'domain-started': 'worker: the domain runs, but ecompute does not know it yet',
     'domain-destroyed': 'worker: the domain is off and still defined',
     'domain-undefined': 'worker: the domain is deleted, its disk still exists',
-    'disk-deleted': 'worker: domain and disk are deleted, ecompute does not know it yet',
+    'disk-deleted': 'worker: domain and disk are deleted, but ecompute does not know it yet',
 }
 
 ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}

@@ -445,7 +445,7 @@ class Compute:
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
-        remote_checks = {'publishing the host name': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
+        remote_checks = {'writing the host name to etcd': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
         remote_checks |= {'checking the provider': self._check_registration}
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads

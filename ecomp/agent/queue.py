@@ -627,7 +627,7 @@ class Puller:
                 if instance in here:  # the state directory was lost: a new build finds the guest
                     continue
                 if self.taker.release_claim(instance):
-                    log.info('released the claim of %s, which is still queued', instance)
+                    log.info('released the claim of %s: the instance is still queued', instance)
                     held.pop(instance)
                 else:
                     self._needs_cleanup = True

@@ -176,7 +176,7 @@ def _explain_choice(choice: PlacementReason | None) -> str:
     prefix = (
         f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
     )
-    return prefix if choice.weight is None else f'{prefix}, and this compute had weight {choice.weight:g}'
+    return prefix if choice.weight is None else f'{prefix}, and the chosen compute had weight {choice.weight:g}'
 
 
 # How long each stage of an instance took: bars on one scale, and percentiles

@@ -289,7 +289,7 @@ def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Prob
         cure = "bind it to another address (`ss -ltnp 'sport = :80'` shows its name), or set `metadata: iso`"
         yield problem, f'{cure} in compute.yaml'
     if facts.metadata_mode == 'network' and not libvirt.has_bridge:
-        problem = 'no network in `networks:` has a bridge of libvirt, so no metadata can be served at 169.254.169.254'
+        problem = 'libvirt manages no bridge in `networks:`, so no metadata can be served at 169.254.169.254'
         yield problem, 'set `metadata: iso` in compute.yaml'
 
 

@@ -198,7 +198,7 @@ class Libvirt:
         except Unreachable:
             raise
         except EcompError as error:
-            log.warning('no CPU traits are published: %s', error)
+            log.warning('no CPU traits are published to placement: %s', error)
             return frozenset()
         return (xml.parse_cpu_features(expanded) | cpu.extra_features) - cpu.missing_features
 

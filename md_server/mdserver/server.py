@@ -225,7 +225,7 @@ def _switch_user(name: str, ids: UserIds) -> None:
     try:
         drop_privileges(ids)
     except OSError as error:
-        advice = 'mdserver needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
+        advice = 'mdserver needs CAP_SETUID and CAP_SETGID at its start, and must have no capability afterwards'
         raise OSError(f'--user {name}: cannot become this user: {error.strerror}: {advice}') from error
 
 

@@ -341,4 +341,4 @@ def test_cpu_features_of_a_guest(real_libvirt: Libvirt, caplog: pytest.LogCaptur
     assert caplog.text == ''
     # This host has no kvm, so no features are reported for it.
     assert real_libvirt.read_cpu_features('kvm') == frozenset()
-    assert 'no CPU traits are published: libvirt failed while' in caplog.text
+    assert 'no CPU traits are published to placement: libvirt failed while' in caplog.text

@@ -291,7 +291,7 @@ def test_missing_setuid_capability_is_an_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (
         1,
         f'mdserver: --user {SERVER_UID}: cannot become this user: Operation not permitted: '
-        'mdserver needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n',
+        'mdserver needs CAP_SETUID and CAP_SETGID at its start, and must have no capability afterwards\n',
     )
 
 

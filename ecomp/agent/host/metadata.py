@@ -97,7 +97,7 @@ def serve_metadata(
     bridge = libvirt.find_bridge()
     if bridge is None:
         if is_required:
-            reason = 'no network in `networks:` has a bridge of libvirt'
+            reason = 'no network in `networks:` has a bridge that libvirt manages'
             log.warning('no metadata is served: %s. Fix: set `metadata: iso` in compute.yaml', reason)
         return lambda: None
     server = MetadataServer(state / 'metadata', config_directory, bridge)
@@ -353,7 +353,7 @@ class GuestData:
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
-            log.warning('%s cannot be watched, and reports of guests are noticed late: %s', self.directory, error)
+            log.warning('%s cannot be watched, so guest reports are noticed at the next check: %s', self.directory, error)
             return lambda: None
 
     def remove_report(self, instance: str) -> None:
