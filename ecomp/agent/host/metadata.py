@@ -353,7 +353,7 @@ class GuestData:
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
-            log.warning('%s cannot be watched, so guest reports are noticed at the next check: %s', self.directory, error)
+            log.warning('%s cannot be watched (%s): guest reports are noticed at the next check', self.directory, error)
             return lambda: None
 
     def remove_report(self, instance: str) -> None:
