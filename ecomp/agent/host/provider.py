@@ -79,8 +79,8 @@ def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dic
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
         'VCPU': {'total': machine.cores, 'reserved': 0},
-        'MEMORY_MB': _make_class(machine.memory, machine.memory_used - machine.memory_guests, MIB),
-        'DISK_GB': _make_class(machine.disk, foreign + max(image_cache_gib * GIB, machine.disk_cached), GIB),
+        'MEMORY_MB': _make_inventory_class(machine.memory, machine.memory_used - machine.memory_guests, MIB),
+        'DISK_GB': _make_inventory_class(machine.disk, foreign + max(image_cache_gib * GIB, machine.disk_cached), GIB),
     }
 
 
@@ -105,8 +105,8 @@ def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementIn
     return closed_inventory
 
 
-def _make_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
-    """Convert bytes to units: total rounded down, at least 1; used rounded up, 0 to total."""
+def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
+    """Make a class's inventory from bytes: total in units rounded down, at least 1; reserved rounded up, 0 to total."""
     whole = max(total // unit, 1)
     # Rounded up, because a partly used unit cannot be allocated.
     return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
@@ -163,6 +163,7 @@ class Registration:
     state_directory: Path
 
     def __post_init__(self) -> None:
+        """Read provider.json; UsageError if it is malformed. Placement is not asked yet."""
         self._configured_names = {
             TRAITS: frozenset([*self.configured_traits, *self.detected_traits]),
             AGGREGATES: frozenset(self.aggregates),

@@ -240,6 +240,7 @@ class Identity:
     """
 
     def __init__(self, directory: Path) -> None:
+        """Lock the directory; replace the pid in the lock file, and keep the old one for close()."""
         self.directory = directory
         try:
             _make_directory(directory)
