@@ -2,6 +2,7 @@
 
 Every write about an instance compares the revision of its request (rule 5): if the request has changed, nothing is
 written and the next plan sees the new one. Every task can be repeated. A start or reboot is recorded before it is done.
+The module has more than 700 lines because the tasks share private steps, and so are methods of one class.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class InlineRunner:
         self.waker.clear()
 
     def stop(self) -> None:
+        """Close the waker; there are no processes to stop."""
         self.waker.close()
 
     def _checkpoint(self, instance: str) -> None:
@@ -287,6 +288,7 @@ class Workers:
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:
+        """Start no process: the first tend() does."""
         self._entry = entry
         self._context = multiprocessing.get_context('spawn')
         self._settings = settings

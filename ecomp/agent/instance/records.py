@@ -437,6 +437,7 @@ class _EtcdState:
     """The keys of one instance as read; commits hold only while these are unchanged."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
+        """Read the keys; errors of etcd pass."""
         self.store = store
         self.compute, self.instance = compute, instance
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
