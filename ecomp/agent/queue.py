@@ -212,7 +212,10 @@ class Offers:
         self._schedule(0.0)
 
     def count_allowed(self, place: WaitingEntry) -> int:
-        """Return the number of computes that may take the request now, by their hints; at least 1."""
+        """Return how many computes of the cluster may take the request now, at least 1.
+
+        While a new one is offered to ever more, these count; else all that have room by their hints, or no hint.
+        """
         takers, offer = self._takers, self._offers.get(place.entry.key)
         if offer is not None:
             return queue.count_allowed_takers(time.monotonic() - offer.heard_at, len(offer.order))
