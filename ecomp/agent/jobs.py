@@ -270,6 +270,7 @@ class ScheduledJob:
     """
 
     def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
+        """Make a job that is not due before schedule()."""
         self._threads, self._pool, self._work = threads, pool, work
         self._due = math.inf
         self._is_cancelled = False

@@ -94,6 +94,7 @@ class Planner:
     """
 
     def __init__(self, instances: Instances, failures: FailureLog) -> None:
+        """Call memory.load_unhandled(), which may write a file or raise OSError; set failures.on_recovery."""
         self._instances = instances
         # Called at each wake-up, in its thread.
         self.on_wake_up: Callable[[], None] = lambda: None

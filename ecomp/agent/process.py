@@ -67,6 +67,7 @@ class Process:
     at_exit: ExitStack
 
     def __post_init__(self) -> None:
+        """Make what the computes share, threads and offers; register() makes the computes."""
         self._started_at = time.monotonic()
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
