@@ -1,4 +1,8 @@
-"""Commands that show instances and commands that wait for them; none changes an instance."""
+"""Commands that show instances and commands that wait for them; none changes an instance.
+
+An EcompError about one argument (no such instance) is printed, and the command goes on with the others; the exit code
+is that of the first error.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +157,7 @@ def _list(ctx: Context) -> int:
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
-    """Return the records, with a fault for those queued that placement reports as claimed on a silent compute."""
+    """Return the records, with a fault for those queued that are claimed on a silent compute, if placement answers."""
     from ecomp.scheduler.queries.hosts import find_claims_on_silent
 
     faults = find_claims_on_silent(
@@ -170,7 +174,7 @@ def _make_filter(ctx: Context) -> RecordFilter:
 
 
 def _show(ctx: Context) -> int:
-    """Print all details of the instances; return the exit code."""
+    """Print all details of the instances found; return the exit code."""
     ctx.connect()
 
     def read_details(word: str) -> Details:
@@ -196,7 +200,7 @@ def _print_why(ctx: Context) -> int:
 
 
 def _print_timeline(ctx: Context) -> int:
-    """Draw the timelines of the instances; return the exit code, 4 if the boot of --boot is not kept."""
+    """Draw the timelines of the instances found; return the exit code, 4 also if the boot of --boot is not kept."""
     from ecomp.cli.history import draw_timelines, timelines_to_dict
 
     number = ctx.options.boot

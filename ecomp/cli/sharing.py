@@ -1,4 +1,7 @@
-"""Commands for what instances share: flavors, groups and quotas."""
+"""Commands for what instances share: flavors, groups and quotas.
+
+An EcompError about one name is printed, and the command goes on; the exit code is that of the first error.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def _show_flavors(ctx: Context) -> int:
 
 
 def _set_flavor(ctx: Context) -> int:
-    """Check a flavor (words: name and query) with placement and store it in etcd; return the exit code."""
+    """Check a flavor (words: name and query) with placement, store it in etcd, print errors; return the exit code."""
     from ecomp.scheduler.operations.sharing import put_flavor
 
     return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
@@ -117,7 +120,7 @@ def _set_quota(ctx: Context) -> int:
 
 
 def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
-    """Call `change` for each word, print the sentences that it returns, return the exit code."""
+    """Call `change` for each word, print the sentences and EcompErrors, return the first error's exit code, or 0."""
     outcomes = Outcomes(ctx, words)
     return outcomes.run(lambda word: outcomes.report(word, change(word)))
 
@@ -163,7 +166,7 @@ def make_member_listing(
 
 
 def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
-    """Return {"name", "policy", "strict", "members": [{"instance", "name", "compute": uuid or None, "host"}]}."""
+    """Return {"name", "policy", "strict", "members": [{"instance", "name", "compute", "host"}]}; None if unknown."""
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
         {
