@@ -217,6 +217,7 @@ def _format_summary(command: Command) -> str:
 
 
 def _format_command_help(command: Command) -> str:
+    """Return the help of one command: usage, description, options, example, exit codes."""
     means = ''.join(f' {meaning}' for word, meaning in PLACEHOLDER_MEANINGS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exit_codes})
     lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_wrap(command.description + means), '']

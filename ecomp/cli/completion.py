@@ -224,7 +224,7 @@ def _make_posix_script(shell: str, commands: Mapping[str, Command]) -> str:
 
 
 def _find_completion_kind(command: Command) -> str:
-    """Return find_word_kind(); for `help` instead 'commands', for `completion` '=' and the shells, in quotes."""
+    """Return find_word_kind(), but "commands" for `help`, and "'=bash zsh fish'" with its quotes for `completion`."""
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, find_word_kind(command))
 
 

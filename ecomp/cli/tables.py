@@ -311,6 +311,7 @@ def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], styl
 
 
 def _format_csv(rows: Iterable[Sequence[str]]) -> str:
+    """Return the rows as CSV, without a newline at the end."""
     import csv  # imported late: seldom needed
     import io
 

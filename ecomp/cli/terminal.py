@@ -97,6 +97,7 @@ class LiveLine:
             sys.stderr.flush()
 
     def _show_status(self, text: str) -> None:
+        """Replace the line by the text, cut to the terminal's width; no-op if stderr is no terminal."""
         columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
