@@ -217,9 +217,9 @@ def _describe_request_change(before: Request | None, after: Request, compute_nam
 
 
 def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a request is being taken, left its queue or, if the earlier value is known, waits.
+    """Yield that a compute is taking a request, that it was taken or removed, or (if the earlier value is known) waits.
 
-    `takers`, {instance: compute}, are of the new requests in the same revision.
+    `takers` is {instance: compute} of the requests that the same revision delivered to computes.
     """
     place = keys.parse_queue_key(change.key)
     if place is None:

@@ -257,6 +257,7 @@ def _check_path_to_disks(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Pro
 
 
 def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    """Report the pool `ecompute` in a directory that is not ours."""
     if libvirt.foreign_pool_directory:
         problem = (
             f'the storage pool ecompute is in {libvirt.foreign_pool_directory}: '
@@ -294,6 +295,7 @@ def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Prob
 
 
 def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    """Report that libvirt cannot filter what guests send."""
     if libvirt.no_filters_reason:
         text = (
             f'libvirt cannot filter what guests send ({libvirt.no_filters_reason}): '
