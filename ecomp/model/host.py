@@ -221,7 +221,7 @@ def has_room(hint: Hint, resources: Resources) -> bool:
 
 
 def estimate_free_share(hint: Hint, resources: Resources) -> float:
-    """Return the share (0 to 1) of the scarcest class that is free after placing `resources`, in hundredths.
+    """Return the free share (0 to 1, rounded to 0.01) of the class in `resources` that is scarcest after placing them.
 
     Classes that the hint lacks or whose capacity is 0 are ignored; 0 if no class remains.
     """
@@ -339,6 +339,7 @@ class Computes:
 
     @cached_property
     def _by_hostname(self) -> dict[str, list[str]]:
+        """The computes of each host name, alive or not, sorted."""
         by_hostname: dict[str, list[str]] = {}
         for compute, host in sorted(self._hostnames.items()):
             by_hostname.setdefault(host, []).append(compute)

@@ -150,7 +150,7 @@ def taker_to_json(compute: str) -> str:
 
 
 def parse_taker(value: bytes) -> str | None:
-    """Return the compute in the value of a taker key, any text; None if malformed."""
+    """Return the compute (any text) that the value of a taker key names; None if the value is malformed."""
     compute = load_object_or_empty(value).get('compute')
     return compute if isinstance(compute, str) else None
 

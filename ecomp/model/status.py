@@ -43,5 +43,5 @@ def apply_start(traits: Set[str]) -> Names:
 
 
 def apply_stop(traits: Set[str]) -> Names:
-    """Return the traits after a compute stopped in good order."""
+    """Return the traits and COMPUTE_STATUS_DISABLED, for a compute that stops in good order."""
     return frozenset(traits | {DISABLED})
