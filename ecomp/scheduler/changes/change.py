@@ -58,8 +58,8 @@ def retry_until_accepted(
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    Its argument is True if the write of an earlier call had no answer, and so may be done. Raises Conflict after
-    MAX_TRIES calls. An Unreachable is raised again or, if there was such a write, as UnknownOutcome with `cure`.
+    After a call raised UnknownOutcome, its argument is True: that write may be done. An Unreachable is raised again
+    or, after such a call, as UnknownOutcome with `cure`. Raises Conflict after MAX_TRIES calls without a result.
     """
     is_unknown = False
     for _ in range(MAX_TRIES):

@@ -224,7 +224,7 @@ class ProviderFacts:
         return full
 
     def _is_full(self, hint: Hint) -> bool:
-        """Return True if each requested class in the hint is used up (hint or later calls), none overcommitted."""
+        """Return whether the hint or later calls show each of its requested classes used up, and none overcommitted."""
         free = [(amount.name, hint[amount.name].free_percent) for amount in self._amounts if amount.name in hint]
         return all(hundredths == 0 or (hundredths > 0 and name in self._exhausted_classes) for name, hundredths in free)
 
