@@ -195,6 +195,7 @@ class Transport:
             self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), unsent=True)
 
     def _describe_connect_error(self, error: Exception) -> str:
+        """Return why the connection failed, as text: TCP, TLS, or no HTTP/2."""
         if self._socket is None and isinstance(error, OSError):
             return f'Failed to connect to remote host: {error.strerror or error}'
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)

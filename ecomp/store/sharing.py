@@ -447,6 +447,7 @@ def read_index(store: Store) -> KeyIndex:
 
 
 def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
+    """Read {instance: its keys} below `family` (requests or records) from etcd; other keys are left out."""
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
         # Other keys below a compute are of no instance, even if their last part is a uuid.
