@@ -239,6 +239,7 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
+        """Report the start or stop of a network to on_network_change, if there is one; ignore other events."""
         if self._on_network_change is not None and event in (
             libvirt.VIR_NETWORK_EVENT_STARTED,
             libvirt.VIR_NETWORK_EVENT_STOPPED,

@@ -92,6 +92,7 @@ def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, 
 
 
 def _is_reachable(text: str) -> bool:
+    """Return False for text that is no IPv4 address, and for loopback, link-local, multicast and reserved ones."""
     try:
         address = IPv4Address(text)
     except ValueError:

@@ -175,6 +175,7 @@ class FakeHypervisor:
         return address
 
     def list_reservations(self) -> Mapping[str, ReservedAddress]:
+        """Return a copy of {MAC: ReservedAddress} of everything that reserve_address() has reserved."""
         with self._lock:
             return dict(self._reservations)
 
@@ -207,7 +208,7 @@ class FakeHypervisor:
         self._notify = None
 
     def _get_guest(self, instance: str) -> Guest:
-        """Return the guest; without one, a new one that has neither domain nor disk."""
+        """Return the guest; if there is none, one with neither domain nor disk, which is not stored."""
         return self._guests.get(instance, _make_empty_guest(instance))
 
     def _get_own_guest(self, instance: str, compute: str) -> Guest:

@@ -316,7 +316,10 @@ def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
 def _choose_address(
     network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, preferred: str | None
 ) -> str | None:
-    """Return the MAC's reserved or leased address, else `preferred`, else a free one, or None."""
+    """Return the MAC's reserved address; else its leased one, else `preferred`, else a free one, or None.
+
+    A leased or preferred address is skipped if DHCP cannot give it, or another MAC has it reserved or leased.
+    """
     for _, definition in sorted(definitions.items()):
         if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
