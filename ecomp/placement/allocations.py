@@ -131,6 +131,7 @@ def read_provider_allocations(placement: Placement, provider: str) -> dict[str, 
 
 
 def _make_body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
+    """Return the body of PUT /allocations; a consumer with `generation` None must not exist yet."""
     return {
         'allocations': to_wire(allocations),
         'user_id': user_id,
