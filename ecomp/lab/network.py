@@ -165,7 +165,7 @@ def render_network_xml(guests: IPv4Network, uuid: str) -> str:
 
 
 def render_fence_rules(layout: Layout) -> str:
-    """Render the rules for guests behind virbr0, for iptables-restore.
+    """Render FENCE_CHAINS for iptables-restore; the caller adds the jumps to them, for traffic from virbr0.
 
     Guests reach DHCP, port 80 (metadata) and ICMP of their host. On the LAN (the machine, etcd, placement, hosts) they
     reach only the image server, elsewhere everything. They may answer any machine.
