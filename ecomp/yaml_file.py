@@ -48,6 +48,7 @@ class Section:
     """
 
     def __init__(self, add_problem: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
+        """Record problems: a node that is not a mapping, a key that is not text or is given twice."""
         self._add_problem = add_problem
         self._prefix = prefix
         self._nodes: dict[str, Node] = {}
