@@ -200,6 +200,7 @@ def parse_report(body: bytes) -> bytes:
 
 
 def _make_vendor_data(instance: str) -> bytes:
+    """Return the script with which the instance's guest reports how cloud-init ended, and its host keys."""
     host = 'http://169.254.169.254'
     replacements = {
         'INSTANCE': instance,
