@@ -73,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             process.run()
             log.info('stopping; guests keep running')
     except EcompError as error:
-        backend_failed = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
-        config_source = f' ({make_printable(describe_source("compute.yaml", config.path))})' if backend_failed else ''
-        _print_message(put_before_fix(str(error), config_source))
+        message = str(error)
+        if isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at')):
+            source = make_printable(describe_source('compute.yaml', config.path))
+            message = put_before_fix(message, f' ({source}). Try: ecompute --check')
+        _print_message(message)
         return error.exit_code
     except OSError as error:
         with suppress(OSError):

@@ -40,9 +40,10 @@ class Terminal(NamedTuple):
     config_source: str = ''
 
     def format_error(self, error: EcompError) -> str:
-        """Return the text of an error; for an unreachable backend with `config_source` in parentheses."""
-        is_backend_away = isinstance(error, Unreachable) and error.backend and self.config_source
-        return put_before_fix(str(error), f' ({make_printable(self.config_source)})' if is_backend_away else '')
+        """Return the text of an error; for an unreachable backend with `config_source`, and a Try: if it has no fix."""
+        if not (isinstance(error, Unreachable) and error.backend and self.config_source):
+            return str(error)
+        return put_before_fix(str(error), f' ({make_printable(self.config_source)}). Try: eschedule doctor')
 
 
 def make_style(options: Options) -> OutputStyle:

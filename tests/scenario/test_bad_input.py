@@ -404,7 +404,8 @@ def test_unreachable_default_server_is_reported_as_a_guess(tmp_path: Path) -> No
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         last_line = done.stderr.splitlines()[-1]
         assert (done.returncode, 'localhost:2379 cannot be reached' in last_line) == (7, True), done
-        assert last_line.endswith(f' (default: no {name} was found; --config FILE names one)')
+        advice = 'eschedule doctor' if module == 'schedule' else 'ecompute --check'
+        assert last_line.endswith(f' (default: no {name} was found; --config FILE names one). Try: {advice}')
 
 
 def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:

@@ -291,10 +291,12 @@ AWAY = Unreachable('etcd at ds1:2379 cannot be reached', 'etcd at ds1:2379')
 
 def test_unreachable_backend_names_the_source_of_its_address() -> None:
     terminal = Terminal(print, print, print, 'as configured in /etc/ecomp/schedule.yaml')
-    assert terminal.format_error(AWAY) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml)'
-    assert (
-        terminal._replace(config_source='as configured in a\nb').format_error(AWAY).endswith(r'(as configured in a\nb)')
+    assert terminal.format_error(AWAY) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml). Try: eschedule doctor'
+    assert r'(as configured in a\nb). Try: ' in terminal._replace(config_source='as configured in a\nb').format_error(
+        AWAY
     )
+    cured = Unreachable(f'{AWAY}. Fix: wait', AWAY.backend)
+    assert terminal.format_error(cured) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml). Fix: wait'
 
 
 def test_other_errors_name_no_source() -> None:
