@@ -95,7 +95,9 @@ def _render_block(block: Block) -> str:
     if isinstance(block, Terms):
         return _render_block(Table(block.head, [[f'`{term}`', meaning] for term, meaning in block.rows]))
     rows = [block.head, ['---'] * len(block.head), *block.rows]
-    return '\n'.join(f'| {" | ".join(_render_block(cell.replace("|", "&#124;")) for cell in row)} |' for row in rows)
+    # GitHub splits cells at each |, also in backticks, where it decodes no entities.
+    escaped = [[_render_block(cell.replace('|', '\\|')) for cell in row] for row in rows]
+    return '\n'.join(f'| {" | ".join(row)} |' for row in escaped)
 
 
 def render_man_page(page: ManPage) -> str:

@@ -95,9 +95,14 @@ CODES = {
     'request-unreadable': Code('a request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-unreadable': Code('a queued request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-flavorless': Code(
-        'a queued request has no flavor', manual_repair='run `eschedule flavor set`, or `eschedule destroy <instance>`'
+        'the flavor of a queued request does not exist',
+        manual_repair='run `eschedule flavor set`, or `eschedule destroy <instance>`',
     ),
-    'queued-doubled': Code('a queued request is delivered, or in several queues', Repair.UNQUEUE, REPAIR_WRONG_KEY),
+    'queued-doubled': Code(
+        'a queued request has already been delivered to a compute, or is in several queues',
+        Repair.UNQUEUE,
+        REPAIR_WRONG_KEY,
+    ),
     'taker-unleased': Code(
         'a taker key has no lease', manual_repair='if its compute does not take the request: `etcdctl del <key>`'
     ),
@@ -149,7 +154,8 @@ CODES = {
         'machine never comes back: `eschedule host forget <host> --fenced`',
     ),
     'compute-mute': Code(
-        'a living compute returns no digest', manual_repair='check the log of its ecompute, then restart this ecompute'
+        'a living compute does not answer the audit with a valid digest (a summary of what it has)',
+        manual_repair='check the log of its ecompute, then restart this ecompute',
     ),
     'domain-missing': Code('a living instance has no domain', manual_repair='eschedule destroy <instance>'),
     'domain-off': Code(
