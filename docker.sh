@@ -15,12 +15,13 @@
 #                                     this machine's address on a network), certificates are required. ufw
 #                                     does not protect ports that Docker publishes
 #   CERTS               (unset)       the directory of `elab certs`. Default: ./certs if other machines reach
-#                                     the servers, else none. It is created if it is missing and BIND_ADDRESS
-#                                     is one address. With it, etcd and placement require a client
-#                                     certificate, and placement also its token; they use replaced files
-#                                     without a restart. Without it, every user of this machine can do
-#                                     everything; Docker before 28 then needs root, for iptables rules that
-#                                     keep guests out, and ./docker.sh has to run again after each boot
+#                                     the servers, else none. If it is missing and elab is installed, it is
+#                                     created, unless BIND_ADDRESS is 0.0.0.0 or [::]. With it, etcd and
+#                                     placement require a client certificate, and placement also its token;
+#                                     if you replace files in it, both use the new ones without a restart.
+#                                     Without it, every user of this machine can do everything; Docker before
+#                                     28 then needs root, for iptables rules that keep guests out, and
+#                                     ./docker.sh has to run again after each boot
 #   INSECURE            (unset)       1: require no certificates; all who reach the servers can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080

@@ -6,9 +6,9 @@
 #   ./quickstart.sh --help  print this text
 #
 # For Debian 12 or newer and current Ubuntu, on x86-64. It prints each step and its duration; another run does only
-# what is missing. Debian packages and the lab need root: if you are another user, sudo asks for your password. PYTHON
-# names the python3 of .venv (3.11 or newer). Exit codes: 0 done, 1 failed, 2 usage; if elab or eschedule fails, its
-# exit code (docs/reference/exit-codes.md).
+# what is missing. Debian packages and the lab need root: if you are another user, sudo asks for your password. The
+# environment variable PYTHON selects the python3 (3.11 or newer) that creates .venv. Exit codes: 0 done, 1 failed,
+# 2 usage; if elab or eschedule fails, its exit code (docs/reference/exit-codes.md).
 
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"

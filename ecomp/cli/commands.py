@@ -282,7 +282,8 @@ def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
 _ROWS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'describe a command, or list all',
             'Describe a command: what it does, its options and its exit codes, as its --help does. Default: list all '
-            'commands. The command contacts no server and reads no configuration.',
+            'commands. The command contacts no server and reads no configuration: it never exits with 7, and --config '
+            'has no effect.',
             _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
             'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and names and '

@@ -258,8 +258,9 @@ COMMANDS: Sequence[Command] = (
             'Remove a compute that never comes back: its resource provider in placement, claims without a request, '
             'the keys of instances whose destroy was accepted, and its host name. The command is refused while the '
             'compute is alive, and while it has instances: destroy those first. Without --fenced, it is also refused '
-            'if placement has claims on the compute, or if any request waits in a queue, because guests may still run '
-            'there. If the command is interrupted, repeat it: it continues.',
+            'if placement has claims on the compute, because its guests may still run, or if any request waits in a '
+            'queue, because after a restore of etcd and placement the guest of that request may already run on the '
+            'compute. If the command is interrupted, repeat it: it continues.',
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',

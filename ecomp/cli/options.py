@@ -387,7 +387,7 @@ class Options(NamedTuple):
             '--wait',
             '[=STAGE]',
             f'return once the new instances have reached STAGE: {", ".join(STAGES)}; without STAGE, addressed. '
-            'From addressed on, print their addresses. Default: return once they are placed',
+            'With STAGE addressed or ready, also print their addresses. Default: return once they are placed',
         ),
     ] = None
     stage: Annotated[
@@ -456,8 +456,8 @@ class Options(NamedTuple):
         _make_option(
             '--state',
             'STATE',
-            'list only instances in this state; repeatable, or several with commas between them. State '
-            'gone needs no --all',
+            'list only instances in this state; repeatable, or several with commas between them. '
+            '--state gone works without --all',
             repeats=True,
         ),
     ] = None
