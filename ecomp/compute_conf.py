@@ -65,7 +65,7 @@ def _parse_attachment(item: Node) -> Attachment:
     """Parse a mapping of one key, `network` or `bridge`, to a name; else InvalidValue."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
-        raise InvalidValue('must be `network: NAME`, a libvirt network, or `bridge: NAME`, a bridge of this host')
+        raise InvalidValue('must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)')
     key, value = item.pairs[0]
     return Attachment(key.text, kinds[key.text](value))
 
@@ -122,7 +122,9 @@ def _parse_total(text: str) -> int:
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
     """Read `networks`; without it, the defaults and the bridge of the old key `bridge`. Both keys are a problem."""
     if name in file.top and 'bridge' in file.top:
-        file.top.add_problem('bridge', 'is not accepted together with networks. Fix: add `- bridge: NAME` to networks')
+        file.top.add_problem(
+            'bridge', 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
+        )
     no_attachments: tuple[Attachment, ...] = ()
     second = file.top.read('bridge', lambda node: (Attachment('bridge', _parse_interface(node)),), no_attachments)
     return file.top.read(name, _parse_networks, (*default, *second))
@@ -139,7 +141,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
         _parse_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', min_items=1, describe_item=describe
     )(node)
     if len(attachments) > MAX_INTERFACES:
-        raise InvalidValue(f'must be at most {MAX_INTERFACES} entries, not {len(attachments)}')
+        raise InvalidValue(f'must have at most {MAX_INTERFACES} entries, not {len(attachments)}')
     return attachments
 
 

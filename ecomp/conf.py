@@ -42,8 +42,8 @@ T = TypeVar('T')
 
 CERTIFICATE_KEYS = ('ca_cert', 'cert_cert', 'cert_key')
 CLEARTEXT_REFUSAL = (
-    '{} is not an address of this machine, and the connection would be in plain text. Fix: set {}ca_cert, cert_cert '
-    'and cert_key (`elab certs` makes them), or, on a network without other users, `insecure: true`'
+    '{} is not an address of this machine, but the connection to it would be in plain text. Fix: set {}ca_cert, '
+    'cert_cert and cert_key (`elab certs` makes them), or, on a network without other users, `insecure: true`'
 )
 
 
@@ -98,7 +98,7 @@ def _parse_endpoint(node: Node) -> str:
     """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets. Else InvalidValue."""
     host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-        raise InvalidValue(f'{shorten(text)} must be host:port, the port 1 to 65535')
+        raise InvalidValue(f'{shorten(text)} must be host:port, with a port from 1 to 65535')
     return f'{_parse_host(host)}:{int(port)}'
 
 
@@ -149,9 +149,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
         timeout=etcd.read('timeout', _parse_seconds, default.timeout),
     )
     if etcd.read('grpc_options', describe_node, None):
-        file.warn(
-            'etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; version 2.0 refuses it'
-        )
+        file.warn('etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; ecomp 2.0 refuses it')
     if not insecure and not _has_certificate_keys(etcd) and (others := list_cleartext_hosts(config)):
         etcd.add_problem('endpoints' if 'endpoints' in etcd else 'host', CLEARTEXT_REFUSAL.format(others[0], ''))
     return config

@@ -215,7 +215,9 @@ def find_default_file(name: str) -> Path | None:
 
 def describe_source(name: str, path: Path | None) -> str:
     """Describe, for a message, which file the addresses of etcd and placement are from; None means no file."""
-    return f'as configured in {path}' if path is not None else f'default: no {name} was found; --config FILE names one'
+    return (
+        f'as configured in {path}' if path is not None else f'default, because no {name} was found; use --config FILE'
+    )
 
 
 def check_owner(name: str, status: os.stat_result) -> None:

@@ -366,7 +366,7 @@ def test_malformed_configuration_is_refused(tmp_path: Path, text: str, says: str
 
 
 def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
-    warning = 'etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; version 2.0 refuses it'
+    warning = 'etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; ecomp 2.0 refuses it'
     compute = cluster.ecompute()
     for config in (cluster.schedule_yaml, compute.config):
         content = yaml.safe_load(config.read_text())
@@ -405,7 +405,7 @@ def test_unreachable_default_server_is_reported_as_a_guess(tmp_path: Path) -> No
         last_line = done.stderr.splitlines()[-1]
         assert (done.returncode, 'localhost:2379 cannot be reached' in last_line) == (7, True), done
         advice = 'eschedule doctor' if module == 'schedule' else 'ecompute --check'
-        assert last_line.endswith(f' (default: no {name} was found; --config FILE names one). Try: {advice}')
+        assert last_line.endswith(f' (default, because no {name} was found; use --config FILE). Try: {advice}')
 
 
 def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:

@@ -239,7 +239,8 @@ def test_plain_text_to_another_machine_needs_insecure(
     message = str(caught.value)
     assert f'{key}: ' in message
     if host:
-        assert f'{key}: {host} is not an address of this machine, and the connection would be in plain text' in message
+        reason = 'is not an address of this machine, but the connection to it would be in plain text'
+        assert f'{key}: {host} {reason}' in message
         allowed = compute_config(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
         assert list_cleartext_hosts(allowed.etcd, allowed.placement) == [host]
 
@@ -316,7 +317,7 @@ def test_grpc_options_are_ignored_with_one_warning(
     path.write_text(f'etcd:\n  grpc_options: {value}\n')
     assert load(path).etcd == EtcdConfig()
     reason = f'{path}: etcd.grpc_options is ignored: ecomp uses no gRPC library. '
-    assert caplog.messages == [f'{reason}Fix: remove the key; version 2.0 refuses it'] * warnings
+    assert caplog.messages == [f'{reason}Fix: remove the key; ecomp 2.0 refuses it'] * warnings
 
 
 def test_config_is_frozen_and_can_be_pickled(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:

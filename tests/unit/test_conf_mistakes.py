@@ -20,7 +20,7 @@ from ecomp.errors import UsageError
 from tests.unit.conf_text import UUID
 
 IMAGE_SOURCE_FORM = 'must be a host name, or a network like 10.1.0.0/16'
-NETWORKS_FORM = 'networks: must be `network: NAME`, a libvirt network, or `bridge: NAME`, a bridge of this host'
+NETWORKS_FORM = 'networks: must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)'
 INTERFACE_FORM = 'must be the name of a network interface (at most 15 characters), not'
 PASSWORD_REFUSED = 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)'
 URL_FORM = 'must be a URL like http://ds1:8080'
@@ -66,8 +66,8 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         'compute.yaml:7: traits: must be text. Fix: put 8 in quotes',
         f'compute.yaml:9: {NETWORKS_FORM}',
         f'compute.yaml:10: networks: {INTERFACE_FORM} a b',
-        'compute.yaml:14: etcd.endpoints: a:0 must be host:port, the port 1 to 65535',
-        'compute.yaml:16: etcd.endpoints: c must be host:port, the port 1 to 65535',
+        'compute.yaml:14: etcd.endpoints: a:0 must be host:port, with a port from 1 to 65535',
+        'compute.yaml:16: etcd.endpoints: c must be host:port, with a port from 1 to 65535',
     ]
 
 
@@ -90,7 +90,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ),
         (
             '{networks: [{network: default}], bridge: br0}',
-            'bridge: is not accepted together with networks. Fix: add `- bridge: NAME` to networks',
+            'bridge: is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`',
         ),
         ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
         ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not an empty list'),
@@ -105,7 +105,7 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ('networks: [{network: a}, {network: a}]', 'networks: network a is given more than once'),
         (
             'networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']',
-            'networks: must be at most 8 entries, not 9',
+            'networks: must have at most 8 entries, not 9',
         ),
         ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
         *((f'bridge: {name}', f'bridge: {INTERFACE_FORM} {name}') for name in ('a/b', '..', 'sixteen-letters-')),
@@ -200,8 +200,8 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
         ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: set either endpoints, or host and port'),
         ('etcd: {endpoints: a:1}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a:1'),
         ('etcd: {endpoints: []}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not an empty list'),
-        ('etcd: {endpoints: [a]}', 'etcd.endpoints: a must be host:port, the port 1 to 65535'),
-        ('etcd: {endpoints: [a:0]}', 'etcd.endpoints: a:0 must be host:port, the port 1 to 65535'),
+        ('etcd: {endpoints: [a]}', 'etcd.endpoints: a must be host:port, with a port from 1 to 65535'),
+        ('etcd: {endpoints: [a:0]}', 'etcd.endpoints: a:0 must be host:port, with a port from 1 to 65535'),
         ('etcd: {endpoints: ["http://a:1"]}', 'etcd.endpoints: must be a host name or address, not http://a'),
         ('etcd: {timeout: 0}', 'etcd.timeout: must be more than 0 and at most 3600 seconds, not 0'),
         ('etcd: {timeout: .inf}', 'etcd.timeout: must be a number of seconds, not .inf'),
