@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; its parse_args() raises UsageError."""
     about = (
-        'Build and run the requested VMs on this machine, until a signal; the VMs then keep running. Logs to stderr; '
-        'needs root.'
+        'Build and run the requested VMs on this machine until a signal ends ecompute; the VMs keep running after '
+        'that. Logs to stderr; needs root.'
     )
     command = Parser('ecompute', description=about)
     config_help = (
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_parse_count,
         help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
     )
-    accept_help = 'accept an etcd that was wiped, restored or replaced; first write the instances of this host to it'
+    accept_help = 'accept an etcd that was wiped, restored or replaced, after writing the instances of this host to it'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
     command.add_argument('--check', action='store_true', help=check_help)
@@ -166,7 +166,7 @@ def _make_fake_config(
     If `state` is the default, a temporary directory replaces it, which `at_exit` removes, and the uuid becomes None.
     """
     if config.uuid is not None and (count or 1) > 1:
-        raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute. Fix: remove it')
+        raise UsageError(f'--count {count}: `uuid:` in the configuration names only one compute. Fix: remove `uuid:`')
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A temporary state with a fixed uuid would make every fake started this way the same compute.

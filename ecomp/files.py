@@ -113,7 +113,9 @@ class InstanceLocks:
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
         ):
-            raise EcompError(f'another process has been working on it for {INSTANCE_LOCK_TIMEOUT_SECONDS:g} s')
+            raise EcompError(
+                f'another process has been working on this instance for {INSTANCE_LOCK_TIMEOUT_SECONDS:g} s'
+            )
         try:
             yield
         finally:

@@ -43,7 +43,7 @@ SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.PLAIN_TEXT: 'it does not speak TLS (its endpoint may be http://)',
     TlsFailure.HUNG_UP: 'it closed the connection (it may refuse our certificate: cert_cert, cert_key)',
     TlsFailure.UNUSABLE_FILES: (
-        'ca_cert, cert_cert or cert_key is not a certificate or key, or they do not belong together'
+        'ca_cert, cert_cert or cert_key is not a certificate or key, or cert_key does not belong to cert_cert'
     ),
     TlsFailure.OTHER: 'TLS failed',
 }

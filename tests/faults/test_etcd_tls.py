@@ -98,7 +98,7 @@ def test_wrong_client_certificates_are_reported(
     check_refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
     check_refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')
     check_refused(secured, {'ca_cert': str(junk)}, 'is not a certificate')
-    check_refused(secured, {'cert_key': expired[1]}, 'do not belong together')
+    check_refused(secured, {'cert_key': expired[1]}, 'cert_key does not belong to cert_cert')
     no_certificates: dict[str, Any] = dict.fromkeys(office.section)
     # By address: a name may have two, and the second one may not answer.
     check_refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'it may expect TLS')

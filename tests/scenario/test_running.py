@@ -461,7 +461,7 @@ def test_two_processes_cannot_share_a_state_directory(cluster: Control) -> None:
     ('words', 'says'),
     [
         (['--count', '2'], '--count needs --fake'),
-        (['--fake', TOY, '--count', '2'], '--count 2: `uuid:` in the configuration names one compute'),
+        (['--fake', TOY, '--count', '2'], '--count 2: `uuid:` in the configuration names only one compute'),
         (['--fake', TOY, '--count', '0'], "'0' is not a number from 1 to "),
         (['--fake', TOY, '--count', 'many'], "'many' is not a number from 1 to "),
         (['--fake', TOY, '--count'], '--count'),
