@@ -48,7 +48,7 @@ def _parse_address(value: str, _: Path = Path()) -> str:
 def _parse_port(value: str, _: Path = Path()) -> int:
     """Parse a port; 0, any free port, is for tests. Raises ValueError."""
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
-        raise ValueError(f'{value!r} is not a port, 0 to 65535')
+        raise ValueError(f'{value!r} is not a port from 0 to 65535')
     return int(value)
 
 
@@ -108,7 +108,9 @@ def load(path: Path | None) -> Config:
     try:
         text = named_path.read_bytes().decode('utf-8-sig')
     except OSError as error:
-        raise ConfError(f'{path}: {error.strerror}. Fix: give a readable file, or none for the defaults') from error
+        raise ConfError(
+            f'{path}: {error.strerror}. Fix: give a readable file, or omit CONF to use the defaults'
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfError(f'{path}: is not UTF-8 text') from error
     finally:
@@ -124,10 +126,12 @@ def parse(text: str, path: Path) -> Config:
     try:
         parser.read_string(text, str(path))
     except configparser.MissingSectionHeaderError as error:
-        raise ConfError(f'{path}: line {error.lineno}: no [section] precedes it. Fix: begin with [mdserver]') from error
+        raise ConfError(
+            f'{path}: line {error.lineno}: this line is before the first [section]. Fix: begin the file with [mdserver]'
+        ) from error
     except configparser.ParsingError as error:
         lines = ', '.join(str(number) for number, _ in error.errors)
-        raise ConfError(f'{path}: line {lines}: neither [section] nor "key = value"') from error
+        raise ConfError(f'{path}: line {lines}: must be [section] or "key = value"') from error
     except configparser.DuplicateSectionError as error:
         raise ConfError(f'{path}: line {error.lineno}: [{error.section}] is given more than once') from error
     except configparser.DuplicateOptionError as error:
@@ -182,7 +186,7 @@ def _find_field(key: str) -> Field[Any]:
     """Return the field that the key sets; ValueError for an unknown or retired key."""
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
         raise ValueError(
-            'passwords for guests are no longer supported: remove `password`, and put a key into [public-keys]'
+            'passwords for guests are no longer supported. Fix: remove `password`, and put a key into [public-keys]'
         )
     if key not in FIELDS_BY_KEY:
         raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(FIELDS_BY_KEY)}')

@@ -125,7 +125,7 @@ def parse_guest(data: bytes, mac: str) -> Guest:
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
     if record.get('version', FORMAT_VERSION) != FORMAT_VERSION:
-        raise ValueError(f'"version" is {record["version"]!r}, but mdserver supports {FORMAT_VERSION}')
+        raise ValueError(f'"version" is {record["version"]!r}, but this mdserver supports only {FORMAT_VERSION}')
     if record.get('mac', mac) != mac:
         raise ValueError('"mac" differs from the name of the file')
     instance, hostname = record.get('instance'), record.get('hostname')

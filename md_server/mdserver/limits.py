@@ -135,7 +135,7 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
             self._to_close.append(peers[0])  # a dict keeps the order of insertion
             if self._log_limiter.try_acquire(address, now):
                 log.warning(
-                    'client=%s exceeds %d connections: closing the oldest', address, MAX_CONNECTIONS_PER_ADDRESS
+                    'client=%s has more than %d connections: closing its oldest', address, MAX_CONNECTIONS_PER_ADDRESS
                 )
         return now + self._request_limiter.schedule(address, now)
 

@@ -77,7 +77,7 @@ class Monitor:
         """Return the next packet and its descriptor, or -1; OSError if the monitor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
-            raise OSError(errno.EPIPE, 'the monitor is gone')
+            raise OSError(errno.EPIPE, 'the monitor process has ended')
         return packet, descriptors[0] if descriptors else -1
 
     def _disconnect(self) -> None:

@@ -26,9 +26,11 @@ def main(argv: list[str] | None = None) -> int:
         '--guests',
         metavar='DIR',
         type=Path,
-        help="directory of ecompute's files of guests. Default: that of mdserver.conf",
+        help="directory of ecompute's metadata files. Default: `guests` of mdserver.conf",
     )
-    parser.add_argument('--no-phone-home', action='store_true', help='omit the report to the metadata server')
+    parser.add_argument(
+        '--no-phone-home', action='store_true', help='omit the script that reports to the metadata server'
+    )
     arguments = parser.parse_args(argv)
     try:
         config = conf.load(arguments.conf)

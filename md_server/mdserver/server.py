@@ -225,7 +225,9 @@ def _switch_user(name: str, ids: UserIds) -> None:
     try:
         drop_privileges(ids)
     except OSError as error:
-        advice = 'mdserver needs CAP_SETUID and CAP_SETGID at its start, and must have no capability afterwards'
+        advice = (
+            'mdserver must start with CAP_SETUID and CAP_SETGID, and lose all capabilities when it changes its user'
+        )
         raise OSError(f'--user {name}: cannot become this user: {error.strerror}: {advice}') from error
 
 
@@ -291,7 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli.add_argument('--bridge', metavar='NAME', help=bridge_help)
     cli.add_argument('--user', metavar='NAME', help='once the port is open, run as this user (a name or a number)')
     cli.add_argument('--with-parent', action='store_true', help='exit when standard input ends')
-    cli.add_argument('--verbose', action='store_true', help='log each request, too')
+    cli.add_argument('--verbose', action='store_true', help='also log each request')
     unit_help = 'print the systemd unit that runs mdserver beside ecompute, with CONF if given, and exit'
     cli.add_argument('--unit', action='store_true', help=unit_help)
     cli.add_argument('--version', action='version', version=f'mdserver {__version__}')
@@ -344,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2 if isinstance(error, conf.ConfError) else 1
         _serve(arguments, config, files, sock)
     if orphaned:
-        log.error('ENDED: the monitor, which opens the files, is gone')
+        log.error('ENDED: the monitor process, which opens the files, has ended')
         return 1
     log.info('ENDED')
     return 0

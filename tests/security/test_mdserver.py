@@ -291,7 +291,7 @@ def test_missing_setuid_capability_is_an_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (
         1,
         f'mdserver: --user {SERVER_UID}: cannot become this user: Operation not permitted: '
-        'mdserver needs CAP_SETUID and CAP_SETGID at its start, and must have no capability afterwards\n',
+        'mdserver must start with CAP_SETUID and CAP_SETGID, and lose all capabilities when it changes its user\n',
     )
 
 
@@ -396,7 +396,7 @@ def test_server_ends_if_its_monitor_is_killed(running_server: MetadataServer) ->
     """The ecompute notices that, and starts another."""
     running_server.find_monitor().kill()
     assert running_server.process.wait(20) == 1
-    assert 'ENDED: the monitor, which opens the files, is gone' in running_server.log.read_text()
+    assert 'ENDED: the monitor process, which opens the files, has ended' in running_server.log.read_text()
 
 
 def query_monitor(monitor: Monitor, request: str) -> list[str]:

@@ -99,7 +99,7 @@ good = {make_key()}
     assert str(caught.value) == (
         'm.conf: '
         'line 3: "prot": unknown key in [mdserver]: must be one of listen_address, port, guests, leases, user-data; '
-        'line 4: "port": \'http\' is not a port, 0 to 65535; '
+        'line 4: "port": \'http\' is not a port from 0 to 65535; '
         'line 5: "listen_address": \'virbr0\' is not an IPv4 address; '
         'line 7: unknown section [nova]: must be [mdserver] or [public-keys]; '
         'line 10: "default": is not an OpenSSH public key: such a key is one line that begins like ssh-ed25519 AAAA'
@@ -111,9 +111,9 @@ good = {make_key()}
     [
         (
             '[mdserver]\npassword = password',
-            'line 2: "password": passwords for guests are no longer supported: remove `password`',
+            'line 2: "password": passwords for guests are no longer supported. Fix: remove `password`',
         ),
-        ('port = 80', r'line 1: no \[section\] precedes it'),
+        ('port = 80', r'line 1: this line is before the first \[section\]'),
         ('[mdserver]\nport', 'line 2: neither'),
         ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is given more than once'),
         ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is given more than once'),
