@@ -322,10 +322,11 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     )
     with _connect_as_operator(directory) as (accounts, store):
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
-            say(f'warning: {warning}. Roles prevent mistakes there, not attacks')
+            say(f'warning: {warning}. Roles prevent mistakes in this etcd, but not attacks')
         if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
             fix = (
-                'start those computes with this version, and correct each record that remains as `eschedule audit` says'
+                'restart each ecompute of an earlier version with the ecomp version of this elab; then run '
+                '`eschedule audit`, and correct the records that it reports'
             )
             raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute. Fix: {fix}')
         current_roles = accounts.read_roles()
@@ -334,15 +335,15 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
         ]
         if left_out := roles.list_computes_without_role(live_computes, current_roles, target_roles):
             fix = (
-                'write `uuid: …` into the compute.yaml that each of them has in this directory, and repeat the command'
+                'write the uuid of each, as `uuid: …`, into its compute.yaml in this directory, and repeat the command'
             )
-            problem = f'alive, but without a certificate in {directory}: {_format_names(left_out)}'
+            problem = f'computes that are alive, but have no certificate in {directory}: {_format_names(left_out)}'
             say(f'warning: {problem}. Fix: {fix}')
         for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
             say(roles.describe_change(change))
         if _write_cluster_key(store, now):
-            say(f'{keys.CLUSTER}: written, because no compute may write it')
+            say(f'{keys.CLUSTER}: written now, because computes with roles may not write it')
         if not accounts.is_enabled():
             accounts.enable()
             undo = f'`elab certs {directory} --disable` undoes this'
@@ -350,7 +351,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
         if unknown_users := roles.list_unknown_users(current_roles, target_roles):
             names = [make_printable(user, 200) for user in unknown_users]
             fix = f'to revoke a certificate, run `etcdctl user delete {names[0]}`'
-            say(f'in etcd, but not in {directory}: {", ".join(names)}. Fix: {fix}')
+            say(f'users of etcd without a certificate in {directory}: {", ".join(names)}. Fix: {fix}')
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
@@ -359,7 +360,7 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
         was_on = accounts.is_enabled()
         if was_on:
             accounts.disable()
-        result = 'allows every certificate everything' + ('' if was_on else ', as before')
+        result = 'lets every certificate write everything' + ('' if was_on else ', as before')
         say(f'etcd at {accounts.endpoints} {result}; its users and roles remain')
 
 

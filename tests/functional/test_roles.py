@@ -47,7 +47,7 @@ def test_enable_reports_its_changes_and_is_idempotent(cloud: EtcdWithRoles) -> N
     assert cloud.stores['operator-ann'].get('/cluster') is None
     lines = cloud.enable()
     assert lines[-2:] == [
-        '/cluster: written, because no compute may write it',
+        '/cluster: written now, because computes with roles may not write it',
         f'etcd at localhost:{cloud.etcd.port} restricts each certificate to its role; '
         f'`elab certs {cloud.certs} --disable` undoes this',
     ]
@@ -74,11 +74,11 @@ def test_enable_and_disable_commands(cloud: EtcdWithRoles, capsys: pytest.Captur
     version = cloud.stores['operator-ann'].read_version()
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
     assert len(warned) == (cluster.describe_vulnerabilities(version) is not None)
-    assert all(line.endswith('Roles prevent mistakes there, not attacks') for line in warned)
+    assert all(line.endswith('Roles prevent mistakes in this etcd, but not attacks') for line in warned)
     expect_denied(cloud, '/flavors/small')
     for suffix in ('', ', as before'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
-        message = f'{server} allows every certificate everything{suffix}; its users and roles remain\n'
+        message = f'{server} lets every certificate write everything{suffix}; its users and roles remain\n'
         assert capsys.readouterr() == ('', message)
         put_key(cloud, '/flavors/small')
     assert read_roles(cloud) == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
@@ -121,7 +121,7 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
     put_key(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
     unknown = 'compute-gone, operator-gone'
     fix = 'to revoke a certificate, run `etcdctl user delete compute-gone`'
-    warning = f'in etcd, but not in {cloud.certs}: {unknown}. Fix: {fix}'
+    warning = f'users of etcd without a certificate in {cloud.certs}: {unknown}. Fix: {fix}'
     assert cloud.enable() == [
         'role scheduler: may write /hosts/',
         'role compute-hv1: may no longer write /instances/',
@@ -197,8 +197,8 @@ def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None
     put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
     for record in records:
         put_key(cloud, record)
-    cure = 'written by an earlier ecompute. Fix: start those computes with this version, '
-    cure += 'and correct each record that remains as `eschedule audit` says'
+    cure = 'written by an earlier ecompute. Fix: restart each ecompute of an earlier version with the ecomp version '
+    cure += 'of this elab; then run `eschedule audit`, and correct the records that it reports'
     expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
     expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')
@@ -220,7 +220,7 @@ def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks:
     ):
         cloud.enable()
     put_key(cloud, '/flavors/small')
-    assert cloud.disable()[0].endswith('allows every certificate everything, as before; its users and roles remain')
+    assert cloud.disable()[0].endswith('lets every certificate write everything, as before; its users and roles remain')
     cloud.etcd.client_auth_options = original
     cloud.etcd.restart()
     wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
@@ -237,11 +237,15 @@ def test_live_compute_without_a_certificate_is_named(cloud: EtcdWithRoles, capsy
 
     def read_warnings() -> list[str]:
         assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: alive, but ')]
+        return [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if line.startswith('warning: computes that are alive, but ')
+        ]
 
-    cure = 'write `uuid: …` into the compute.yaml that each of them has in this directory, and repeat the command'
+    cure = 'write the uuid of each, as `uuid: …`, into its compute.yaml in this directory, and repeat the command'
     for _ in range(2):
-        message = f'warning: alive, but without a certificate in {cloud.certs}: {other}. Fix: {cure}'
+        message = f'warning: computes that are alive, but have no certificate in {cloud.certs}: {other}. Fix: {cure}'
         assert read_warnings() == [message]
     path = cloud.certs / 'compute-hv2/compute.yaml'
     path.write_text(path.read_text().replace(cloud.computes['compute-hv2'], other))
