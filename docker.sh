@@ -435,7 +435,7 @@ up() {
     elif [ -n "$OPEN" ]; then
         printf 'docker.sh: neither requires a password: all who reach %s can do everything\n' "$BIND_ADDRESS" >&2
     else
-        say 'without certificates, every user of this machine can write to both. Fix: CERTS=certs ./docker.sh'
+        say 'without certificates, every user of this machine can write to etcd and placement. Fix: CERTS=certs ./docker.sh'
     fi
 }
 

@@ -298,7 +298,10 @@ def run_control(
         on_ready('https' if is_secure else 'http')
         service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
-            say('without certificates, every user of this machine can write to both. Fix: elab control --certs certs')
+            say(
+                'without certificates, every user of this machine can write to etcd and placement. '
+                'Fix: elab control --certs certs'
+            )
         say(f'the data is in {endpoints.data.resolve()}; Ctrl-C stops both servers')
         certificate_time = _read_certificate_time(endpoints)
         while not stopped.wait(0.5):
@@ -331,7 +334,7 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
         fix += ' --certs /var/lib/ecomp/certs'
     for name, path in paths.items():
         if (place := systemd.find_unsafe_directory(path)) is not None:
-            problem = f'the service cannot use {name}: {place} belongs to another user or is closed to root'
+            problem = f'the service cannot use {name}: {place} belongs to another user or is not accessible to root'
             raise UsageError(f'--unit: {problem}. Fix: {fix}, as docs/howto/real-machines.md describes')
 
 
@@ -382,9 +385,11 @@ def add_default_certs(endpoints: Endpoints) -> Endpoints:
         raise _make_address_error(endpoints.bind) from error
     if '%' in endpoints.bind:
         fix = 'use another address of this machine'
-        raise UsageError(f'--bind {endpoints.bind}: an address with a % cannot be certified. Fix: {fix}')
+        raise UsageError(f'--bind {endpoints.bind}: a certificate cannot contain an address with a %. Fix: {fix}')
     if address.is_unspecified:
-        raise UsageError(f'--bind {endpoints.bind}: this address cannot be certified. Fix: give one of this machine')
+        raise UsageError(
+            f'--bind {endpoints.bind}: no certificate can be made for this address. Fix: use an address of this machine'
+        )
     return endpoints if address.is_loopback or endpoints.certs is not None else replace(endpoints, certs=Path('certs'))
 
 

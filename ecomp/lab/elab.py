@@ -193,7 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     up = add_lab_command('up', _run_up, 'create and start the lab, or the missing parts of an existing one')
     up.add_argument('--hosts', type=_parse_count, metavar='N', help='number of hosts; a lab can grow. Default: 3')
-    add_lab_command('status', _run_status, 'show each server and host, and whether it answers')
+    add_lab_command('status', _run_status, 'show for each server and host whether it answers')
     run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
     run.add_argument('host', metavar='HOST', help='the host, or control')
     run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its arguments')
@@ -206,7 +206,8 @@ def make_parser() -> argparse.ArgumentParser:
         '--bind', default=control.LOCALHOST, metavar='ADDRESS', help='address to listen on. Default: 127.0.0.1'
     )
     certs_help = (
-        'directory of `elab certs`, created if missing. Default: ./certs if other machines reach ADDRESS, else none'
+        'directory of certificates as `elab certs` makes it, created if missing. Default: none if ADDRESS is a '
+        'loopback address, else ./certs'
     )
     only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
     add_ports(only)
@@ -215,22 +216,26 @@ def make_parser() -> argparse.ArgumentParser:
     unit_help = 'print the systemd unit that runs this command in this directory, and exit'
     only.add_argument('--unit', action='store_true', help=unit_help)
     certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and their clients')
-    directory_help = (
-        'directory of the certificates; without any NAME, those in it that expire within a month are replaced'
-    )
+    directory_help = 'directory of the certificates; without any NAME, replace those that expire within a month'
     certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
         ('--control', 'names and addresses of the control host; clients use the first. Needed only in the first run'),
         ('--compute', 'hypervisor hosts; NAME=UUID for one that already has a uuid'),
         ('--scheduler', 'machines where eschedule runs'),
-        ('--operator', 'people who may do everything'),
+        ('--operator', 'people who may write all of etcd'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
     add_ports(certs)
     roles = certs.add_mutually_exclusive_group()
-    enable_help = 'restrict each certificate in DIR to its role in etcd, so that no compute writes data of another'
+    enable_help = (
+        'restrict each certificate in DIR to its role in etcd, so that no compute may write the data of another'
+    )
     roles.add_argument('--enable', action='store_true', help=enable_help)
-    roles.add_argument('--disable', action='store_true', help='let every certificate write everything in etcd again')
+    roles.add_argument(
+        '--disable',
+        action='store_true',
+        help='no longer enforce roles: every certificate may again write everything in etcd',
+    )
     image = add_command('guest', _run_guest, 'make a small guest image from Debian packages')
     image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file to write')
     return top
@@ -253,7 +258,7 @@ def _parse_port(text: str) -> int:
 def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
     """Return the ports of etcd and placement; UsageError if they are the same."""
     if options.etcd_port == options.placement_port:
-        raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two ports')
+        raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two different ports')
     return options.etcd_port, options.placement_port
 
 
@@ -273,7 +278,9 @@ def _run_up(options: argparse.Namespace) -> int:
     with _lock_lab(name), _report_step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.host_count:
-            _print_message(f'lab {name} already has {lab.host_count} hosts; only `elab down` removes them')
+            _print_message(
+                f'lab {name} already has {lab.host_count} hosts, and keeps them until `elab down` removes the lab'
+            )
         with _report_step('control plane'):
             start_control(lab)
         hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
@@ -453,7 +460,7 @@ def _run_certs(options: argparse.Namespace) -> int:
 
     has_names = options.control or options.compute or options.scheduler or options.operator
     if options.disable and has_names:
-        raise UsageError('--disable makes no certificates. Fix: give it without names')
+        raise UsageError('--disable makes no certificates, so it accepts no names. Fix: omit them')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [argument.partition('=') for argument in options.compute]
     etcd_port, placement_port = _read_ports(options)
@@ -483,7 +490,9 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
     """Hold the lab's lock in a context; if another elab has it, report that and wait without a limit."""
-    return state.hold_lock(state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another elab'))
+    return state.hold_lock(
+        state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another `elab` command to end')
+    )
 
 
 @contextlib.contextmanager

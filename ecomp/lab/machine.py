@@ -166,7 +166,7 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
         raise EcompError(f'{" ".join(command[-8:])} has not ended after {timeout_seconds:g} s') from error
     if result.returncode:
         error_lines = result.stderr.strip().splitlines() or ['no reason given']
-        raise EcompError(f'{" ".join(command[:8])} failed ({result.returncode}): {error_lines[-1]}')
+        raise EcompError(f'{" ".join(command[:8])} failed with exit code {result.returncode}: {error_lines[-1]}')
     return result.stdout
 
 
@@ -179,7 +179,7 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
     while True:
         was_ready = is_ready()
         if not is_alive(process):  # even if ready: another process may have answered
-            occupied, fix = (', and another server answers in its place', '. Try: elab down') if was_ready else ('', '')
+            occupied, fix = (', but another server answers in its place', '. Try: elab down') if was_ready else ('', '')
             raise EcompError(f'{label} ended while starting{occupied}: {read_last_line(log)} (see {log}){fix}')
         if was_ready:
             return
@@ -258,7 +258,9 @@ def ensure_control(layout: Layout) -> None:
         if route.get('dev') != layout.link:
             by, name = route.get('dev', route.get('type')), layout.name
             fix = f'remove that route, or run `elab down --name {name}`; then run `elab up --name {name}` again'
-            raise Conflict(f"{layout.network}, the lab's network, is now routed by {by}. Fix: {fix}")
+            raise Conflict(
+                f"this machine has another route, by {by}, to the lab's network {layout.network}. Fix: {fix}"
+            )
     _ensure_namespace(layout, CONTROL)
     space = layout.get_namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))

@@ -100,7 +100,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
         version = data['version']
         if version != FORMAT_VERSION:
             raise EcompError(
-                f'{path} has version {version}, but this elab supports {FORMAT_VERSION}. '
+                f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}. '
                 f'Fix: `elab down --name {name}`, then `elab up --name {name}`'
             )
         # Start times count from the boot: after a reboot they are meaningless.
@@ -109,7 +109,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
-        hint = f' (existing: {", ".join(names)})' if names else ''
+        hint = f' (existing labs: {", ".join(names)})' if names else ''
         raise NotFound(f'lab {name!r} does not exist{hint}. Try: elab up --name {name}') from error
     except OSError as error:
         raise EcompError(f'{path}: {error.strerror}') from error
@@ -134,7 +134,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
         re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
     )
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
-        problem = f'{directory} is not empty, and `elab down` would remove its content'
+        problem = f'{directory} is not empty, but `elab down` would remove its content'
         raise UsageError(f'{problem}. Fix: move the content away, or make {directory} a link to an empty directory')
     with hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
@@ -186,7 +186,7 @@ def _belongs_to_lab(directory: Path) -> bool:
 
 
 def _make_removal_error(directory: Path, reason: str) -> EcompError:
-    fix = 'unmount what is mounted there, and run `elab down` again'
+    fix = 'unmount what is mounted below that directory, and run `elab down` again'
     return EcompError(f'{directory} cannot be removed completely: {reason}. Fix: {fix}')
 
 

@@ -109,7 +109,7 @@ def test_servers_answer_stop_with_elab_and_keep_their_data(tmp_path: Path, numbe
         process.send_signal(number)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
-    assert 'every user of this machine can write to both. Fix: elab control --certs certs' in errors
+    assert 'every user of this machine can write to etcd and placement. Fix: elab control --certs certs' in errors
     names = {path.name for path in (tmp_path / 'data').iterdir()}
     assert {'placement.sqlite', 'placement.log', 'etcd.log', 'etcd'} <= names
     assert list_readable_by_others(tmp_path / 'data') == []
@@ -392,7 +392,7 @@ def test_incomplete_certificates_are_reported(
 @pytest.mark.parametrize(
     ('words', 'said'),
     [
-        (['--bind', '0.0.0.0'], '--bind 0.0.0.0: this address cannot be certified'),
+        (['--bind', '0.0.0.0'], '--bind 0.0.0.0: no certificate can be made for this address'),
         (['--bind', 'ds1'], '--bind ds1: must be an address'),
         (['--bind', '192.0.2.1'], '--bind 192.0.2.1: must be an address of this machine. Try: ip address'),
     ],

@@ -368,7 +368,7 @@ def test_lab_of_another_elab_version_can_be_removed() -> None:
     try:
         errors = run_elab('up', '--name', name, code=1).stderr
         fix = f'`elab down --name {name}`, then `elab up --name {name}`\n'
-        assert f'has version 1, but this elab supports 2. Fix: {fix}' in errors
+        assert f'has format version 1, but this elab supports only version 2. Fix: {fix}' in errors
     finally:
         run_elab('down', '--name', name)
     assert not (ROOT / name).exists()
@@ -433,7 +433,9 @@ def test_down_reports_a_mount_in_the_lab_and_keeps_it() -> None:
     try:
         message = run_elab('down', '--name', name, code=1).stderr.splitlines()[-1]
         reason = f'{ROOT / name} cannot be removed completely: {mounted} is a mount'
-        assert message == f'elab: {reason}. Fix: unmount what is mounted there, and run `elab down` again'
+        assert (
+            message == f'elab: {reason}. Fix: unmount what is mounted below that directory, and run `elab down` again'
+        )
         assert (mounted / 'mine').exists()
     finally:
         subprocess.run(['umount', mounted], check=True)
@@ -467,8 +469,8 @@ except Conflict as error:
     print(error)
 """
 CONFLICT_MESSAGE = (
-    "10.200.0.0/16, the lab's network, is now routed by {by}. Fix: remove that route, or run `elab down --name one`; "
-    'then run `elab up --name one` again\n'
+    "this machine has another route, by {by}, to the lab's network 10.200.0.0/16. Fix: remove that route, or run "
+    '`elab down --name one`; then run `elab up --name one` again\n'
 )
 
 

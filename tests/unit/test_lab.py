@@ -263,7 +263,7 @@ def test_server_has_stdin_from_dev_null(tmp_path: Path) -> None:
 
 
 def test_failing_program_is_reported_with_its_last_line() -> None:
-    with pytest.raises(EcompError, match=r'failed \(3\): second'):
+    with pytest.raises(EcompError, match='failed with exit code 3: second'):
         machine.run(['sh', '-c', 'echo first >&2; echo second >&2; exit 3'])
     with pytest.raises(EcompError, match='cannot be run'):
         machine.run(['/no/such/program'])
@@ -352,7 +352,7 @@ def test_down_refuses_a_lab_with_a_mount_before_ending_anything(
     state.MOUNTINFO.write_text(''.join(mounts))
     assert main(['down', '--name', 'one']) == 1
     reason = f'{root}/one cannot be removed completely: {directory}/images is a mount'
-    message = f'elab: {reason}. Fix: unmount what is mounted there, and run `elab down` again\n'
+    message = f'elab: {reason}. Fix: unmount what is mounted below that directory, and run `elab down` again\n'
     assert capsys.readouterr() == ('', message)
     assert (directory / 'images/mine').exists()
     monkeypatch.setattr(machine, 'end_processes', lambda *_: None)

@@ -209,7 +209,7 @@ def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_missing_lab_is_reported_with_the_command_to_make_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_lab(root, 'one', 1)
     assert main(['shell', '--name', 'two']) == 4
-    assert capsys.readouterr().err == "elab: lab 'two' does not exist (existing: one). Try: elab up --name two\n"
+    assert capsys.readouterr().err == "elab: lab 'two' does not exist (existing labs: one). Try: elab up --name two\n"
     assert main(['shell', '--name', 'one']) == 1
     assert 'cannot be read. Try: elab up --name one\n' in capsys.readouterr().err
 
@@ -284,7 +284,7 @@ def test_up_refuses_a_directory_with_other_files(
         (root / 'lab').symlink_to(directory)
     assert main(['up']) == 2
     message = (
-        f'elab: {root}/lab is not empty, and `elab down` would remove its content. Fix: move the content away, or make '
+        f'elab: {root}/lab is not empty, but `elab down` would remove its content. Fix: move the content away, or make '
         f'{root}/lab a link to an empty directory\n'
     )
     assert capsys.readouterr() == ('', message)

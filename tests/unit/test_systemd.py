@@ -194,7 +194,9 @@ def test_address_that_cannot_be_certified_is_refused(
     monkeypatch.setattr(systemd, 'find_unsafe_directory', lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert elab.main(['control', '--bind', address, *more]) == 2
-    reason = f'--bind {address}: an address with a % cannot be certified. Fix: use another address of this machine'
+    reason = (
+        f'--bind {address}: a certificate cannot contain an address with a %. Fix: use another address of this machine'
+    )
     assert capsys.readouterr() == ('', f'elab: {reason}\n')
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
@@ -255,7 +257,7 @@ def test_unit_that_root_without_rights_cannot_run_is_refused(
     ):
         monkeypatch.setattr(sys, 'argv', [program])
         assert elab.main(['control', '--bind', '10.0.0.5', *arguments, '--unit']) == 2
-        reason = f'{problem}: {ann_home} belongs to another user or is closed to root'
+        reason = f'{problem}: {ann_home} belongs to another user or is not accessible to root'
         fix = f'{cure} --certs /var/lib/ecomp/certs, as docs/howto/real-machines.md describes'
         assert capsys.readouterr() == ('', f'elab: --unit: the service cannot use {reason}. Fix: {fix}\n')
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
