@@ -67,12 +67,14 @@ _NAME = _text('name of the instance; null if it has none', null=True)
 _STATE = _text('state of the instance', enum=sorted({QUEUED, *STATES}))
 _ADDRESS = _text('address of the first interface; null if none is known', null=True)
 _ERROR = _object(
-    'reason of the failure; null without one', null=True,
+    'reason of the failure; null without a failure', null=True,
     code=_is('integer', 'exit code of this failure'), said=_text('line that stderr reports'),
 )  # fmt: skip
 _AMOUNTS = _map('amounts by resource class', _is('integer', 'amount (memory in MiB, disk in GiB)'))
 _POLICY = _text('policy of the group', enum=sorted(POLICIES))
-_STRICT = _is('boolean', 'true: an instance that breaks the policy is refused; false: such computes are tried last')
+_STRICT = _is(
+    'boolean', 'true: an instance that would break the policy is refused; false: computes where it would are tried last'
+)
 
 
 def _single_outcome(**extra_fields: Schema) -> Schema:
@@ -94,7 +96,7 @@ _WEIGHED = _object(
     'how the compute was chosen; null if unknown', null=True,
     weigh=_text(f'order in which computes were tried: {", ".join(STRATEGIES)}, or queue (a compute took the request)'),
     weight=_is('number', 'weight of the chosen compute, 1 is the best; null without weights', null=True),
-    of=_is('integer', 'number of computes that had room'),
+    of=_is('integer', 'number of computes that had room for the instance'),
 )  # fmt: skip
 _INTERFACE = _object(
     network=_text('libvirt network, or bridge'), mac=_text('MAC address'),
@@ -126,17 +128,17 @@ RECORD = _fields({
     'power': _text('id of the last stop, start or reboot; null before the first', null=True),
     'progress': _object('progress of a long stage; else null', null=True, stage=_text('stage'),
                         done=_is('integer', 'bytes done'),
-                        total=_is('integer', 'bytes in all; null if unknown', null=True)),
-    'group': _text('name of its group; null without one', null=True), 'why': _WEIGHED,
-    'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first'),
-    'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent before'),
+                        total=_is('integer', 'bytes in total; null if unknown', null=True)),
+    'group': _text('name of its group; null without a group', null=True), 'why': _WEIGHED,
+    'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first boot'),
+    'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent until it reports them'),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
 }, may='boots host_keys cloud_init')  # fmt: skip
 _WHY = _object(
     instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
     query=_text('query that was requested; null if unknown', null=True), why=_WEIGHED,
-    group=_object('group of the instance; null without one', null=True, name=_text('name of the group'), policy=_POLICY,
+    group=_object('group of the instance; null if none', null=True, name=_text('name of the group'), policy=_POLICY,
                   strict=_STRICT, others=_map('compute of each other member, by uuid of the instance',
                                               _text("uuid of the compute; '' if the member is in a queue"))),
     waits=_object(
@@ -145,7 +147,7 @@ _WHY = _object(
         since=_text('time of the request, ISO 8601, UTC; null if unknown', null=True),
         before=_is('integer', 'number of older requests in this queue'),
         taker=_text('uuid of the compute that is taking the request; null if none', null=True),
-        claimed_on=_text('uuid of the only compute that may take the request, because it has its claim; null if none',
+        claimed_on=_text('uuid of the only compute that may take the request, because the claim is on it; null if none',
                          null=True),
         computes=many(_object(compute=_COMPUTE, host=_ON, lacks=_text('what the compute lacks for the request')),
                       'computes that take queued requests'),
@@ -159,8 +161,8 @@ _ROOM = _object(
 )  # fmt: skip
 _HOST = _object(
     compute=_COMPUTE, host=_ON, hostname=_SAME,
-    version=_text('version of its ecompute; null while it is not up', null=True),
-    kind=_text('kind of its guests: kvm, qemu or fake; null while it is not up', null=True),
+    version=_text('version of its ecompute; null while the compute is not up', null=True),
+    kind=_text('kind of its guests: kvm, qemu or fake; null while the compute is not up', null=True),
     queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
     state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
     disabled=_is('boolean', 'whether it is disabled, also while it is not up'),
@@ -185,7 +187,7 @@ _TIMELINE = _object(
     instances=many(_object(instance=_INSTANCE, state=_STATE,
                            boot=_is('integer', 'number of the boot; null before the first', null=True),
                            reason=_text('why the guest was started; null before the first boot', null=True),
-                           stages=many(_STAGE, 'reached stages, in order')), 'given instances'),
+                           stages=many(_STAGE, 'reached stages, in order')), 'instances that the command names'),
     percentiles=_map('durations by stage', _object(
         'durations of the stage', instances=_is('integer', 'number of instances that reached the stage'),
         p50=_is('number', 'median in seconds'), p95=_is('number', '95th percentile in seconds'))),
@@ -218,8 +220,8 @@ _EVENT = _object(
     'one object per line', revision=_is('integer', 'revision of the change in etcd'),
     time=_text('time of the event; null if etcd has none', null=True),
     kind=_text('what the event is about', enum=list(KINDS)),
-    instance=_text('uuid of the instance; null without one', null=True), name=_NAME,
-    compute=_text('uuid of the compute; null without one', null=True), says=_text('what happened'),
+    instance=_text('uuid of the instance; null if the event is about no instance', null=True), name=_NAME,
+    compute=_text('uuid of the compute; null if the event is about no compute', null=True), says=_text('what happened'),
 )  # fmt: skip
 _CANARY = _object(
     compute=_COMPUTE, host=_ON, instance=_text('uuid of the guest; null if none was placed', null=True),
