@@ -169,7 +169,7 @@ class YamlFile:
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
         except PermissionError as error:
-            problem = f'{self._name} names {path}, but permission is denied'
+            problem = f'{self._name} names {path}, but this user may not read it'
             raise UsageError(f'{problem}. Fix: run this as the owner of that file, or with sudo') from error
         if not is_readable:
             raise InvalidValue(f'{shorten(str(path), 200)} is not a readable file')

@@ -259,7 +259,7 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
         machine.run(['dpkg-deb', '-x', str(package), str(tree)])
     kernels = sorted(tree.glob('boot/vmlinuz-*'))
     if not kernels:
-        raise EcompError(f'{" ".join(packages)}: found no kernel')
+        raise EcompError(f'no kernel is in the packages {" ".join(packages)}')
     files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
     modules = [(f'{name}.ko', _read_module(files[name])) for name in MODULES if name in files]
     return kernels[-1], modules

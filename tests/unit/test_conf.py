@@ -191,7 +191,7 @@ def test_unreadable_certificate_of_another_user_is_one_line() -> None:
             (directory / 'certs').chmod(0)
         env = {**os.environ, 'PYTHONPATH': str(TOP), 'ECOMP_CONFIG': name}
         process = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
-    why = f'{name}/schedule.yaml names {name}/certs/ca.pem, but permission is denied'
+    why = f'{name}/schedule.yaml names {name}/certs/ca.pem, but this user may not read it'
     fix = 'Fix: run this as the owner of that file, or with sudo'
     assert (process.returncode, process.stdout) == (2, '')
     assert process.stderr == f'eschedule: {why}. {fix}\n'
