@@ -69,7 +69,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
             continue  # killed before the first record of its build: the planner releases what is reserved for it
         if all(_has_ended(compute, record) for record in records):
             memory.record_end(instance)
-            log.info('instance %s: saved its end, which this compute had not saved before', instance)
+            log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
@@ -258,7 +258,7 @@ class PlanningLoop:
         """Log `reason`, start no tasks until become_writable(), undo builds in flight (rule 9); guests keep running."""
         self.read_only = True
         self.planner.stop_builds()
-        log.error('this compute is read-only from now on; its guests keep running: %s', reason)
+        log.error('this compute is read-only from now on (its guests keep running): %s', reason)
 
     def become_writable(self) -> None:
         """Start tasks again after become_read_only(), and log that: this process is the compute again."""
@@ -557,7 +557,7 @@ class Compute:
             if not is_alive(self._store, other):
                 raise Conflict(
                     f'guests of compute {other} are on this host, but this is compute {self.uuid}. '
-                    f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove its domains'
+                    f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove those guests'
                 )
 
     def _check_claims(self) -> None:
@@ -610,7 +610,7 @@ class Compute:
         failpoint('closing')
         try:
             self._provider.close()
-            log.info('reserved all VCPU: no instances are scheduled here until the next start')
+            log.info('reserved all VCPU: no instances are scheduled here until ecompute starts again')
         except EcompError as error:
             log.warning('instances may still be scheduled here, because VCPU cannot be reserved: %s', error)
 

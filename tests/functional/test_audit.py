@@ -236,7 +236,7 @@ def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Clo
     instance = host.create_disk()
     assert '0' in read_answer(cloud.store, host)
     assert host.clear(cloud.store, Leftover('disk', instance)) == [
-        f'disk {instance}: not removed: this compute is read-only, or remembers the instance'
+        f'disk {instance}: not removed: this compute is read-only, or its state directory still lists the instance'
     ]
     host.read_only, host.remembered = False, {instance}
     assert 'remembers' in host.clear(cloud.store, Leftover('disk', instance))[0]
@@ -315,9 +315,9 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
             *(f'disk {instance}: {refusal}' for instance in (queried, recorded, tried)),
             *(f'seed {MAC}: {refusal}', f'seed {MAC}: already gone'),
             f'reservations {running}: not removed: its domain exists',
-            'disk ../../etc: not removed: it does not name an instance',
-            f'domain {used}: not removed: it does not name an instance',
-            'seed ../../x: not removed: it does not name an instance',
+            'disk ../../etc: not removed: its instance is not a valid uuid',
+            f'domain {used}: not removed: its instance is not a valid uuid',
+            'seed ../../x: not removed: its instance is not a valid uuid',
         ]
         host.hypervisor.other_users = frozenset({'somebodys'})
         assert host.clear(cloud.store, Leftover('disk', used)) == [
@@ -348,10 +348,10 @@ def test_partial_files_are_removed_if_unchanged(cloud: Cloud, host: Host) -> Non
     report = host.clear(cloud.store, *leftovers)
 
     assert sorted(report) == [
-        'part ../uuid: not removed: it was written again, or is gone',
+        'part ../uuid: not removed: it has changed since the audit listed it, or is gone',
         'part .token.part: removed',
-        'part images/base-aa.part: not removed: it was written again, or is gone',
-        'part images/base-bb.part: not removed: it was written again, or is gone',
+        'part images/base-aa.part: not removed: it has changed since the audit listed it, or is gone',
+        'part images/base-bb.part: not removed: it has changed since the audit listed it, or is gone',
         'part metadata/.x.json.part: removed',
     ]
     assert {path.name for path in images.glob('*.part')} == {'base-aa.part', 'base-bb.part'}

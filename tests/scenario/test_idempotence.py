@@ -117,7 +117,7 @@ def test_claim_of_a_killed_attempt_is_released(cluster: Control, instance: str, 
         first.wait()
     # First its lease expires, then two consecutive checks see the claim.
     wait_until(lambda: instance not in read_allocations(cluster), 300, 'its claim is released')
-    assert wait_log_lines(compute, instance, 'it has no request')
+    assert wait_log_lines(compute, instance, 'the instance has no request')
     assert cluster.etcd.list_keys('/requests/') == []
     check_invariants(cluster, compute)
     place(cluster, '--uuid', instance, SMALL_QUERY)

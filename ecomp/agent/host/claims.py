@@ -138,7 +138,7 @@ class ClaimKeeper:
         note = partial(note_released, self._store)
         for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:
-                log.warning('released the claim of %s: it has no request', consumer)
+                log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)
 
     def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:

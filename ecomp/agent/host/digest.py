@@ -157,7 +157,7 @@ class AuditAnswerer:
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
-            return [f'nothing is removed: {error}']
+            return [f'nothing is removed, because the list of leftovers is malformed: {error}']
         results = []
         for leftover in leftovers:
             try:
@@ -173,11 +173,11 @@ class AuditAnswerer:
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):
-            return 'not removed: this compute is read-only, or remembers the instance'
+            return 'not removed: this compute is read-only, or its state directory still lists the instance'
         if kind == 'part':
             return self._remove_part(leftover)
         if not keys.is_uuid(instance):
-            return 'not removed: it does not name an instance'
+            return 'not removed: its instance is not a valid uuid'
         # A build of this instance waits for the lock, and then recreates the disk.
         with self._locks.hold(instance, lambda: None):
             guest = self.hypervisor.list_guests().get(instance)
@@ -202,7 +202,7 @@ class AuditAnswerer:
     def _remove_part(self, leftover: Leftover) -> str:
         """Remove a part file unless it was written since the digest, or is being written; return what was done."""
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
-            return 'not removed: it was written again, or is gone'
+            return 'not removed: it has changed since the audit listed it, or is gone'
         path = self.state / leftover.name
         with lock_if_idle(path) as is_abandoned:
             if is_abandoned:
