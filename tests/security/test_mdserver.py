@@ -359,7 +359,7 @@ def test_server_of_ecompute_binds_port_80_and_drops_rights(tmp_path: Path) -> No
     ):
         assert line in result.stdout.splitlines(), (line, result.stdout)
     assert f'LISTENING ON http://169.254.169.254:80/ GUESTS IN {tmp_path}/metadata AS UID {SERVER_UID}' in result.stderr
-    assert 'the metadata server exited with 1; starting another' in result.stderr
+    assert 'the metadata server ended with exit code 1: starting it again' in result.stderr
 
 
 def test_idle_server_uses_no_processor_time(running_server: MetadataServer) -> None:

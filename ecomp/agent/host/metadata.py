@@ -112,7 +112,7 @@ def serve_metadata(
             with suppress(OSError):  # the disk is full
                 marker.touch()
             libvirt.set_metadata_address(True)
-            log.info("assigned %s to the guests' bridge", METADATA_ADDRESS)
+            log.info('assigned %s to bridge %s, for the metadata server', METADATA_ADDRESS, bridge)
         server.ensure()
 
     def remove_address() -> None:
@@ -146,11 +146,11 @@ class MetadataServer:
             code = self._process.poll()
             if code is None:
                 return
-            log.warning('the metadata server exited with %s; starting another', code)
+            log.warning('the metadata server ended with exit code %s: starting it again', code)
             self._process = None
         elif (page := fetch_root_page()) is not None:
             if is_metadata(page):
-                log.info('a metadata server answers at %s', METADATA_ADDRESS)
+                log.info('a metadata server already answers at %s: not starting another', METADATA_ADDRESS)
                 return
             endpoint = f'{METADATA_ADDRESS}:80'
             raise EcompError(f'{endpoint}: another service listens there. Fix: stop it, or bind it to another address')
@@ -364,7 +364,7 @@ class GuestData:
             # The record of a guest that went off must not wait for this. A read-only file system refuses to remove
             # even a missing file.
             if instance in self.find_ready():
-                failure = f'{error.filename}: {error.strerror}'
+                failure = f'{error.filename} cannot be removed ({error.strerror})'
                 log.warning('%s: instance %s will seem ready immediately after its next start', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:

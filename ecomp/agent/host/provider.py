@@ -229,7 +229,7 @@ class Registration:
             amounts = self.inventory.get(name, {'total': 0})
             total = calculate_capacity(amounts['total'], amounts.get('allocation_ratio', 1))
             if amount > total:
-                log.warning('%s of %s is used, but its capacity is %s. Try: eschedule audit', amount, name, total)
+                log.warning('%s: allocations use %s, but the capacity is %s. Try: eschedule audit', name, amount, total)
 
     def _compare_provider(self) -> bool:
         """Read the provider; return whether inventory, traits and aggregates are as configured. Note `is_disabled`."""
@@ -289,7 +289,7 @@ class Registration:
         try:
             write_durably(self._path, json.dumps({'version': VERSION, 'compute': self.compute, **names}))
         except OSError as error:
-            raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates are not changed') from error
+            raise EcompError(f'{self._path}: {error.strerror}: the provider keeps its traits and aggregates') from error
         self._own_names = own_names
         failpoint('described-here')
 
@@ -311,7 +311,7 @@ def check_names(placement: Placement, traits: Collection[str], classes: Collecti
 def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
     """Raise UsageError that names the `unknown` traits, if any; it asks nothing."""
     if names := ', '.join(sorted(unknown)):
-        raise UsageError(f'traits: {placement.name} does not know {names}, because its os-traits are older')
+        raise UsageError(f'traits: {placement.name} does not know {names}, because its os-traits package is too old')
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
@@ -323,8 +323,8 @@ def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
     except FileNotFoundError:
         data = {}
     except ValueError as error:
-        problem = f'is malformed: {error}; without this file the provider keeps the names in it'
-        raise UsageError(f'{path}: {problem}. Fix: remove the file') from error
+        cure = 'remove the file; the provider then keeps the traits and aggregates that the file lists'
+        raise UsageError(f'{path}: is malformed: {error}. Fix: {cure}') from error
     if data.get('compute') != compute:
         data = {}  # `uuid:` was changed: these are another provider's
     listed = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}

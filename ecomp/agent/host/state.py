@@ -171,7 +171,7 @@ class Memory:
             self._entries[path.stem] = MemoryEntry(request, record, failed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._unreadable.add(path.stem)
-            log.warning('%s: ignored, and not changed: %s', path, error)
+            log.warning('%s: cannot be read or is malformed, so it is ignored and left as it is: %s', path, error)
 
     @contextmanager
     def _lock_instance(self, instance: str) -> Iterator[None]:
@@ -254,7 +254,7 @@ class Identity:
             os.close(self._lock)
             raise Conflict(
                 f'state directory {directory} is used by the ecompute with pid {holder or "unknown"}. '
-                'Fix: stop it, or set another `state:` and `uuid:`'
+                'Fix: stop that ecompute, or set another `state:` and another `uuid:` for this one'
             )
         self._unsaved: dict[str, str] = {}
         self._previous_holder = os.pread(self._lock, 64, 0)
@@ -356,7 +356,7 @@ class KnownEtcd:
             pass
         except ValueError as error:
             raise UsageError(
-                f'{self._path}: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
+                f'{self._path}: is malformed: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
             ) from error
         return self._cluster
 
@@ -385,7 +385,9 @@ class KnownEtcd:
         except FileNotFoundError:
             return 0
         except ValueError as error:
-            raise UsageError(f'{path}: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`') from error
+            raise UsageError(
+                f'{path}: is malformed: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
+            ) from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
