@@ -36,7 +36,7 @@ def determine_capacity(spec: GuestSpec) -> int:
         size = -(-spec.base.virtual_size * 10 // GIB) / 10
         needed_gb = -(-spec.base.virtual_size // GIB)
         raise BuildFailed(
-            'disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
+            'disk', f'the image is {size} GiB, but DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
         )
     return spec.disk_gb * GIB
 
@@ -147,7 +147,7 @@ def _check_raw(file: BinaryIO) -> int:
     if not start:
         raise _make_refusal('is empty')
     if start.startswith(QCOW2_MAGIC):
-        raise _make_refusal('is a qcow2 cut off in its header')
+        raise _make_refusal('is a qcow2 that is cut off within its header')
     if start[510:] != b'\x55\xaa':
         packed = [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]
         if packed:

@@ -130,7 +130,7 @@ CORRUPTIONS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ('a table elsewhere', lambda image: replace_header(image, 40, struct.pack('>Q', 2**62)), 'cut-off'),
     ('its mark of corruption', lambda image: replace_header(image, 72, struct.pack('>Q', 0b10)), 'corrupt'),
     ('an external data file', lambda image: replace_header(image, 72, struct.pack('>Q', 0b100)), 'not safe'),
-    ('nothing behind its magic', lambda image: image[:4], 'cut off in its header'),
+    ('nothing behind its magic', lambda image: image[:4], 'cut off within its header'),
     ('nothing behind its header', lambda image: image[:512], 'cut-off|cut off|not safe|disk image'),
 ]
 
@@ -150,7 +150,7 @@ def test_60_tib_image_is_refused_where_disks_are_smaller(web: ImageServer, cache
     """F22: an image of 60 TiB virtual size is refused where disks are smaller, or DISK_GB is (fake)."""
     web.image = make_qcow2(tmp_path, 60 * TIB)
     assert len(web.image) < 100 * MEBIBYTE
-    reason = 'the image is 61440.0 GiB, but this host has 100.0 GiB for disks'
+    reason = 'the image needs 61440.0 GiB, but this host has 100.0 GiB for disks'
     check_refused(cache, tmp_path / 'images', web.url + 'good', reason)
     large_cache = ImageCache(
         tmp_path / 'images', inspect_image, None, replace(LIMITS, disk_bytes=60 * TIB), LOOPBACK_REACH
@@ -158,7 +158,7 @@ def test_60_tib_image_is_refused_where_disks_are_smaller(web: ImageServer, cache
     base = get_base(large_cache, web.url + 'good')
     assert base.virtual_size == 60 * TIB
     spec = GuestSpec('d578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'a compute', 1, 64, 10, base, 'qemu')
-    with pytest.raises(BuildFailed, match='the image is 61440.0 GiB, DISK_GB is 10'):
+    with pytest.raises(BuildFailed, match='the image is 61440.0 GiB, but DISK_GB is 10'):
         determine_capacity(spec)
     assert determine_capacity(replace(spec, disk_gb=61440)) == 60 * TIB
 
@@ -172,7 +172,7 @@ HOSTILE_IMAGES: list[tuple[str, str, str]] = [
     ('redirects to a file of the host', 'to_a_file', 'redirected to a local file'),
     ('a backing file of /etc/shadow', 'backing', 'not safe to use: .*backing'),
     ('an external data file', 'data_file', 'not safe to use: .*data'),
-    ('100 TB', 'huge', 'the image is 102400.0 GiB, but this host has 100.0 GiB for disks'),
+    ('100 TB', 'huge', 'the image needs 102400.0 GiB, but this host has 100.0 GiB for disks'),
     ('a vmdk', 'vmdk', 'is in vmdk format'),
     ('a wrong checksum on its URL', 'good#sha256=' + '0' * 64, 'but its URL has 0000'),
     ('a wrong checksum beside it', 'listed', 'but SHA256SUMS in its directory has 1111'),
@@ -372,9 +372,9 @@ def test_invalid_images_fail_on_a_host(host: Hypervisor, tmp_path: Path) -> None
         'page.qcow2': (b'<html><body>Please log in</body></html>', 'is not a disk image'),
         'huge.qcow2': (
             make_qcow2(tmp_path, 60 * TIB),
-            'the image is 61440.0 GiB, but this host has 40.0 GiB for disks',
+            'the image needs 61440.0 GiB, but this host has 40.0 GiB for disks',
         ),
-        'wide.qcow2': (make_qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, DISK_GB is 1'),
+        'wide.qcow2': (make_qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, but DISK_GB is 1'),
         'corrupt.qcow2': (
             replace_header(make_qcow2(tmp_path), 4, struct.pack('>I', 99)),
             'disk image|version|cannot be',

@@ -364,7 +364,7 @@ def test_expired_redirect_is_requested_again(web: ImageServer, directory: Path) 
 def test_image_larger_than_the_hosts_disk_inventory_is_refused(web: ImageServer, directory: Path) -> None:
     small = ImageCache(directory, inspect_image, None, replace(LIMITS, disk_bytes=8 * MIB), LOOPBACK_REACH)
     web.image = make_raw_image(8 * MIB + 512)
-    with pytest.raises(BuildFailed, match='the image is 0.0 GiB, but this host has 0.0 GiB for disks'):
+    with pytest.raises(BuildFailed, match='the image needs 0.0 GiB, but this host has 0.0 GiB for disks'):
         get_base(small, web.url + 'good')
     assert list_cached(directory) == []
     web.image = make_raw_image(8 * MIB)
@@ -390,7 +390,7 @@ def test_cached_image_is_used_while_its_server_is_unreachable(
             with caplog.at_level(logging.WARNING):
                 assert get_base(make_cache(directory), url) == first
         assert [record.levelname for record in caplog.records] == ['WARNING'], answer
-        assert 'the cached image is used: http' in caplog.text
+        assert 'the cached image is used without a check for a newer one: http' in caplog.text
     (note,) = directory.glob('.away-*')
     note.unlink()
     web.shutdown()
@@ -506,7 +506,7 @@ def test_changed_base_volume_is_found_and_fetched_again(
     with caplog.at_level(logging.ERROR):
         scrubber.scrub(time.time() + MORE_THAN_A_DAY_SECONDS)
     assert caplog.messages == [
-        f'{path}: its content has changed since the download: new disks do not use it; guests that read it: {instance}'
+        f'{path}: its content has changed since the download: no new disk uses it; guests that depend on it: {instance}'
     ]
     assert list_bad(directory) == [hashlib.sha256(content).hexdigest()]
 

@@ -128,7 +128,7 @@ def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, she
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(download.LocalSource, 'open', open_growing)
-        assert_refused(directory, path.as_uri(), f'longer than the {len(image)} bytes that were announced', shelf)
+        assert_refused(directory, path.as_uri(), f'longer than the {len(image)} bytes that the server announced', shelf)
     assert len(reads) == 3
 
 

@@ -76,7 +76,7 @@ def test_raw_image_is_accepted(raw: Path) -> None:
         (b'PK\3\4' + bytes(2000), 'it is compressed with zip. Fix: unpack it first'),
         (BOOT[:300], 'not a disk image'),
         (BOOT + b'\0' * 100, 'not a multiple of 512'),
-        (b'QFI\xfb' + b'\0' * 296, 'cut off in its header'),
+        (b'QFI\xfb' + b'\0' * 296, 'cut off within its header'),
         (b'QFI\xfb\0\0\0\1' + b'\0' * 1016, 'Unsupported qcow2 version'),
         (b'LUKS\xba\xbe\0\1' + b'\0' * MIB, 'luks'),
         (b'QED\0' + b'\0' * MIB, 'in qed format'),
@@ -206,10 +206,10 @@ def test_capacity() -> None:
     assert image.determine_capacity(make_spec(3, 100 * MIB)) == 3 * GIB
     assert image.determine_capacity(make_spec(1, GIB)) == GIB
     assert image.determine_capacity(make_spec(None, 100 * MIB)) == 100 * MIB
-    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1. Fix: request DISK_GB:3 '):
+    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, but DISK_GB is 1. Fix: request DISK_GB:3 '):
         image.determine_capacity(make_spec(1, 2_361_393_152))
     # A fixed VHD is a raw disk with 512 more bytes.
-    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30. Fix: request DISK_GB:31 '):
+    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, but DISK_GB is 30. Fix: request DISK_GB:31 '):
         image.determine_capacity(make_spec(30, 30 * GIB + 512))
 
 

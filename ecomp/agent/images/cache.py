@@ -371,11 +371,11 @@ class Scrubber:
             except FileNotFoundError:
                 continue  # evicted since the listing
             except OSError as error:
-                log.error('%s: cannot be read, or the result cannot be noted: %s', path, error.strerror)
+                log.error('%s: cannot be read, or the result of its check cannot be saved: %s', path, error.strerror)
                 continue
             if sha256 != match[1]:
                 log.error(
-                    '%s: its content has changed since the download: new disks do not use it; guests that read it: %s',
+                    '%s: its content has changed since the download: no new disk uses it; guests that depend on it: %s',
                     path, ', '.join(self._list_users(path)) or 'none',
                 )  # fmt: skip
 
@@ -526,7 +526,7 @@ class ImageCache:
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
         """Log that the server gives no answer, and note when: it is not asked for UNREACHABLE_SECONDS."""
         self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
-        log.warning('the cached image is used: %s', error.reason)
+        log.warning('the cached image is used without a check for a newer one: %s', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
         """Download the image, whatever is cached, and hold it. `pin` None accepts any content."""
@@ -555,14 +555,14 @@ class ImageCache:
         image = self.inspect(part, checkpoint)
         if image.virtual_size > self.limits.disk_bytes:
             size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
-            raise BuildFailed('image', f'the image is {size:.1f} GiB, but this host has {limit:.1f} GiB for disks')
+            raise BuildFailed('image', f'the image needs {size:.1f} GiB, but this host has {limit:.1f} GiB for disks')
         failpoint('image-part')
         hold = self._bases.add(part, fetched.sha256, image.format)
         failpoint('image-kept')
         try:
             self._bases.record_url(url, fetched, transfer.asked_at)
         except OSError as error:
-            log.warning('%s: the URL of its image cannot be recorded in %s: %s', url, self.directory, error.strerror)
+            log.warning('%s: cannot record in %s which image this URL has: %s', url, self.directory, error.strerror)
         return hold
 
 

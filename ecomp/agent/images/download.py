@@ -478,10 +478,10 @@ class Transfer:
                 raise ServerUnavailable('image', f'{self.url}: no {wait[0]} after {MAX_ANSWER_SECONDS:g} s')
             if self._is_downloading and pace.check_pace(now, self._done_bytes):
                 slow = f'slower than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
-                raise ServerUnavailable('image', f'{self.url}: {slow}, {self._done_bytes} bytes so far')
+                raise ServerUnavailable('image', f'{self.url}: the download is {slow}, {self._done_bytes} bytes so far')
             if now - self.asked_at > MAX_DOWNLOAD_SECONDS:
                 late = f'not complete after {MAX_DOWNLOAD_SECONDS:g} s'
-                raise ServerUnavailable('image', f'{self.url}: {late}, {self._done_bytes} bytes so far')
+                raise ServerUnavailable('image', f'{self.url}: the download is {late}, {self._done_bytes} bytes so far')
             if now - reported_at >= REPORT_SECONDS and self._done_bytes != reported:
                 reported, reported_at = self._done_bytes, now
                 report_progress(reported, self._total_bytes)
@@ -537,7 +537,7 @@ class Transfer:
             self._done_bytes = file.seek(0)
             file.truncate()
             again = self._download(stream, file, None)
-        fix = 'add #sha256=… to its URL'
+        fix = 'add #sha256=… to the URL of the image'
         if again.sha256 != first.sha256:
             raise BuildFailed(
                 'image', f'{self.url}: changed during the download. Fix: create the instance again, or {fix}'
@@ -561,7 +561,7 @@ class Transfer:
                 raise _Abandoned
             if self._done_bytes + len(chunk) > reserved:
                 if length is not None:
-                    raise BuildFailed('image', f'{self.url}: longer than the {length} bytes that were announced')
+                    raise BuildFailed('image', f'{self.url}: longer than the {length} bytes that the server announced')
                 reserved = self.reserve(file.fileno(), self._done_bytes + len(chunk), RESERVE_AHEAD_BYTES)
             if chunk == bytes(len(chunk)):
                 file.seek(len(chunk), os.SEEK_CUR)  # leaves a hole: a sparse image stays sparse
