@@ -63,7 +63,10 @@ def test_every_worker_of_a_build_killed(host: Hypervisor, step: str) -> None:
     record = host.wait_state(instance, 'error')
     assert host.fired_failpoints == [step] * 3
     assert record['attempts'] == 3
-    assert '3 attempts failed: its worker process ended during the job (exit code -9)' in record['error']['reason']
+    assert (
+        '3 attempts failed; the last one: its worker process ended during the job (exit code -9)'
+        in record['error']['reason']
+    )
     host.assert_removed(instance)
     host.check_settled()
 

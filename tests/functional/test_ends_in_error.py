@@ -369,4 +369,4 @@ def test_republish_skips_instance_claimed_by_another_compute(
     guests = () if state == BUILDING else (instance,)
     toy_compute.republish(guests)
     assert cloud.store.read(places) == {}
-    assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(guests)
+    assert ('this guest is kept, but not managed. Fix: ' in caplog.text) == bool(guests)

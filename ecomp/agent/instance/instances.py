@@ -346,7 +346,7 @@ class Instances:
             if record.attempts < MAX_ATTEMPTS:
                 self.records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            reason = f'{MAX_ATTEMPTS} attempts failed: {error}'
+            reason = f'{MAX_ATTEMPTS} attempts failed; the last one: {error}'
             fail(record, revision, Failure('started', reason, ''), remove_guest=must_remove)
         else:
             failpoint('built')
@@ -388,13 +388,13 @@ class Instances:
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
             record = self._make_current_record(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
-            log.error('instance %s: its request became malformed and is ignored: %s', instance, reason)
+            log.error('instance %s: its request became malformed, so it is ignored: %s', instance, reason)
             fault = f'its request is malformed: {reason}'
             if record.fault != fault:
                 self.records.write(replace(record, fault=fault), revision)
             return
         if guest is not None and (record is None or guest.is_built):
-            log.error('instance %s: its request is malformed and its guest is kept: %s', instance, reason)
+            log.error('instance %s: its request is malformed, but its guest is kept: %s', instance, reason)
             return
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
@@ -427,7 +427,7 @@ class Instances:
         self.records.drop_request(
             instance, revision, record.name if record is not None and record.state == ERROR else None
         )
-        log.error('instance %s: request dropped: %s', instance, reason)
+        log.error('instance %s: its request was deleted without being carried out: %s', instance, reason)
         self._release_claim(instance)
 
     def end_vanished(self, instance: str, revision: int) -> None:
@@ -666,7 +666,7 @@ class Instances:
 
     def _start_built(self, record: Record, revision: int) -> str | None:
         """Start a guest whose domain was defined; return its fault or None. Remove nothing, as it may have run."""
-        log.info('START INSTANCE %s: its build had defined its domain', record.instance)
+        log.info('START INSTANCE %s: its build was interrupted after it had defined the domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{START_FAILED}: {reason}'
 

@@ -129,7 +129,7 @@ def _plan_power(
     if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
     if shutdown_action is ShutdownAction.SWITCH_OFF:
-        return Kind.SWITCH_OFF, f'{reason}, and the guest did not shut down in time'
+        return Kind.SWITCH_OFF, f'{reason}, but the guest did not shut down in time'
     return None if shutdown_action is ShutdownAction.WAIT else (Kind.SHUTDOWN, reason)
 
 
@@ -141,7 +141,7 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
     """
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
-        return Kind.BUILD, 'it was requested and does not exist yet'
+        return Kind.BUILD, 'it was requested, but does not exist yet'
     if guest is None and instance in observations.vanished:
         return Kind.VANISHED, DOMAIN_AND_DISK_GONE
     running = guest is not None and guest.running

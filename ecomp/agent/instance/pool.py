@@ -371,7 +371,7 @@ class Workers:
             self._waiting.clear()
             self._workers.clear()
         for ticket in unfinished:  # otherwise the thread that waits for it would keep this process alive
-            ticket.events.put(('failed', WorkerDied('the pool was stopped')))
+            ticket.events.put(('failed', WorkerDied('the pool of workers was stopped')))
         self.waker.close()
 
     def _adjust_size(self, now: float) -> tuple[int, float]:

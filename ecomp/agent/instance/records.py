@@ -86,7 +86,7 @@ class Records:
                 self._cache[instance] = RecordEntry(
                     None, get_revision(stored.get(own)), get_revision(stored.get(older))
                 )
-                log.warning('instance %s: its destroy ignores its malformed record: %s', instance, error)
+                log.warning('instance %s is destroyed although its record is malformed: %s', instance, error)
             return None
 
     def forget(self, instance: str) -> None:
@@ -188,7 +188,7 @@ class Records:
                 revision,
                 lambda host: self._store.commit([host, *conditions, *name_conditions], operations),
             )
-            log.warning('instance %s: its end is not recorded: %s', instance, error)
+            log.warning('instance %s has finished, but without a record of its end: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
         self._memory.record_end(instance)
@@ -289,8 +289,8 @@ MAX_TRIES = 5
 END_STATES = frozenset({GONE, ERROR})
 ENDED_BEFORE_FAULT = 'it had finished before etcd was restored'
 CLAIMED_ELSEWHERE = (
-    'instance %s is claimed on compute %s: the guest here is kept, and unmanaged. '
-    'Fix: compare both guests, then remove this domain manually'
+    'instance %s is claimed on compute %s, but has a guest here, too: this guest is kept, but not managed. '
+    'Fix: compare both guests, then remove the domain on this host manually'
 )
 
 
@@ -387,13 +387,13 @@ def republish(
             continue
         if isinstance(step, Drop):
             memory.record_end(instance)
-            log.warning('instance %s is not republished: it ran here and no longer exists', instance)
+            log.warning('instance %s is not republished: it ran here, but no longer exists', instance)
         published += isinstance(step, Publish)
     for instance in memory.get_ended() - set(local_instances):  # a guest that is here is kept
         try:
             _end_again(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
-            log.error('instance %s had finished, but cannot be ended again: %s', instance, error)
+            log.error('instance %s had finished, but this cannot be recorded in etcd again: %s', instance, error)
     log.info('instances republished: %d', published)
 
 
