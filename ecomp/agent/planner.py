@@ -81,7 +81,7 @@ PLAN_INTERVAL_SECONDS = 60.0
 FIRST_POLL_SECONDS = 2.0
 POLL_DIVISOR = 30
 CHECKING_CLAIMS = 'checking claims'
-SAVING_UNHANDLED = 'saving which instances wait since the reboot'
+SAVING_UNHANDLED = 'saving which instances have not been started since the reboot'
 READING_RECORD = 'reading the record of %s'
 READING_ADDRESSES = 'reading the addresses of %s'
 
@@ -264,7 +264,7 @@ class Planner:
         unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._wishes.keys()
         for stranger in sorted(self._unmanaged - unmanaged_before):
             log.warning(
-                'instance %s has a guest but no request: the guest is kept, and unmanaged. Try: eschedule audit',
+                'instance %s has a guest but no request: the guest is kept, but not managed. Try: eschedule audit',
                 stranger,
             )
         sightings = Observations(
@@ -334,7 +334,7 @@ class Planner:
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if previous is None and len(self._wishes) >= MAX_REQUESTS and not is_destroy:
                 parsed = InvalidRequest(
-                    name, f'this compute has {MAX_REQUESTS} instances, which is its limit', get_holdings(parsed)
+                    name, f'this compute already has {MAX_REQUESTS} instances, the maximum', get_holdings(parsed)
                 )
             self._wishes[name] = entry.revision, parsed
         wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]

@@ -136,7 +136,7 @@ class Offers:
                 silent = [uuid for uuid in silent_uuids if ProviderSummary(uuid, uuid, shares.get(uuid, {})).is_ours]
                 if silent and silent != self._silent:
                     shown = join_some(silent, MAX_NAMED_COMPUTES)
-                    log.info('older queued requests are not taken: they may run on silent computes: %s', shown)
+                    log.info('older queued requests are not taken: their guests may run on silent computes: %s', shown)
                 self._silent, self._silent_read_at = silent, now
             return self._silent
 
@@ -264,7 +264,7 @@ class Taker:
         moved = False
         try:
             if not still_fits():
-                raise Conflict(f'{waiting.instance}: no longer fits here')
+                raise Conflict(f'{waiting.instance}: its request no longer fits on this compute')
             self._claim(waiting, mark)
             failpoint('taken')
             moved, mark = self._move(place, mark)
@@ -363,7 +363,7 @@ class Taker:
         def check() -> None:
             entry = self.store.get(key)
             if entry is None or entry.revision != taker_revision:
-                raise Conflict(f'{waiting.instance}: another compute is taking it, or it was cancelled')
+                raise Conflict(f'{waiting.instance}: another compute is taking its request, or it was cancelled')
 
         new_claims = {waiting.instance: {self.compute: waiting.flavor.resources}}
         above = partial(sharing.read_highest_released, self.store, new_claims)
@@ -719,7 +719,7 @@ class Puller:
         try:
             is_taken = self.taker.take(place, taker_revision, lambda: not self.taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
-            log.info('not taken from its queue: %s', error)
+            log.info('a queued request is not taken: %s', error)
             self._skip([place], self.offers.backlog or Backlog())
             self._claimed_elsewhere.add(instance)  # after _skip(): with a taker key the request is not in the backlog
         except NoCapacity as error:
@@ -767,7 +767,7 @@ class Puller:
             self.deferrals.defer(place.entry.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
 
 
-TAKING = 'taking from the queues'
+TAKING = 'taking requests from the queues'
 
 
 class PullLoop:

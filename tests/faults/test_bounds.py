@@ -143,7 +143,7 @@ def check_limit(cluster: Control, max_requests: int) -> None:
     failed = wait_state(cluster, late, 'error')
     assert failed['error']['stage'] == 'scheduled'
     assert (read_members(cluster, 'g'), read_usage(cluster, 'q')) == ({}, {})
-    assert f'has {max_requests} instances, which is its limit' in failed['error']['reason']
+    assert f'already has {max_requests} instances, the maximum' in failed['error']['reason']
     assert cluster.placement.read_allocations(late) == {}
     # It keeps its instances and can still destroy them.
     assert (read_record(cluster, existing) or {})['state'] == 'active'

@@ -221,7 +221,7 @@ def test_forgotten_compute_that_returns_keeps_its_guest(cluster: Control) -> Non
     assert list_states(cluster) == {compute.uuid: 'up'}
     assert read_reserved(cluster, compute.uuid) == 0
     wait_until(
-        lambda: find_log_lines(compute, instance, 'the guest is kept, and unmanaged'), 20, 'the guest is reported'
+        lambda: find_log_lines(compute, instance, 'the guest is kept, but not managed'), 20, 'the guest is reported'
     )
     assert read_guests(compute)[instance]['running']
     boot(cluster)
