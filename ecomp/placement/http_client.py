@@ -187,7 +187,7 @@ class Connections:
     def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
         """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
-        doubt = ' (it may refuse our certificate)' if self.endpoint.startswith('https:') else ''
+        doubt = ' (the server may refuse our certificate)' if self.endpoint.startswith('https:') else ''
         return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:

@@ -414,7 +414,7 @@ class Store:
                 reply = self._write(request, [operation.key for operation in operations])
             except NoSpace as error:
                 if self._may_have_been_written([*conditions, *([fencing] if fencing else [])], operations):
-                    raise UnknownOutcome(f'etcd may have written this before it became full: {error}') from error
+                    raise UnknownOutcome(f'etcd may have written this change before it became full: {error}') from error
                 raise
             if reply.succeeded:
                 return int(reply.header.revision)
@@ -427,7 +427,9 @@ class Store:
             while self.fence is fence and time.monotonic() < deadline:
                 time.sleep(FENCE_RENEWAL_SECONDS / 100)
             if time.monotonic() >= deadline:
-                raise Unreachable(f'{fencing.key} expired or was changed: nothing is written until it is restored')
+                raise Unreachable(
+                    f'{fencing.key} expired or was changed: nothing is written until ecompute restores it'
+                )
 
     def _may_have_been_written(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]

@@ -142,7 +142,8 @@ class History:
             self._next_revision = self.oldest_revision = int(reply.compact_revision)
             self._last_revision = 0
         elif reply.canceled:
-            raise EcompError(f'etcd at {self._store.endpoints} refuses: {reply.cancel_reason or "no reason given"}')
+            reason = reply.cancel_reason or 'no reason given'
+            raise EcompError(f'etcd at {self._store.endpoints} refuses to report changes: {reason}')
         if not reply.events:
             return
         revisions = [list(group) for _, group in groupby([*self._partial_events, *reply.events], _get_revision)]
@@ -181,7 +182,7 @@ class History:
             self._is_lost = True
             return
         if revision < self._next_revision - 1:
-            behind = f'etcd at {self._store.endpoints} is at revision {revision}, behind what it reported before'
+            behind = f'etcd at {self._store.endpoints} is at revision {revision}, but reported a later one before'
             raise EcompError(f'{behind}: it was restored or replaced. Try: the same command again')
         if self._is_lost:
             self._report('etcd is back')

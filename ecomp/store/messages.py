@@ -315,7 +315,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & (2 * _SIGN_BIT - 1), position + 1
         shift += 7
-    raise ValueError('a number does not end')
+    raise ValueError(f'a number has more than {_MAX_VARINT_BYTES} bytes')
 
 
 _HEADER = _MessageSchema(

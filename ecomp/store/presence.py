@@ -175,10 +175,10 @@ LEASE_SECONDS = 30
 MAX_EXPIRY_DELAY_SECONDS = 5
 IMPOSSIBLE_REVISION = 2**63 - 1
 COPY_REMEDY = (
-    ': one state directory is a copy of the other. Fix: stop one of the two, remove `uuid` and `token` from its state '
-    'directory, and start it again'
+    ': one state directory is a copy of the other. Fix: stop one of the two ecomputes, remove `uuid` and `token` from '
+    'its state directory, and start it again'
 )
-OTHER_OWNER_REMEDY = '. Fix: stop that one, or set another `uuid:` for this one'
+OTHER_OWNER_REMEDY = '. Fix: stop that ecompute, or set another `uuid:` for this one'
 
 
 class Presence:
@@ -268,7 +268,7 @@ class Presence:
             if self._presence_lease.leave(self) and self._revision:
                 self._store.commit([Unchanged(self._key, self._revision)], [Delete(self._key)], use_fence=False)
         except EcompError as error:
-            log.warning('%s was not deleted, and expires in %d s: %s', self._key, LEASE_SECONDS, error)
+            log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
     def is_active(self) -> bool:
         return not self._stopped.is_set()
@@ -316,7 +316,10 @@ class Presence:
         deadline = 0.0
         while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
             if not deadline:
-                log.info('%s is of an earlier boot, or of a copy: waiting until its lease expires', self._key)
+                log.info(
+                    '%s was written before a reboot, or by a copy of this compute: waiting until its lease expires',
+                    self._key,
+                )
             deadline = deadline or time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
             if time.monotonic() >= deadline:
                 raise self._make_conflict(entry, COPY_REMEDY)
@@ -372,7 +375,7 @@ class Presence:
                 self._record_revision(written, value)
                 return
         raise Conflict(
-            f'{self._key}: another process changed it during each write. Try: stop other ecomputes of this uuid'
+            f'{self._key}: another process changed it in each of 2 tries. Try: stop other ecomputes with this uuid'
         )
 
 

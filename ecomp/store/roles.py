@@ -110,7 +110,7 @@ class Accounts:
             token = self._query('Authenticate', etcdrpc.AuthenticateRequest(name=ROOT, password=password)).token
             self._change('AuthDisable', etcdrpc.AuthDisableRequest(), ('token', token))
             cure = 'start each member with --client-cert-auth'
-            raise UsageError(f'etcd at {self.endpoints} accepts no user from a certificate. Fix: {cure}') from error
+            raise UsageError(f'etcd at {self.endpoints} ignores the user in a certificate. Fix: {cure}') from error
 
     def disable(self) -> None:
         """Disable authentication; users and roles stay."""

@@ -102,13 +102,13 @@ class EntryCache:
         if key in self._reported_keys or len(self._reported_keys) > MAX_NAMED_KEYS:
             return
         self._reported_keys.add(key)
+        name, limit = make_printable(key, 200), self._max_value_bytes
         if len(self._reported_keys) > MAX_NAMED_KEYS:
-            log.warning('more than %d values are not kept; further ones are not logged', MAX_NAMED_KEYS)
-        elif size > self._max_value_bytes:
-            name = make_printable(key, 200)
-            log.warning('%s is not kept: it has %d bytes, and the limit is %d', name, size, self._max_value_bytes)
+            log.warning('the values of more than %d keys are ignored; further ones are not logged', MAX_NAMED_KEYS)
+        elif size > limit:
+            log.warning('the value of %s is ignored: it has %d bytes, but the limit is %d', name, size, limit)
         else:
-            log.warning('%s is not kept: %d bytes exceed the limit of its prefix', make_printable(key, 200), size)
+            log.warning('the value of %s is ignored: its %d bytes exceed the limit of its prefix', name, size)
 
 
 def _estimate_bytes(value: bytes) -> int:

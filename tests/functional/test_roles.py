@@ -216,7 +216,7 @@ def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks:
     cloud.etcd.restart()
     wait_until(lambda: is_allowed(lambda: put_key(cloud, '/flavors/small')), 10, 'it is back')
     with pytest.raises(
-        UsageError, match='accepts no user from a certificate. Fix: start each member with --client-cert-auth'
+        UsageError, match='ignores the user in a certificate. Fix: start each member with --client-cert-auth'
     ):
         cloud.enable()
     put_key(cloud, '/flavors/small')

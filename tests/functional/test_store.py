@@ -193,7 +193,7 @@ def test_write_while_etcd_becomes_full_has_an_unknown_outcome(tmp_path: Path) ->
             assert [key for key, _ in unknown if store.get(key) is None] == []
         for _, text in unknown:
             assert 'accepts no writes' in text
-            assert text.startswith('etcd may have written this before it became full: ')
+            assert text.startswith('etcd may have written this change before it became full: ')
 
 
 # Unreachable servers

@@ -198,7 +198,7 @@ class ModelStore(Store):
             fence.on_broken()
             self._world.sleep(FENCE_RENEWAL_SECONDS)
             if self.fence is fence:
-                raise Unreachable(f'{held.key} expired or was changed: nothing is written until it is restored')
+                raise Unreachable(f'{held.key} expired or was changed: nothing is written until ecompute restores it')
 
     def grant(self, seconds: int) -> int:
         actor, name = self._world.current, 'the scene'

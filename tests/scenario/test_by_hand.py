@@ -176,11 +176,11 @@ def test_malformed_requests_are_refused_with_a_reason(cluster: Control, compute:
         expect_refusal(cluster, compute_uuid, instance, *words)
     check_invariants(cluster, compute)
 
-    # Each refusal is logged in one line; a value above the size limit also logs that it is not kept. Other requests are
+    # Each refusal is logged in one line; a value above the size limit also logs that it is ignored. Other requests are
     # still carried out.
     for instance in expected_words:
         log_lines = wait_log_lines(compute, instance)
-        assert len([line for line in log_lines if 'not kept' not in line]) == 1
+        assert len([line for line in log_lines if 'the value of' not in line]) == 1
         assert len(log_lines) == 1 + ('the limit is' in expected_words[instance])
     place(cluster)
     check_invariants(cluster, compute)

@@ -98,9 +98,9 @@ def test_follower_drops_values_that_are_too_large(
         revision = etcd.put(after, 'y' * 1001)
     wait_until(lambda: after in states[-1] and states[-1][after].revision == revision, 20, 'each event is heard')
     assert (states[-1][after].value, states[-1][after].dropped) == (b'', 1001)
-    lines = [line for line in caplog.messages if 'not kept' in line]
+    lines = [line for line in caplog.messages if 'is ignored: it' in line]
     assert len(lines) == 2, 'one line for a key, not one for each event'
-    assert f'{after} is not kept: it has 1001 bytes, and the limit is 1000' in lines[1]
+    assert f'the value of {after} is ignored: it has 1001 bytes, but the limit is 1000' in lines[1]
     # A later, smaller value is kept again.
     etcd.put(after, 'z' * 1000)
     wait_until(lambda: states[-1][after].value == b'z' * 1000, 20, 'it is kept')
@@ -296,9 +296,9 @@ def test_compute_works_despite_large_and_junk_requests(cluster: Control) -> None
     wait_address(cluster, other)
     assert set(read_guests(compute)) == {instance, other}
     for name in junk:
-        wait_log_lines(compute, f'{name} is not kept: it has {LARGE_VALUE_BYTES} bytes')
+        wait_log_lines(compute, f'{name} is ignored: it has {LARGE_VALUE_BYTES} bytes')
         assert len(find_log_lines(compute, f"'{name}' is not a uuid")) + len(find_log_lines(compute, f'/{name}: ')) <= 2
-        assert len(find_log_lines(compute, f'/{name} is not kept: it has {LARGE_VALUE_BYTES} bytes')) == 1
+        assert len(find_log_lines(compute, f'/{name} is ignored: it has {LARGE_VALUE_BYTES} bytes')) == 1
     for name in junk:
         cluster.etcd.delete(f'/hosts/{compute.uuid}/{name}')
     cluster.etcd.compact()
