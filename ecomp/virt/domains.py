@@ -342,7 +342,7 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_fo
         if allow_foreign:
             return False
         label = f'{domain.name()} ({domain.UUIDString()})'
-        raise Conflict(f'domain {label} exists and was not created by ecompute: it is left as it is')
+        raise Conflict(f'domain {label} exists, but was not created by ecompute: it is left as it is')
     if mark.compute != compute:
         raise Conflict(f'domain {instance} belongs to compute {mark.compute}, not {compute}: it is left as it is')
     return True

@@ -263,7 +263,7 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
         return None
     except (AttributeError, ValueError, TypeError) as error:
         raise EcompError(
-            f'{path} is malformed: {error}. Fix: remove it, which forgets the fake guests in it'
+            f'{path} is malformed: {error}. Fix: remove the file, and with it the fake guests in it'
         ) from error
 
 

@@ -87,8 +87,8 @@ NO_FILTERS = (
     'placement. Fix: apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
 )
 FILTERS_LOST = (
-    'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until it can. Fix: restore the '
-    'filters, or restart ecompute, which then runs without them'
+    'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until libvirt can again. Fix: '
+    'restore the filters, or restart ecompute, which then starts guests without filters'
 )
 
 
@@ -326,7 +326,7 @@ class Libvirt:
                 try:
                     bridge = (self._networks.find_own_bridge(name) if kind == 'network' else None) or link.bridge
                     networks.plug_tap(link.tap, bridge, link.is_isolated)
-                    log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, link.tap, bridge)
+                    log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
                 except EcompError as error:
                     unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
         self._unplugged_reasons = unplugged
@@ -441,7 +441,7 @@ class Filters:
             if host not in self._last_addresses:
                 name = f'the address of {host}'
                 raise Unreachable(f'{name}, which guests must not reach, cannot be resolved: {error}', name) from error
-            log.warning('%s cannot be resolved (%s): its last addresses stay blocked for guests', host, error)
+            log.warning('%s cannot be resolved (%s): its last known addresses stay blocked for guests', host, error)
         return self._last_addresses[host]
 
 

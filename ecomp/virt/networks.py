@@ -57,8 +57,8 @@ def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
 def _warn_once(mac: str, bridge: str, addresses: str) -> None:
-    fix = f'`ip neighbour del ADDRESS dev {bridge}` for each address that is not its own'
-    log.warning('%s has several addresses by ARP on %s, and none is trusted: %s. Fix: %s', mac, bridge, addresses, fix)
+    fix = f'`ip neighbour del ADDRESS dev {bridge}` for each address that the guest does not have'
+    log.warning('%s has several addresses by ARP on %s, so none is trusted: %s. Fix: %s', mac, bridge, addresses, fix)
 
 
 def list_own_addresses() -> list[IPv4Address | IPv6Address]:
@@ -184,12 +184,12 @@ class Networks:
                 for existing in (entry for definition in definitions.values() for entry in definition.reservations):
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if existing.name == instance and existing.mac != mac:
-                        problem = f'network {network} has its reservation for {existing.mac}, not for {mac}'
+                        problem = f'network {network} reserves its address for {existing.mac}, not for {mac}'
                         command = f'delete ip-dhcp-host "<host mac=\'{existing.mac}\'/>" --live --config'
                         raise BuildFailed(RESERVE_STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
                 if _write_reservation(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
-        raise BuildFailed(RESERVE_STAGE, f'network {network}: other processes took each of {MAX_TRIES} addresses first')
+        raise BuildFailed(RESERVE_STAGE, f'network {network}: other processes took all {MAX_TRIES} tried addresses')
 
     def list_reservations(self) -> Mapping[str, ReservedAddress]:
         """Return {MAC: ReservedAddress} of the reservations for instances."""
@@ -365,7 +365,7 @@ def _parse_address(address: str | None) -> Iterator[IPv4Address]:
 
 def _explain_exhausted(definition: Dhcp) -> str:
     ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
-    cure = 'enlarge its range with `virsh net-edit` and restart it, which disconnects its guests for a second'
+    cure = 'enlarge the range with `virsh net-edit`, and restart the network, which disconnects guests for a second'
     return f'all of {ranges} are leased or reserved. Fix: {cure}'
 
 
