@@ -95,7 +95,8 @@ def _clear(ctx: Context) -> int:
     removed, errors = clear(ctx.store)
     gone_count = sum(state == GONE for state in removed.values())
     count_text = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'
-    ctx.out.say(f'{count_text} removed: {gone_count} gone, {len(removed) - gone_count} in error')
+    error_count = len(removed) - gone_count
+    ctx.out.say(f'{count_text} removed: {gone_count} of gone instances, {error_count} of instances in error')
     for error in errors:
         ctx.out.say(str(error))
     ctx.show_document([{'removed': [{'instance': instance, 'state': state} for instance, state in removed.items()]}])
@@ -153,9 +154,10 @@ def wait_and_report(
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
             'Remove an instance permanently: its domain, its DISK with all data on it, and its claim in placement. '
-            '(`virsh destroy` only switches a guest off; that is `eschedule stop` here.) The command returns once the '
-            'destroy is accepted. The compute carries it out immediately or, if it is down, once it is up again. Of '
-            'an instance in error only the record is left, which the command removes.',
+            '(`virsh destroy` only switches a guest off; the command for that is `eschedule stop`.) The command '
+            'returns once the destroy is accepted. The compute carries out the destroy immediately or, if the compute '
+            'is down, once it is up again. If an instance is in error, only its record is left; the command removes '
+            'the record.',
             parse_instances, _destroy, {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS}, (4, 5, 6),
             example='eschedule destroy web1 --wait'),
     Command('stop', 'stop <id>…', 'shut a guest down; nothing is removed',
@@ -172,8 +174,9 @@ COMMANDS: Sequence[Command] = (
             parse_instances, _change_power, {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule reboot web1'),
     Command('clear', 'clear', 'remove the records of gone and failed instances',
-            'Remove the records of all instances that are gone or in error. Otherwise they are kept for a day (gone) '
-            'or a week (error). The names of instances in error become free. These records are all that is left of '
-            'such instances: afterwards neither --uuid nor `eschedule <id>` can report what became of them.',
+            'Remove the records of all instances that are gone or in error. Without this command, a record is kept '
+            'for a day (gone) or a week (error). The names of instances in error become free. The records are all '
+            'that is left of such instances: afterwards neither --uuid nor `eschedule <id>` can report what became of '
+            'these instances.',
             parse_nothing, _clear, DOCUMENT_OPTIONS, example='eschedule clear'),
 )

@@ -94,7 +94,7 @@ def _forget_hosts(ctx: Context) -> int:
             report, fenced = partial(outcomes.report, word), ctx.options.fenced
             forget(ctx.store, ctx.placement, target, word, make_timestamp, report, fenced)
         except Unreachable as error:
-            problem = f'{word}: only what is reported above was removed, and the same command removes the rest'
+            problem = f'{word}: only what is reported above was removed (repeat the command to remove the rest)'
             raise type(error)(f'{problem}: {error}', error.backend) from error
 
     return outcomes.run(forget_one)
@@ -246,8 +246,8 @@ COMMANDS: Sequence[Command] = (
             'Place no new instances on a compute; existing instances keep running.',
             parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>', 'disable a compute and list its instances',
-            'Place no new instances on a compute, and list the instances there. Nothing is destroyed or moved: the '
-            'owners of the instances do that.',
+            'Place no new instances on a compute, and list the instances there. The command destroys and moves '
+            'nothing: the owners of the instances do that.',
             parse_compute, _change_host_status,
             {**make_wait_options('no instance is on the compute or requested there'), **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),

@@ -282,8 +282,15 @@ def test_clear_removes_only_gone_and_failed_records(cluster: Control, compute: E
     assert 'placement holds no allocation' in reason
     assert run_in_process(cluster, 'list').stdout.splitlines()[0].split()[-1] == 'REASON'
     done = run_in_process(cluster, 'clear')
-    assert (done.code, done.stdout, done.stderr) == (0, '', 'eschedule: 2 records removed: 1 gone, 1 in error\n')
+    assert (done.code, done.stdout, done.stderr) == (
+        0,
+        '',
+        'eschedule: 2 records removed: 1 of gone instances, 1 of instances in error\n',
+    )
     assert run_in_process(cluster, 'list', '--all', '-f', 'value', '-c', 'name').stdout == 'here\n'
-    assert run_in_process(cluster, 'clear').stderr == 'eschedule: no records removed: 0 gone, 0 in error\n'
+    assert (
+        run_in_process(cluster, 'clear').stderr
+        == 'eschedule: no records removed: 0 of gone instances, 0 of instances in error\n'
+    )
     assert run_in_process(cluster, SMALL_QUERY, '--name', 'broken', '--wait').code == 0  # the name is free
     assert run_in_process(cluster, 'destroy', 'here', 'broken', '--wait').code == 0
