@@ -76,7 +76,7 @@ def parse_plan(ctx: Context) -> CanaryPlan:
         image[0] if image else ctx.config.image,
         read_ssh_keys(files) if (files := ctx.options.ssh_key or ctx.config.ssh_keys) else None,
         ctx.options.stage or READY,
-        '' if ctx.options.stage in (None, READY) else f'--for {ctx.options.stage} ends before the login',
+        '' if ctx.options.stage in (None, READY) else f'--for {ctx.options.stage} ends the test before the login',
     )
     with convert_to_usage_error():
         check_image(plan.image)
@@ -150,7 +150,7 @@ def _boot_and_enter(
     check_interrupted()  # the wait calls this once a second and may have returned before the first call
     canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - started, reason=plan.not_entered_reason)
     if not plan.not_entered_reason and not record.host_keys:
-        return canary._replace(reason='its guest has not reported its host keys')
+        return canary._replace(reason='the guest has not reported its host keys')
     if not plan.not_entered_reason:
         failure = check_login(ctx, instance, check_interrupted)
         if failure:
@@ -275,7 +275,7 @@ class Canaries:
                 is_interrupt_reported = True
                 self._ctx.out.say(
                     f'interrupted: the canaries are being destroyed. '
-                    f'To exit without waiting for that, interrupt again after {INTERRUPT_GRACE_SECONDS:g} s'
+                    f'To exit before they are destroyed, interrupt again in {INTERRUPT_GRACE_SECONDS:g} s or later'
                 )
             for compute in [key for key in computes if key in self._results and key not in reported]:
                 self._ctx.out.say(format_line(self._results[compute]))

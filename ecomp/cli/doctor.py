@@ -72,13 +72,14 @@ COMMANDS: Sequence[Command] = (
             'check that found it, a sentence, and the fix. stderr names the servers, their versions, and the '
             'configuration file with their addresses. To check a host itself, run `ecompute --check` there. With -f '
             'json the output is one document with the findings. With --canary a small guest is booted, logged in to '
-            'and destroyed on every compute that is up, on all of them concurrently. Its query is the one given, or '
-            f'that of --flavor; default: {DEFAULT_QUERY}. Its image is URL; default: the image of schedule.yaml. With '
-            'an ssh key the guest must report that it is ready, and the login trusts only the host keys that it '
-            'reported. Without one, the guest only has to get an address. stderr reports the last stage of each '
-            'guest, and why it did not reach the next one. It also lists computes that are not up or have no room; '
-            'those are not findings. Every guest is destroyed at the end, also after Ctrl-C. If a guest cannot be '
-            'destroyed, a finding names it and the command that destroys it.',
+            'and destroyed on every compute that is up, on all of them concurrently. The query of the guest is the '
+            f'argument, or that of --flavor; default: {DEFAULT_QUERY}. Its image is URL; default: the image of '
+            'schedule.yaml. With an ssh key the guest must report that it is ready, and the login trusts only the '
+            'host keys that the guest reported. Without an ssh key, the guest only has to get an address. stderr '
+            'reports the last stage of each guest, and why the guest did not reach the next stage. stderr also lists '
+            'computes that are not up or have no room; these are not findings. Every guest is destroyed at the end, '
+            'also after Ctrl-C. If a guest cannot be destroyed, a finding names the guest and the command that '
+            'destroys it.',
             parse_optional_query_and_image, _diagnose,
             {**DOCUMENT_OPTIONS, **select_options('canary flavor identity'),
              'on': 'with --canary: test only this compute: its host name, uuid, or the first digits of its uuid, '
@@ -87,7 +88,7 @@ COMMANDS: Sequence[Command] = (
                         'Default: ssh_keys of schedule.yaml',
              'stage': f'with --canary: stage that a guest must reach: {", ".join(STAGES)}. Default: ready with '
                       'an ssh key, else addressed',
-             'timeout': 'with --canary: time for a guest to reach that stage and, separately, to be destroyed. '
+             'timeout': 'with --canary: time for a guest to reach the stage of --for and, separately, to be destroyed. '
                         f'Default: {DEFAULT_WAIT_SECONDS:.0f}'},
             (4, 5, 8), check=_check_options, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )
