@@ -119,7 +119,7 @@ def _print_ssh_config(ctx: Context) -> int:
     unverified = [record.name or record.instance for record in records if not record.host_keys]
     if unverified:
         instance_names = make_printable(join_some(unverified, MAX_QUOTED_WORDS))
-        ctx.out.say(f'left out because their host keys are unknown: {instance_names}')
+        ctx.out.say(f'no entries for these guests, because their host keys are unknown: {instance_names}')
     return ctx.find_each(print_entry, [record.instance for record in records if record.host_keys])[1]
 
 
@@ -165,7 +165,7 @@ def _print_log(ctx: Context) -> int:
     except FileNotFoundError as error:
         raise _make_missing_program_error(command[0]) from error
     if code == reach.NO_FILE_STATUS:
-        raise NotFound(f'{instance}: the console on {host} has no output yet')
+        raise NotFound(f'{instance}: its console log on {host} does not exist yet')
     if code:
         raise Unreachable(f'{host}: {make_printable(command[0], 200)} (`reach` in schedule.yaml) exited with {code}')
     return 0
@@ -239,7 +239,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
         elif not accepted.exists():
             if not _is_report_overdue(access.record):
                 raise make_not_ready(access.record)
-            why = 'its guest has not reported its host keys, so the guest cannot be verified'
+            why = 'the guest has not reported its host keys, so ssh cannot verify the guest'
             cure = 'give --accept-new, which accepts the first key that the guest shows'
             raise EcompError(f'{access.display_name}: {why}. Fix: {cure}')
         return reach.make_ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
@@ -273,7 +273,9 @@ def _find_known_hosts_directory() -> Path:
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
-        raise EcompError('no home directory for the host keys of guests. Fix: set HOME') from error
+        raise EcompError(
+            'the host keys of guests cannot be stored: there is no home directory. Fix: set HOME'
+        ) from error
 
 
 def _replace_process(ctx: Context, command: list[str]) -> NoReturn:

@@ -201,13 +201,13 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     guest.start_sshd('host')
     guest.write_record(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
     result = guest.run_ssh('--', 'true')
-    reason = 'its guest has not reported its host keys, so the guest cannot be verified'
+    reason = 'the guest has not reported its host keys, so ssh cannot verify the guest'
     fix = 'Fix: give --accept-new, which accepts the first key that the guest shows'
     assert result == (1, '', f'eschedule: {guest.record.instance}: {reason}. {fix}\n')
     assert guest.run_eschedule('ssh-config', guest.record.instance).code == 1
     all_guests = guest.run_eschedule('ssh-config')
     assert (all_guests.code, guest.record.instance in all_guests.stdout) == (0, False)
-    assert 'left out because their host keys are unknown: ' in all_guests.stderr
+    assert 'no entries for these guests, because their host keys are unknown: ' in all_guests.stderr
     assert guest.run_ssh('--accept-new', '--', 'true').code == 0
     assert guest.run_ssh('--', 'true').code == 0, 'from then on it is known'
     guest.make_key('another')
@@ -336,7 +336,7 @@ def test_log_prints_and_follows_the_console_file(guest: SshGuest) -> None:
     assert guest.run_eschedule('log', instance) == (
         4,
         '',
-        f'eschedule: {instance}: the console on hv1 has no output yet\n',
+        f'eschedule: {instance}: its console log on hv1 does not exist yet\n',
     )
     Path(f'{file}.0').write_text('first\n')
     file.write_bytes(b'\x1b[0;32m  OK  \x1b[0m sshd\r\nlogin: \x9b\x07\xe2\x80\xae')

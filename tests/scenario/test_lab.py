@@ -380,7 +380,7 @@ def test_failed_user_data_is_reported_and_the_guest_keeps_running(lab: Lab, tmp_
     assert lab.eschedule('log', 'breaks', '-n', '1').stdout.startswith('ecomp-guest: phoned ')
     # The small guest has neither host keys nor an sshd.
     refused = lab.eschedule('ssh', 'breaks')
-    assert (refused.code, 'cannot be verified' in refused.stderr) == (1, True)
+    assert (refused.code, 'ssh cannot verify the guest' in refused.stderr) == (1, True)
     lab.destroy('breaks')
 
 
