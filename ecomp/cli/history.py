@@ -21,7 +21,7 @@ from ecomp.errors import NotFound, UsageError, put_before_fix
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.boots import Boot, find_boot
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
-from ecomp.model.group import AFFINITY, Group
+from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
 from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WEIGH_MEANINGS = {
     SPREAD: 'the emptiest first',
-    PACK: 'the fullest with room first',
+    PACK: 'the fullest first',
     RANDOM: 'in random order',
     FIRST: "in placement's own order",
 }
@@ -124,13 +124,12 @@ def format_explanation(explanation: Explanation) -> str:
         lines.append(f'it requested {record.query}')
     lines += [_explain_choice(choice)] if explanation.waiting is None else _explain_waiting(explanation.waiting, naming)
     if its_group is not None:
-        rule = 'with' if its_group.policy == AFFINITY else 'apart from'
         others = (
             (explanation.instance_names.get(key, key), f'on {naming.format_name(on)}' if on else 'in a queue')
             for key, on in _list_other_members(explanation).items()
         )
         where = ', '.join(f'{name} {place}' for name, place in others) or 'none'
-        lines.append(f'it is in group {its_group.name} ({its_group.rule}), {rule} the other members: {where}')
+        lines.append(f'it is in group {its_group.name} ({its_group.rule}); the other members: {where}')
     return '\n'.join(map(make_printable, lines))
 
 
@@ -140,19 +139,19 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
         return [f'{naming.format_name(queue_wait.taker)} is taking the request']
     if queue_wait.is_flavorless:
         problem = f'flavor {queue_wait.flavor} does not exist, so no compute takes the request'
-        return [f'{problem}. Fix: set the flavor again, or destroy the instance']
+        return [f'{problem}. Fix: create the flavor again with `eschedule flavor set`, or destroy the instance']
     if queue_wait.claimed_on is not None:
         host = naming.format_name(queue_wait.claimed_on)
         if queue_wait.claimed_on in naming.living:
             outcome = f'within 2 minutes {host} takes the request or releases the claim'
-            return [f'{host} has the claim of a dead attempt: {outcome}']
+            return [f'an earlier attempt to take the request left a claim on {host}: {outcome}']
         return [f'it is claimed on {host}, which is silent and may be running it. Fix: {describe_silent_fix(host)}']
     lines = [f'{naming.format_name(compute)}: {shortage}' for compute, shortage in queue_wait.lacks.items()]
     for host in sorted(map(naming.format_name, naming.stored_hostnames.keys() - naming.living.keys())):
-        restriction = 'a compute that first saw or accepted this etcd after the request does not take it'
-        lines.append(f'{host} is silent: until {host} is back or forgotten, {restriction}')
+        condition = 'that began to use this etcd (first contact or --accept-new-etcd) after the request was queued'
+        lines.append(f'{host} is silent: until {host} is back or forgotten, no compute {condition} takes the request')
     if queue_wait.unknown_reason is not None:
-        lines.append(f'what the computes that take queued requests lack is unknown: {queue_wait.unknown_reason}')
+        lines.append(f'it is unknown what each compute lacks: {queue_wait.unknown_reason}')
     return [naming.no_taker_reason] if naming.no_taker_reason else lines
 
 
@@ -169,14 +168,18 @@ def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
 def _explain_choice(choice: PlacementReason | None) -> str:
     """Return a sentence on how the compute was chosen; for None it says that this is unknown."""
     if choice is None:
-        return 'how its compute was chosen is unknown: an older or another client requested it'
+        return 'it is unknown how its compute was chosen: the request came from an older eschedule or another client'
     if choice.weigh == FROM_QUEUE:
-        return 'it waited in a queue, and this compute took the request: of those with room, the least used takes first'
+        rule = 'of the computes with room, the least used one takes a request first'
+        return f'it waited in a queue, and this compute took the request: {rule}'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
     prefix = (
-        f'{choice.of} compute{"" if choice.of == 1 else "s"} had room then; the order was {choice.weigh} ({meaning})'
+        f'when it was placed, {choice.of} compute{"" if choice.of == 1 else "s"} had room; '
+        f'the order was {choice.weigh} ({meaning})'
     )
-    return prefix if choice.weight is None else f'{prefix}, and the chosen compute had weight {choice.weight:g}'
+    if choice.weight is None:
+        return prefix
+    return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best)'
 
 
 # How long each stage of an instance took: bars on one scale, and percentiles
@@ -412,7 +415,7 @@ def _report_since(ctx: Context, since: int) -> None:
     """Print on stderr how far back the events go; `since` is etcd's oldest revision, 1 for all."""
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
     extent = 'all events' if since == 1 else f'the events since revision {since}; etcd keeps no older ones'
-    ctx.out.say(part + extent)
+    ctx.out.say(f'printing {part}{extent}')
 
 
 class EventFormatter:
@@ -440,9 +443,9 @@ COMMANDS: Sequence[Command] = (
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
             'Print what happened to all instances, computes, queues, names, groups, quotas and flavors, or only to '
             'the given instances: one event per line, the oldest first. etcd keeps the events of the last hour or '
-            'two, depending on its --auto-compaction-retention; stderr prints the oldest revision that etcd still '
-            'has. etcd stores no times: if an event contains none, it gets the time of the line before, and a ~. With '
-            '-f json each line is one JSON object with its revision.',
+            'two, depending on the etcd option --auto-compaction-retention; stderr prints the oldest revision that '
+            'etcd still has. etcd stores no times: if an event contains no time, it is printed with the time of the '
+            'line before it, followed by ~. With -f json each line is one JSON object with its revision.',
             parse_any_instances, _print_events,
             {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),

@@ -309,5 +309,5 @@ def test_why_explains_a_queue_entry_of_a_deleted_flavor(cloud: Cloud) -> None:
     assert text.splitlines()[1:] == [
         f'it requested {QUERY}',
         f'flavor {FLAVOR} does not exist, so no compute takes the request. '
-        'Fix: set the flavor again, or destroy the instance',
+        'Fix: create the flavor again with `eschedule flavor set`, or destroy the instance',
     ]

@@ -38,7 +38,7 @@ def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) 
 
     done = cluster.eschedule('events')
     assert done.code == 0, done
-    assert_one_line(done, 0, 'all events')
+    assert_one_line(done, 0, 'printing all events')
     words = strip_times(done.stdout)
     of_web1 = [line.removeprefix('web1: ') for line in words if line.startswith('web1: ')]
     address = placed.stdout.splitlines()[-1]
@@ -75,7 +75,7 @@ def test_events_watch_prints_changes_until_ctrl_c(cluster: Control, compute: Eco
         wait_until(lambda: f'{new_instance}: active' in watching.stdout, 20, 'and what comes of it')
         watching.send_signal(signal.SIGINT)
         ended = watching.wait(20)
-    assert_one_line(ended, 0, 'all events')
+    assert_one_line(ended, 0, 'printing all events')
 
 
 @pytest.mark.usefixtures('compute')
@@ -84,7 +84,7 @@ def test_events_limited_to_the_last_changes(cluster: Control) -> None:
     for form in ('table', 'json'):
         lines = cluster.eschedule('events', instance, '-f', form).stdout.splitlines()
         last = cluster.eschedule('events', instance, '-f', form, '-n', '2')
-        assert_one_line(last, 0, 'the last 2 of all events')
+        assert_one_line(last, 0, 'printing the last 2 of all events')
         assert last.stdout.splitlines() == lines[-2:]
         assert cluster.eschedule('events', '-f', form, '-n', '0').stdout == ''
     with Eschedule(cluster, 'events', instance, '-n', '1', '--watch') as watching:
@@ -93,7 +93,7 @@ def test_events_limited_to_the_last_changes(cluster: Control) -> None:
         wait_until(lambda: f'{instance}: stopped' in watching.stdout, 20, 'what happens')
         watching.send_signal(signal.SIGINT)
         ended = watching.wait(20)
-    assert_one_line(ended, 0, 'all events')
+    assert_one_line(ended, 0, 'printing all events')
     after = cluster.eschedule('events', instance).stdout.splitlines()
     assert strip_times(ended.stdout) == strip_times('\n'.join(after[-len(ended.stdout.splitlines()) :]))
 
@@ -106,7 +106,7 @@ def test_events_after_compaction_name_the_first_kept_revision(own_control: Contr
     own_control.etcd.compact()
     assert own_control.eschedule('stop', '--wait', instance).code == 0
     done = own_control.eschedule('events', instance)
-    assert_one_line(done, 0, f'the events since revision {compacted}; etcd keeps no older ones')
+    assert_one_line(done, 0, f'printing the events since revision {compacted}; etcd keeps no older ones')
     words = strip_times(done.stdout)
     assert is_subsequence(words, f'{instance}: stop accepted', f'{instance}: stopped'), words
     assert f'{instance}: active' not in words

@@ -319,9 +319,11 @@ def test_why_explains_the_placement_of_a_group_member(cluster: Control) -> None:
     assert reasons[0].startswith(f'{first[1]} is on ')
     assert first[0] in reasons[0]
     assert reasons[1] == f'it requested {SMALL_QUERY}'
-    assert reasons[2].startswith('2 computes had room then; the order was spread (the emptiest first), and')
+    assert reasons[2].startswith(
+        'when it was placed, 2 computes had room; the order was spread (the emptiest first), and'
+    )
     assert reasons[3].endswith(
-        f'(strict anti-affinity), apart from the other members: {second[1]} on {make_display_name(second[0])}'
+        f'(strict anti-affinity); the other members: {second[1]} on {make_display_name(second[0])}'
     )
     data = json.loads(run_in_process(cluster, 'why', second[1], '-f', 'json').stdout)
     assert data['why'] == {'weigh': 'spread', 'weight': 0.95, 'of': 1}
