@@ -82,7 +82,11 @@ def _print_address(ctx: Context) -> int:
         instance = ctx.resolve_instance(word)
     except (NotFound, Unreachable) as error:
         if isinstance(error, NotFound):
-            short = f' (a uuid needs at least {MIN_PREFIX_DIGITS} digits)' if len(word) < MIN_PREFIX_DIGITS else ''
+            short = (
+                f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
+                if len(word) < MIN_PREFIX_DIGITS
+                else ''
+            )
             problem = f'is neither a command nor an instance{short}'
             raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
         suggestion = suggest([word])
@@ -417,7 +421,7 @@ COMMANDS: Sequence[Command] = (
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
     Command('timeline', 'timeline <id>…', 'show how long each stage of a boot took',
             'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot, or for the boot '
-            'of --boot. Boots after the first have only the stages started, addressed and ready. For several '
+            'that --boot names. Boots after the first have only the stages started, addressed and ready. For several '
             'instances, also print the median (p50) and the 95th percentile of each stage. The times of the first two '
             'stages come from the clock of the machine that ran eschedule, all others from the clock of the compute.',
             parse_instances, _print_timeline, select_options('boot format wide'), (4, 5),

@@ -60,12 +60,12 @@ FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
 
 # Why there is no command for something that other tools have a command for.
 MISSING_COMMANDS = dict.fromkeys(('image', 'images', 'img'),
-                                 'images are URLs after the query, and there is no list of them')
+                                 'an image is a URL, given after the query; ecomp has no list of images')
 
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
 LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a host that never comes back',
           'clear': ', which removes the records of gone and failed instances',
-          'flavor delete': ', which deletes it for all users'}
+          'flavor delete': ', which deletes the flavor for all users'}
 # fmt: on
 
 # The similarity, from 0 to 1, that a typing error has to have: `state` is no typing error of `start`.

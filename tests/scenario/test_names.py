@@ -120,7 +120,7 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     assert_one_line(
         run_in_process(cluster, '5ca'),
         4,
-        '5ca: is neither a command nor an instance (a uuid needs at least 4 digits)',
+        '5ca: is neither a command nor an instance (give at least the first 4 digits of a uuid)',
     )
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
     assert_one_line(
