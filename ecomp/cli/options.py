@@ -70,7 +70,9 @@ def parse_instances(name: str, words: Sequence[str]) -> Words:
     """Parse one instance or more: names, uuids, or beginnings of uuids."""
     if not words:
         raise UsageError(f'{name}: missing argument: one or more instances, by name or uuid')
-    problem = f'not a valid instance. Fix: give a name, a uuid, or at least {MIN_PREFIX_DIGITS} digits of a uuid'
+    problem = (
+        f'not a valid instance. Fix: give a name, a uuid, or at least the first {MIN_PREFIX_DIGITS} digits of a uuid'
+    )
     return tuple(_parse_instance(word, problem) for word in words)
 
 
@@ -247,8 +249,9 @@ class Options(NamedTuple):
         _make_option(
             '--uuid',
             'UUID',
-            'uuid of the new instance or, with --count, of the set. If you repeat a command with its uuid, it '
-            'creates no second instance: it continues, or reports the result. Default: a random uuid',
+            'uuid of the new instance or, with --count, of the set. A repeated command with the '
+            'same uuid creates no second instance: it continues the first command, or reports its result. Default: a '
+            'random uuid',
             parse=parse_uuid,
         ),
     ] = None
@@ -258,7 +261,8 @@ class Options(NamedTuple):
             '--name',
             'NAME',
             'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
-            'other existing instance can have it. Commands accept it instead of the uuid. Default: no name',
+            'other existing instance can have this name. Commands accept the name instead of the uuid. Default: no '
+            'name',
         ),
     ] = None
     ssh_key: Annotated[
@@ -276,7 +280,7 @@ class Options(NamedTuple):
         _make_option(
             '--user-data',
             'FILE',
-            'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or any of them in gzip, '
+            'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or one of these in gzip, '
             'at most 256 KiB; - is standard input. Default: user_data of schedule.yaml',
         ),
     ] = None
@@ -377,8 +381,8 @@ class Options(NamedTuple):
             '--queue',
             '',
             'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
-            'later. Not with a query, --on, --weigh, --count or --min. Default: choose a compute now, and refuse the '
-            'request if none has room',
+            'later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a compute now, and '
+            'refuse the request if no compute has room',
         ),
     ] = False
     wait: Annotated[
@@ -387,7 +391,7 @@ class Options(NamedTuple):
             '--wait',
             '[=STAGE]',
             f'return once the new instances have reached STAGE: {", ".join(STAGES)}; without STAGE, addressed. '
-            'With STAGE addressed or ready, also print their addresses. Default: return once they are placed',
+            'For addressed and later stages, also print the addresses. Default: return once the instances are placed',
         ),
     ] = None
     stage: Annotated[
@@ -418,8 +422,8 @@ class Options(NamedTuple):
         _make_option(
             '-f --format',
             'FORM',
-            'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - if missing). '
-            'Default: table',
+            'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - for a missing '
+            'value). Default: table',
             choices=FORMS,
         ),
     ] = None
@@ -483,8 +487,8 @@ class Options(NamedTuple):
         _make_option(
             '--fix',
             '',
-            'repair what is safe to repair: only what two audits, a minute apart, both find. Running guests are not '
-            'touched',
+            'repair what is safe to repair: only findings that two audits, a minute apart, both report. Running guests '
+            'are not changed',
         ),
     ] = False
     canary: Annotated[
@@ -511,7 +515,8 @@ class Options(NamedTuple):
         ),
     ] = False
     identity: Annotated[
-        str | None, _make_option('-i --identity', 'FILE', "private key to log in with. Default: ssh's own choice")
+        str | None,
+        _make_option('-i --identity', 'FILE', 'private key to log in with. Default: the keys that ssh tries'),
     ] = None
     config: Annotated[
         str | None,

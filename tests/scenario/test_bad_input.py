@@ -52,7 +52,10 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['VCPU=1'], "placement has no parameter 'VCPU'"),
         (['VCPU:1'], "'VCPU:1' is neither a command nor an instance"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
-        (['show', 'abc-'], "'abc-' is not a valid instance. Fix: give a name, a uuid, or at least 4 digits of a uuid"),
+        (
+            ['show', 'abc-'],
+            "'abc-' is not a valid instance. Fix: give a name, a uuid, or at least the first 4 digits of a uuid",
+        ),
         (['quota'], "'quota' is not a complete command: the subcommands of quota are list, show and set"),
         (
             ['flavor', 'lsit'],
