@@ -196,7 +196,7 @@ def format_help(name: str) -> str:
     """Return the help of a command, of several for a word of FAMILY_WORDS (`host`), or of all for ''."""
     if name in FAMILY_WORDS:
         lines = [_format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
-        more = f'`eschedule {name} … --help` describes one of them.'
+        more = f'`eschedule {name} SUBCOMMAND --help` describes one of these commands.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
     return _format_command_help(COMMANDS[name]) if name else _format_full_help()
 
@@ -204,9 +204,10 @@ def format_help(name: str) -> str:
 def _format_full_help() -> str:
     lines = [f'usage: eschedule {COMMANDS[CREATE].usage} [OPTION]…', f'       eschedule {COMMANDS[QUERY].usage}']
     lines += ['       eschedule COMMAND [ARGUMENT]… [OPTION]…', '']
-    lines += _wrap('`eschedule COMMAND --help` describes one command, and `eschedule create --help` the first form: '
-                     '--name, --uuid, --count, --group, --queue and more. Most commands wait with --wait, for at most '
-                     '--timeout seconds, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
+    lines += _wrap('`eschedule COMMAND --help` describes one command; `eschedule create --help` describes the first '
+                     'form, with --name, --uuid, --count, --group, --queue and more. Most commands wait with --wait, '
+                     'for at most --timeout seconds, and print JSON with -f json. Options may stand '
+                     'anywhere.')  # fmt: skip
     for family, commands in load_families().items():
         lines += ['', f'{family}:', *map(_format_summary, commands)]
     return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *_format_exit_codes(EXIT_CODES)]) + '\n'
@@ -282,13 +283,14 @@ def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
 _ROWS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'describe a command, or list all',
             'Describe a command: what it does, its options and its exit codes, as its --help does. Default: list all '
-            'commands. The command contacts no server and reads no configuration: it never exits with 7, and --config '
-            'has no effect.',
+            'commands. `eschedule help` contacts no server and reads no configuration: it never exits with 7, and '
+            '--config has no effect.',
             _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
-            'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and names and '
-            'uuids of instances, hosts, flavors, groups and projects, which are queried at each TAB. bash: eschedule '
-            'completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in ~/.bashrc. '
+            'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and the names '
+            'and uuids of instances, hosts, flavors, groups and projects; each TAB queries these names. bash: '
+            'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
+            '~/.bashrc. '
             'zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule completion fish '
             '>~/.config/fish/completions/eschedule.fish.',
             _parse_shell, _print_completion, needs_config=False, example='eschedule completion bash'),

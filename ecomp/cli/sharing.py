@@ -237,12 +237,12 @@ COMMANDS: Sequence[Command] = (
             parse_nothing, _list_quotas, LISTING_OPTIONS, example='eschedule quota list'),
     Command('quota show', 'quota show PROJECT…', 'show the limits of a project and its use',
             'Show the limits of a project: for each resource class, and for the number of instances, the limit, the '
-            'use and the rest (memory in MiB, disk in GiB).',
+            'use and what remains (memory in MiB, disk in GiB).',
             parse_names, _show_quotas, LISTING_OPTIONS, (4,), example='eschedule quota show shop'),
-    Command('quota set', 'quota set PROJECT CLASS=N…', 'limit what a project may have',
+    Command('quota set', 'quota set PROJECT CLASS=N…', 'set the limits of a project',
             'Set limits of a project: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or any other '
             'resource class. CLASS=none removes a limit. Other limits do not change. The current use is counted '
-            'again; instances beyond a new limit are kept.',
+            'again; existing instances beyond a new limit are kept.',
             parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
             example='eschedule quota set shop VCPU=10 instances=5'),
 )

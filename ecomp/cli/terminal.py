@@ -162,7 +162,7 @@ def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
     """Return a drawing with `errors` below it, fitted to any terminal: a long table loses its end first."""
     messages = [
         *map(make_printable, drawing.messages),
-        *(f'the table is out of date; trying again: {make_printable(error)}' for error in errors),
+        *(f'the table is out of date because reading failed; retrying: {make_printable(error)}' for error in errors),
     ]
     lines, below = (
         drawing.table.split('\n'),
