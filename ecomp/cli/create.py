@@ -253,7 +253,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
         if compute:
             ctx.name_computes()  # messages of the wait then use host names
         if not is_new:
-            yield f'{instance} was requested before: nothing is changed'
+            yield f'{instance} was requested before: this command changed nothing'
         elif no_taker is not None:
             yield f'{ctx.options.name or instance} waits in a queue, but {no_taker}'
 
@@ -279,7 +279,7 @@ def _plan(ctx: Context) -> int:
     ctx.show(make_plan_listing(ranked))
     placed = sum(compute.instance_count for compute in ranked)
     if placed < order.count:
-        ctx.out.say(f'{placed} of {order.count} would be placed: there is no room or quota for more')
+        ctx.out.say(f'{placed} of {order.count} instances would be placed: there is no room or quota for more')
     return 0
 
 
@@ -319,7 +319,7 @@ def _check_flavor_suffices(flavor: str, query: str) -> None:
         return  # placement's own answer is checked later
     lacking = list_missing_classes(amounts)
     if lacking:
-        advice = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
+        advice = f"give a query with 'resources={','.join(f'{name}:…' for name in lacking)}'"
         raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
 
 
@@ -337,9 +337,9 @@ def _format_document(ctx: Context, value: object) -> str:
 def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
     """Yield remarks on repeated or missing instances and low memory; for a table, if stderr is a terminal, on hosts."""
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
-    yield from (f'{name} was requested before: nothing is changed' for name in repeated)
+    yield from (f'{name} was requested before: this command changed nothing' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
-        yield f'only {len(outcomes)} of {set_order.count} could be placed: there is no room or quota for more'
+        yield f'only {len(outcomes)} of {set_order.count} instances were placed: there is no room or quota for more'
     memory = re.search(r'\bMEMORY_MB:(\d+)', set_order.query or '')
     if memory and int(memory[1]) < MIN_MEMORY_MB:
         yield f'{memory[0]}: a cloud image needs at least {MIN_MEMORY_MB} MiB to boot'
@@ -357,7 +357,7 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
             )
     lines = []
     for host, names in names_by_host.items():
-        subject = ', '.join(names) if set_order.name is not None or len(names) == 1 else f'{len(names)} of them'
+        subject = ', '.join(names) if set_order.name is not None or len(names) == 1 else f'{len(names)} instances'
         lines.append(f'{subject} {"is" if len(names) == 1 else "are"} on {host}')
     return lines
 
@@ -516,7 +516,7 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
     limit = MAX_SET_SIZE if options.name is None else MAX_NAMED_SET_SIZE
     if not 1 <= count <= limit:
         suffix = '' if options.name is None else ' with --name'
-        raise UsageError(f'--count: must be 1 to {limit}{suffix}, the limit of one etcd transaction')
+        raise UsageError(f'--count: must be 1 to {limit}{suffix}, because one etcd transaction cannot create more')
     if options.min is not None and options.size is None:
         raise UsageError('--min needs --count')
     if options.min is not None and not 1 <= options.min <= count:
@@ -537,7 +537,7 @@ def _check_queue(words: Sequence[str], options: Options) -> None:
         raise UsageError('a query is not accepted with --queue, because the flavor is the whole query')
     for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
         if value is not None:
-            why = 'it queues one request, and the computes decide which of them takes it'
+            why = '--queue queues a single request, and the computes decide which compute takes it'
             raise UsageError(f'--{option} is not accepted with --queue: {why}')
 
 
@@ -557,10 +557,11 @@ COMMANDS: Sequence[Command] = (
             'Place a new instance on a compute that has room for it. The command name `create` is optional. The '
             'query, in quotes, is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in '
             'GiB, memory in MiB), optionally with &required=TRAIT and other parameters of placement. Without a query, '
-            '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image; if it ends with '
-            '#sha256=DIGITS, an image with another digest is refused. Default: the image of schedule.yaml. Once the '
-            'request is delivered, the command prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both '
-            'uuids. If no compute has room, it prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks.',
+            '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image; if the URL ends with '
+            '#sha256=DIGITS, an image with another digest is refused. Default: the image of schedule.yaml. Once etcd '
+            'has the request for the chosen compute, the command prints `NOTIFIED TARGET, <compute>, OF INSTANCE '
+            '<instance>`, with both uuids. If no compute has room, the command prints NO ALLOCATIONS LEFT, and stderr '
+            'lists what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
                      'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,

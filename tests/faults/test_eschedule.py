@@ -174,7 +174,7 @@ def test_killed_after_delivery(cluster: Control, compute: Ecompute, instance: st
         eschedule.assert_killed_at(DELIVERED_STEP)
     repeated = cluster.eschedule(*make_create_arguments(instance))
     assert parse_notice(repeated) == (compute.uuid, instance)
-    assert_one_line(repeated, 0, 'requested before', 'nothing is changed')
+    assert_one_line(repeated, 0, 'requested before', 'this command changed nothing')
     wait_address(cluster, instance)
 
 

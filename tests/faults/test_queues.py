@@ -184,7 +184,7 @@ def test_eschedule_killed_after_queueing(cluster: Control, make_taker: MakeTaker
     words = '--queue', '--flavor', 'small', '--uuid', instance
     with Eschedule(cluster, *words, failpoint=f'{QUEUED_STEP}:kill') as eschedule:
         eschedule.assert_killed_at(QUEUED_STEP)
-    assert_one_line(cluster.eschedule(*words), 0, 'requested before', 'nothing is changed')
+    assert_one_line(cluster.eschedule(*words), 0, 'requested before', 'this command changed nothing')
     compute = make_taker()
     wait_until_active_once(cluster, instance, compute)
     check_settled(cluster, compute)

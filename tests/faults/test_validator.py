@@ -118,7 +118,11 @@ def make_good_history() -> list[Line]:
         make_answer(1, 2.0, 0, format_notified(FAKE, KEPT)),
         make_ask(2, 1.5, 'create', KEPT),
         make_answer(
-            2, 3.0, 0, format_notified(FAKE, KEPT), f'eschedule: {KEPT} was requested before: nothing is changed\n'
+            2,
+            3.0,
+            0,
+            format_notified(FAKE, KEPT),
+            f'eschedule: {KEPT} was requested before: this command changed nothing\n',
         ),
         make_state(2.5, KEPT, 'building'),
         make_state(3.0, KEPT, 'active'),

@@ -264,7 +264,7 @@ def test_quota_and_flavor_warn_of_unknown_custom_names(cluster: Control) -> None
         'lacks MEMORY_MB, DISK_GB, which each request has to add',
     )
     # The amounts do not matter here: without DISK_GB no guest can be built.
-    lacking = "flavor part lacks DISK_GB, which every guest needs. Fix: add 'resources=DISK_GB:…'"
+    lacking = "flavor part lacks DISK_GB, which every guest needs. Fix: give a query with 'resources=DISK_GB:…'"
     assert_one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)
     # A limit may be removed even if its name is unknown: it was set at some time.
     assert_one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')

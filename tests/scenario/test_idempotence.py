@@ -62,7 +62,7 @@ def test_repeated_request_changes_nothing(cluster: Control, compute: Ecompute, i
     repeated = cluster.eschedule('--uuid', instance, SMALL_QUERY, IMAGE)
 
     assert parse_notice(repeated) == (compute.uuid, instance)
-    assert_one_line(repeated, 0, instance, 'requested before', 'nothing is changed')
+    assert_one_line(repeated, 0, instance, 'requested before', 'this command changed nothing')
     # A uuid is compared without regard to case.
     assert parse_notice(cluster.eschedule('--uuid', instance.upper(), SMALL_QUERY, IMAGE))[1] == instance
     waited = cluster.eschedule('--uuid', instance, '--wait', SMALL_QUERY, IMAGE)
@@ -90,7 +90,7 @@ def test_uuid_of_a_finished_instance_is_refused(cluster: Control, compute: Ecomp
     # A request that its compute has not seen yet counts, too.
     compute.pause()
     unseen = place(cluster)[1]
-    assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY), 0, 'nothing is changed')
+    assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY), 0, 'this command changed nothing')
     assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY, IMAGE), 5, unseen, 'exists')
     assert cluster.eschedule('destroy', unseen).code == 0
     assert_one_line(cluster.eschedule('--uuid', unseen, SMALL_QUERY), 5, unseen, 'being destroyed')

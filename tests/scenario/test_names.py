@@ -159,7 +159,7 @@ def test_repeated_request_with_other_data_is_refused(cluster: Control) -> None:
     before = read_lasting_keys(cluster)
     repeated = run_in_process(cluster, *words, file['script'])
     assert parse_notice(repeated) == first
-    assert_one_line(repeated, 0, 'was requested before: nothing is changed')
+    assert_one_line(repeated, 0, 'was requested before: this command changed nothing')
     write_files(cluster.directory, script=SCRIPT + '# another\n')
     assert_one_line(run_in_process(cluster, *words, file['script']), 5, 'exists, with other user-data')
     write_files(cluster.directory, script=SCRIPT)

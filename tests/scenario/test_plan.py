@@ -83,7 +83,7 @@ def test_plan_predicts_the_placement_of_a_set(cluster: Control) -> None:
     assert results[0].stderr == results[1].stderr
     done = cluster.eschedule('plan', SMALL_QUERY, '--count', '2', '--min', '1', '-f', 'json')
     assert sum(count_by_compute(done).values()) == 1
-    assert '1 of 2 would be placed: there is no room or quota for more' in done.stderr
+    assert '1 of 2 instances would be placed: there is no room or quota for more' in done.stderr
 
 
 def test_plan_refuses_what_create_refuses(cluster: Control) -> None:

@@ -166,7 +166,7 @@ def test_repeated_queued_request_changes_nothing(small_cluster: Control) -> None
     before = small_cluster.etcd.get(f'/queues/small/{instance}')
     second = small_cluster.eschedule(*words)
     assert second.stdout == f'QUEUED INSTANCE {instance}\n'
-    assert_one_line(second, 0, 'requested before', 'nothing is changed')
+    assert_one_line(second, 0, 'requested before', 'this command changed nothing')
     assert small_cluster.etcd.get(f'/queues/small/{instance}') == before
     assert small_cluster.etcd.list_keys('/requests/') == []
     other = '--queue', '--flavor', 'small', '--uuid', instance
@@ -176,7 +176,7 @@ def test_repeated_queued_request_changes_nothing(small_cluster: Control) -> None
     wait_state(small_cluster, instance, 'active')
     repeated = small_cluster.eschedule(*words)
     assert repeated.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
-    assert_one_line(repeated, 0, f'{instance} was requested before: nothing is changed')
+    assert_one_line(repeated, 0, f'{instance} was requested before: this command changed nothing')
     (document,) = json.loads(small_cluster.eschedule(*words, '-f', 'json').stdout)
     assert document == {'instance': instance, 'compute': compute.uuid, 'host': socket.gethostname(), 'name': 'web1'}
     check_settled(small_cluster, compute)

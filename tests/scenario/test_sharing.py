@@ -83,7 +83,7 @@ def test_set_is_placed_whole_or_with_at_least_min(cluster: Control) -> None:
         assert read_allocations(cluster, computes) == {}
         assert cluster.etcd.list_keys('/requests/') == cluster.etcd.list_keys('/hosts/') == []
     done = cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '10', '--min', '4', '-f', 'json')
-    assert_one_line(done, 0, 'only 9 of 10 could be placed: there is no room or quota for more')
+    assert_one_line(done, 0, 'only 9 of 10 instances were placed: there is no room or quota for more')
     placed = json.loads(done.stdout)
     assert Counter(row['compute'] for row in placed) == {row.uuid: 3 for row in computes}
     assert read_allocations(cluster, computes).keys() == {row['instance'] for row in placed}
@@ -138,7 +138,7 @@ def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_pat
     repeated = cluster.eschedule(*words)
     assert repeated.code == 0, repeated
     assert repeated.stdout.splitlines() == lines[:3]
-    assert repeated.stderr.count('requested before: nothing is changed') == 3
+    assert repeated.stderr.count('requested before: this command changed nothing') == 3
     # A set's uuid is not an instance's and the reverse, and another count is another request.
     set_uuid = words[-1]
     assert_one_line(cluster.eschedule(SMALL_QUERY, IMAGE, '--uuid', set_uuid), 5, 'is the uuid of a set')

@@ -335,7 +335,10 @@ def test_request_of_a_compute_that_is_away_may_be_unfinished() -> None:
 
 def test_instance_from_before_may_be_reported_and_destroyed() -> None:
     again = CommandRun(
-        (QUERY,), 0, format_notice(ONE, ALIVE), f'eschedule: {ALIVE} was requested before: nothing is changed\n'
+        (QUERY,),
+        0,
+        format_notice(ONE, ALIVE),
+        f'eschedule: {ALIVE} was requested before: this command changed nothing\n',
     )
     story = Story([again, again, ask_destroy(ALIVE)])
     keys = (
