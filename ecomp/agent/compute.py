@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Save and log the end of each remembered instance without request, guest and living record; etcd's errors pass.
+    """Save and log the end of each remembered instance without request, guest and living record. Raises etcd's errors.
 
     An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
     would reserve its address at every start. A malformed record counts as living. Builds without a record are left out.
@@ -106,7 +106,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` pass."""
+    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
@@ -121,7 +121,7 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Open libvirt and start this machine's networks, metadata server, workers and scrubber; `at_exit` ends all.
 
-    Nothing is changed before `admit` returns; its errors and libvirt's pass. EcompError if no metadata server starts.
+    Nothing is changed before `admit` returns. Raises its errors and libvirt's; EcompError without a metadata server.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -294,7 +294,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
-        """Start due tasks and checks; return when (monotonic) to plan again. Errors of step() and on_planned() pass."""
+        """Start due tasks and checks; return when (monotonic) to plan again. Raises what step() and on_planned() do."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
@@ -375,7 +375,7 @@ class Compute:
     def __init__(
         self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
-        """Choose the uuid and the token, without saving them; errors of `identity` pass."""
+        """Choose the uuid and the token, without saving them; errors of `identity` are raised."""
         self.uuid = identity.choose_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
         self._config = config
@@ -401,7 +401,7 @@ class Compute:
 
         Then it corrects the memory by etcd, and DHCP by the memory. In an unfamiliar etcd it only makes the parts.
         Raises Conflict if another ecompute is this compute, or a compute that is not alive has guests here; UsageError
-        for a wrong configuration. Errors of etcd, placement and the hypervisor pass.
+        for a wrong configuration. Errors of etcd, placement and the hypervisor are raised.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement
@@ -468,7 +468,7 @@ class Compute:
     def start(self) -> None:
         """Publish the presence key, begin to plan and to take requests; Conflict if another ecompute is this compute.
 
-        In an unfamiliar etcd it only answers audits. Errors of etcd pass.
+        In an unfamiliar etcd it only answers audits. Errors of etcd are raised.
         """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
         if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
@@ -530,7 +530,7 @@ class Compute:
     def _write_acceptance(self) -> bool:
         """Write the acceptance's revision to etcd, unless it is 0; return False if etcd denies that, which is logged.
 
-        A role that ecomp 1.1 made denies it. With `accepts_new_etcd` Denied passes, as all other errors of etcd do.
+        A role that ecomp 1.1 made denies it. With `accepts_new_etcd` Denied is raised; other errors of etcd always are.
         """
         try:
             if self._environment.accepted_revision:
@@ -561,20 +561,20 @@ class Compute:
                 )
 
     def _check_claims(self) -> None:
-        """Note the provider's generation, also for _check_registration(), and release orphaned claims; errors pass."""
+        """Note the provider's generation, also for _check_registration(), and release orphaned claims; raise errors."""
         self._generation = None
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
 
     def _check_registration(self) -> None:
-        """Check the provider, and register it again if it was changed, unless ending or read-only; errors pass."""
+        """Check the provider, and register it again if it was changed, unless ending or read-only; raise errors."""
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
 
     def _check_hostname(self) -> None:
         """Write the key with this host's name if it differs: users may name the compute by it while it is down.
 
-        No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors pass.
+        No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors are raised.
         """
         if time.monotonic() < self._hostname_valid_until:
             return

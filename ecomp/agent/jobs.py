@@ -318,7 +318,7 @@ class ScheduledJob:
         self._threads.set_timer(self, self._due)
 
     def _run(self) -> None:
-        """Call `work`, unless cancelled, and schedule the next run; its exceptions pass."""
+        """Call `work`, unless cancelled, and schedule the next run; raise its exceptions."""
         next_due = time.monotonic() + RETRY_SECONDS
         try:
             if not self._is_cancelled:

@@ -135,8 +135,8 @@ class Planner:
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """Return the due work, neither in flight nor deferred; until it is begun, the next step returns it again.
 
-        `state` has all requests of this compute. Builds in flight of instances to be destroyed are cancelled. Errors of
-        listing guests pass, and Unreachable; other errors of reading records or addresses are reported in `failures`.
+        `state` has all requests of this compute. Builds in flight of instances to be destroyed are cancelled. Raises
+        Unreachable and errors of listing guests; others, of reading records or addresses, are reported in `failures`.
         """
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
@@ -176,7 +176,7 @@ class Planner:
     def recheck(self) -> None:
         """Forget records that other processes changed, and wake the planner if any; end builds without a request.
 
-        Errors of reading records pass; those of ending a build are logged. After MAX_CLEANUP_SECONDS no more are ended.
+        Raises errors of reading records; logs those of ending a build. After MAX_CLEANUP_SECONDS no more are ended.
         """
         busy = self.get_in_flight()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
@@ -347,7 +347,7 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the records, and the instances whose record cannot be read, which is reported; Unreachable passes.
+        """Return the records, and the instances whose record cannot be read, which is reported. Raises Unreachable.
 
         Neither has busy instances, names that are no uuids, or malformed records of instances to be destroyed.
         """
@@ -373,7 +373,7 @@ class Planner:
         return records, unreadable
 
     def _read_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return a guest's addresses by MAC; {} after a logged error. Unreachable passes."""
+        """Return a guest's addresses by MAC; {} after a logged error. Raises Unreachable."""
         activity = READING_ADDRESSES % instance
         try:
             addresses = self._instances.hypervisor.find_addresses(instance)

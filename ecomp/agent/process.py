@@ -83,7 +83,7 @@ class Process:
     def register(self) -> None:
         """Lock the state directory, recognise etcd or adopt a first one, and register each compute.
 
-        Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
+        Raises UsageError if a system limit is too low, and errors of Identity, etcd, placement and Compute.register().
         """
         config, at_exit = self.config, self.at_exit
         _check_limits(self.count or 1)
@@ -141,7 +141,7 @@ class Process:
             etcd_file.start()
 
     def run(self) -> None:
-        """Start each compute (its errors pass), follow etcd, and tend workers in the main thread until end_soon().
+        """Start each compute (raising its errors), follow etcd, and tend workers in the main thread until end_soon().
 
         An unfamiliar etcd is followed only for audits. Systemd is notified when ready, while alive and at the end.
         """
@@ -247,7 +247,7 @@ class Process:
             follower.stop()
 
     def _stop_computes(self) -> None:
-        """Stop all computes concurrently, the first in this thread; the first error passes."""
+        """Stop all computes concurrently, the first in this thread; then raise the first error."""
         started_at = time.monotonic()
         with ThreadPoolExecutor(MAX_CONCURRENT_COMPUTES, thread_name_prefix='end') as threads:
             futures = [threads.submit(compute.stop) for compute in self._computes[1:]]

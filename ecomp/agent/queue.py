@@ -123,7 +123,7 @@ class Offers:
         self.accepted_revision = find_accepted_revision(state.values())
 
     def find_silent(self, placement: Placement) -> list[str]:
-        """List uuids of computes not proven alive, SILENT_CACHE_SECONDS old at most; log a new list. Errors pass."""
+        """List uuids not proven alive, SILENT_CACHE_SECONDS old at most; log a new list. Raises placement's errors."""
         with self._silent_lock:
             now = time.monotonic()
             if now - self._silent_read_at > SILENT_CACHE_SECONDS:
@@ -254,7 +254,7 @@ class Taker:
         `taker_revision` is that of our taker key, if an earlier attempt left one, else 0. still_fits() is called once
         our taker key is put. Raises NoCapacity (placement has no room here), PlacementRefusal (placement never accepts
         this claim) and ClaimedElsewhere (another compute holds a claim; nothing is claimed here). Other errors of etcd
-        and placement pass; then release_claim() or the next take handles a claim that was made.
+        and placement are raised; then release_claim() or the next take handles a claim that was made.
         """
         waiting = place.entry
         mark = self._put_taker_key(place, taker_revision)
@@ -286,7 +286,7 @@ class Taker:
         """End in error a request that no compute can take; False if it is gone, being taken or claimed elsewhere.
 
         The request is deleted. An instance that ended here before keeps its record, with the reason as its fault; the
-        record of one that lives here is not changed. Errors of etcd and placement pass; the call can be repeated.
+        record of one that lives here is not changed. Errors of etcd and placement are raised; the call can be repeated.
         """
         waiting, now = place.entry, self.now()
         if find_compute(read_consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
@@ -324,7 +324,7 @@ class Taker:
         """Release and note our claim for a request that is not taken; return True if the instance now has no claim.
 
         False, with nothing released, if the claim is on another compute, an attempt for the instance is in flight, its
-        request is here, or the claim was changed concurrently. Errors of etcd and placement pass.
+        request is here, or the claim was changed concurrently. Errors of etcd and placement are raised.
         """
 
         def select_kept(holding: Mapping[str, Consumer]) -> Collection[str]:
@@ -342,7 +342,8 @@ class Taker:
     def _put_taker_key(self, place: WaitingEntry, taker_revision: int, needs_flavor: bool = True) -> int | None:
         """Put our taker key; return its revision, or None if the request or its taker key has changed.
 
-        With `needs_flavor` also None if the request's flavor was deleted. Errors of etcd pass.
+        With `needs_flavor` also None if the request's flavor was deleted. After an UnknownOutcome the key is read, and
+        its revision returned if our put has taken effect, else None. Other errors of etcd are raised.
         """
         queue_key, lease = place.entry.key, self.lease()
         key = keys.taker(queue_key)
@@ -372,7 +373,7 @@ class Taker:
     def _move(self, place: WaitingEntry, taker_revision: int) -> tuple[bool, int]:
         """Move the request to our /hosts key; return whether it is there, and the revision of our taker key.
 
-        Raises Conflict if its group excludes this compute; other errors of etcd pass.
+        Raises Conflict if its group excludes this compute; other errors of etcd are raised.
         """
         waiting = place.entry
         queue_key, instance = waiting.key, waiting.instance
@@ -432,8 +433,9 @@ class Puller:
     `may_take` returns False while nothing may be taken. `registered_inventory`, if not None, is the free room at first,
     if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain. A
     request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any compute is
-    silent, one that is older than any acceptance of etcd or than `first_seen_revision`, at which this compute first saw
-    or accepted etcd, is left alone, too: the silent compute may have taken it before etcd and placement were restored.
+    silent, old requests are left alone, too: those from before the newest acceptance of etcd, or from before this
+    compute first saw or accepted etcd (`first_seen_revision`). The silent compute may have taken them before etcd and
+    placement were restored.
     """
 
     taker: Taker
@@ -482,7 +484,7 @@ class Puller:
     def step(self) -> float:
         """Take what can be taken now; return the seconds, ROOM_INTERVAL_SECONDS at most, until the next step.
 
-        Errors of etcd and placement pass; then reset() must be called before the next step.
+        Errors of etcd and placement are raised; then reset() must be called before the next step.
         """
         while self.may_take():
             now = time.monotonic()
@@ -610,7 +612,7 @@ class Puller:
         """Read this compute's room; after a start or reset() release this compute's claims for queued requests.
 
         Dead attempts left these. A read that cannot release one leaves it to the next read. Without a provider there is
-        no room. Errors of etcd and placement pass.
+        no room. Errors of etcd and placement are raised.
         """
         with self._lock:
             self._is_room_stale = False
@@ -656,7 +658,7 @@ class Puller:
         return place.revision <= max(self.first_seen_revision, self.offers.accepted_revision)
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
-        """Return whether a silent compute may run the request, taken before a restore. Placement's errors pass."""
+        """Return whether a silent compute may run the request, taken before a restore. Raises placement's errors."""
         return self._is_older(place) and bool(self.offers.find_silent(self._placement))
 
     def _check_group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
@@ -709,7 +711,7 @@ class Puller:
         """Take the request, or note why that failed; return whether it is ours now.
 
         NoCapacity, ClaimedElsewhere and PlacementRefusal are noted, the latter and a used uuid by _on_refusal(). Other
-        errors of etcd and placement pass. In any case the request is deferred.
+        errors of etcd and placement are raised. In any case the request is deferred.
         """
         waiting = place.entry
         instance = waiting.instance

@@ -36,7 +36,7 @@ class GenerationReader:
         self._valid_until = 0.0
 
     def read_generation(self, compute: str) -> int | None:
-        """Return the provider's generation (None: no provider), cached if `reads_all`; placement's errors pass."""
+        """Return the provider's generation (None: no provider), cached if `reads_all`. Raises placement's errors."""
         if not self._reads_all:
             try:
                 return providers.read_generation(self._placement, compute)
@@ -111,7 +111,7 @@ class ClaimKeeper:
         """Release, and log, orphans first seen CONFIRMATION_SECONDS before `now` (monotonic).
 
         Skipped, MAX_SKIPPED_CHECKS times in a row at most, if `generation` (read before; None: not known) is unchanged
-        and each consumer of the last check has a guest or a request in `requests`. Errors of placement and etcd pass.
+        and each consumer of the last check has a guest or a request in `requests`. Raises errors of both backends.
         """
         if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.use_skip(generation):
             return

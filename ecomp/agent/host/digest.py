@@ -123,7 +123,7 @@ class AuditAnswerer:
         return math.inf
 
     def _check_ours(self) -> bool:
-        """Read the presence key; return False if another ecompute holds it, and answers. Errors of etcd pass."""
+        """Read the presence key; return False if another ecompute holds it, and answers. Errors of etcd are raised."""
         entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
@@ -169,7 +169,7 @@ class AuditAnswerer:
         return results
 
     def _remove(self, leftover: Leftover) -> str:
-        """Remove a leftover if it still is one; return what was done. OSError, errors of etcd and hypervisor pass."""
+        """Remove a leftover if it still is one; return what was done. Raises OSError, errors of etcd, hypervisor."""
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):

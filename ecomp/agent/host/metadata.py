@@ -370,7 +370,7 @@ class GuestData:
     def remove(self, instance: str, macs: Sequence[str]) -> None:
         """Remove all files of an instance, but not a MAC's file that is another instance's.
 
-        Missing files are no error. OSErrors pass, except those about refusals.
+        Missing files are no error. Raises OSErrors, except those about refusals.
         """
         self.remove_refusals(macs)
         for mac in macs:

@@ -149,7 +149,7 @@ Names = frozenset[str]
 
 @dataclass(eq=False)
 class Registration:
-    """Keeps this compute's provider in placement as configured; errors of placement pass.
+    """Keeps this compute's provider in placement as configured; raises placement's errors.
 
     A `detected_traits` name that placement does not know is left out; of `configured_traits` it is a UsageError.
     """

@@ -261,7 +261,7 @@ class Identity:
         self._write_holder(f'{os.getpid()}\n'.encode())
 
     def choose_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid, configured, saved or new, for save() to write; UsageError or OSError may pass."""
+        """Return the provider's uuid, configured, saved or new, for save() to write. Raises UsageError, OSError."""
         if configured is None:
             return self._read_or_make('uuid')
         self._unsaved['uuid'] = configured
@@ -325,7 +325,7 @@ WRITE_INTERVAL_SECONDS = 1.0
 def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
     """Return whether etcd is the remembered one; if none is remembered, remember this one (rule 10).
 
-    The latter writes /cluster if it does not exist. Errors of etcd pass, other than StrangeEtcd.
+    The latter writes /cluster if it does not exist. StrangeEtcd returns False; other errors of etcd are raised.
     """
     try:
         if guard.known_cluster.identity:

@@ -109,7 +109,7 @@ class BaseVolumes:
         return 0.0
 
     def note_scrub(self, sha256: str, is_good: bool) -> None:
-        """Note that a base volume was read now; hold() refuses one that is not `is_good`. OSError passes."""
+        """Note that a base volume was read now; hold() refuses one that is not `is_good`. Raises OSError."""
         if is_good:
             self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
         else:
@@ -128,7 +128,7 @@ class BaseVolumes:
         return None
 
     def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
-        """Rename a download to its base volume, unless a good one of its size exists; hold that. OSError passes."""
+        """Rename a download to its base volume, unless a good one of its size exists; hold that. Raises OSError."""
         path = self._get_base_path(sha256, image_format)
         with self._hold_lock():
             is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
@@ -144,7 +144,7 @@ class BaseVolumes:
             return _hold_file(path)
 
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
-        """Extend an open download to `size_bytes`, evicting volumes for it; return its length. OSError passes.
+        """Extend an open download to `size_bytes`, evicting volumes for it; return its length. Raises OSError.
 
         Adds up to `ahead_bytes`, at most a quarter of the free room. Raises BuildFailed if there is too little room.
         """
@@ -286,7 +286,7 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
 
 
 def _hold_file(path: Path) -> BaseHold:
-    """Open a base volume, flock it shared without waiting, set its mtime to now and its owner to us. OSError passes."""
+    """Open a base volume, flock it shared without waiting, set its mtime to now and its owner to us. Raises OSError."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
@@ -380,7 +380,7 @@ class Scrubber:
                 )  # fmt: skip
 
     def _hash_file(self, path: Path) -> str | None:
-        """Hash a file's content, at `bytes_per_second`; None if stop() was called. OSError passes."""
+        """Hash a file's content, at `bytes_per_second`; None if stop() was called. Raises OSError."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -425,8 +425,8 @@ class CacheLimits:
 class ImageCache:
     """The base volumes in `directory`, and their download. hold() raises BuildFailed('image', reason).
 
-    `inspect` reads a file's format and size, calling the checkpoint; errors of both pass. file:// URLs may point into
-    `local_directory` (None: nowhere), others to what `egress` allows.
+    `inspect` reads a file's format and size, calling the checkpoint; hold() raises errors of both. file:// URLs may
+    point into `local_directory` (None: nowhere), others to what `egress` allows.
     """
 
     directory: Path
@@ -457,14 +457,14 @@ class ImageCache:
             yield bases
 
     def sweep(self) -> None:
-        """Make the directory, and remove in it what killed workers left. OSError passes."""
+        """Make the directory, and remove in it what killed workers left. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
     def _iter_bases(
         self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Generator[BaseImage | None, None, None]:
-        """Yield as hold(), for a URL without fragment and its pinned SHA-256 or None; OSErrors become BuildFailed."""
+        """Yield hold()'s images, of a URL without fragment, pinned SHA-256 or None; OSErrors become BuildFailed."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if pin is not None:

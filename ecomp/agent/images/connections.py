@@ -121,6 +121,7 @@ class Connections:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Interrupt every wait, as stop() does, and drop the idle connections; none is opened later."""
         self.stop()
         if self._manager is not None:
             self._manager.clear()
@@ -183,7 +184,10 @@ class Connections:
         return resolved
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused if a rule or `image_sources:` refuses it, or it is etcd's, placement's or our own."""
+        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or it is etcd's or placement's.
+
+        It also refuses our own address, unless `image_sources:` lists exactly this one.
+        """
         reason = find_address_refusal(host, address, self._egress.sources)
         if reason is None and self._resolves_to_control(port, address):
             reason = CONTROL_PLANE
@@ -250,7 +254,7 @@ class _HttpConnection(HTTPConnection):
 
 
 class _HttpsConnection(_HttpConnection, HTTPSConnection):
-    """An _HttpConnection with TLS; connect() calls load_tls_context(), whose BuildFailed passes."""
+    """An _HttpConnection with TLS; connect() calls load_tls_context(), whose BuildFailed it raises."""
 
     def connect(self) -> None:
         self.ssl_context = load_tls_context()

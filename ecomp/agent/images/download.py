@@ -263,6 +263,7 @@ class RemoteSource:
         self._connections.stop()
 
     def close(self) -> None:
+        """Interrupt every wait, as stop() does, and drop the idle connections."""
         self._connections.close()
 
     def _make_status_error(self, answer: BaseHTTPResponse, prefix: str = '') -> BuildFailed:
@@ -434,7 +435,7 @@ class Transfer:
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
     def await_check(self, checkpoint: Callable[[], None]) -> bool:
-        """Wait for the server's answer; return whether the cached image is current. Raises as run() does."""
+        """Wait for the server's answer; return whether the cached image is current. Raises what run() does."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._finished.is_set()
 
@@ -460,7 +461,7 @@ class Transfer:
     def _wait(self, event: threading.Event, checkpoint: Callable[[], None], report_progress: ProgressCallback) -> None:
         """Wait for `event` and raise the thread's error; ServerUnavailable at a limit of this module.
 
-        `checkpoint` is called every CHECKPOINT_SECONDS (errors pass), `report_progress` every REPORT_SECONDS.
+        `checkpoint` is called every CHECKPOINT_SECONDS (its errors are raised), `report_progress` every REPORT_SECONDS.
         """
         reported_at = time.monotonic()
         reported = 0
@@ -583,7 +584,7 @@ class Transfer:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _recheck(self, version: Version) -> bool:
-        """Ask if the server still has this version; True without ETag and date or an answer. BuildFailed passes."""
+        """Ask if the server still has this version; True without ETag and date or an answer. Raises BuildFailed."""
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):

@@ -38,7 +38,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     """Return what virt.image.inspect() returns for the file at `path`, within the limits.
 
     Raises BuildFailed if the image is refused or exceeds a limit, and EcompError, maybe temporary, if the child could
-    not work. An error of `checkpoint` ends the child and passes.
+    not work. An error of `checkpoint` ends the child and is raised.
     """
     limits = [str(os.getpid()), str(MAX_SECONDS), str(MAX_ADDRESS_SPACE_BYTES), str(MAX_QEMU_DATA_BYTES)]
     deadline = time.monotonic() + MAX_SECONDS
@@ -71,7 +71,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
 
 
 def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Callable[[], None]) -> bytes:
-    """Return the child's output at its end; BuildFailed after `deadline` (monotonic). Errors of `checkpoint` pass."""
+    """Return the child's output at its end; BuildFailed after `deadline` (monotonic). Raises errors of `checkpoint`."""
     while True:
         checkpoint()
         try:

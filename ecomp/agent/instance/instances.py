@@ -270,7 +270,7 @@ class Instances:
         """Build the guest once placement confirms its claim (rule 2), and record it as active.
 
         No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
-        is completed. Unreachable passes and is not counted. Any other unknown EcompError is counted and passes, before
+        is completed. Unreachable is raised, not counted. Any other unknown EcompError is counted and raised, before
         attempt MAX_ATTEMPTS. That attempt and all other failures end the instance in error, without raising. A
         cancelled build raises Superseded.
         """
@@ -487,7 +487,7 @@ class Instances:
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def start_after_reboot(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down. A failure becomes its fault, or passes as in start()."""
+        """Start a guest that ran when the host went down. A failure becomes its fault, or is raised by _resume()."""
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
@@ -496,7 +496,7 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down. Unreachable passes; another failure is logged."""
+        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down. Raises Unreachable; another failure is logged."""
         if self._record_phase(request, revision, SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
@@ -507,13 +507,13 @@ class Instances:
             log.warning('instance %s: its guest cannot be asked to shut down: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then switch the guest off; errors pass. The next plan finds it off."""
+        """Record SHUTDOWN_REQUESTED, then switch the guest off; raise errors. The next plan finds it off."""
         self._record_phase(request, revision, SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Record SHUT_OFF, then start the guest; a failure becomes its fault. Unreachable and early WorkerDied pass."""
+        """Record SHUT_OFF, then start the guest; a failure becomes its fault, or is raised by _resume()."""
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
@@ -654,7 +654,7 @@ class Instances:
         return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
-        """Start the guest; record it with `power` as active, or as off with a fault. Errors of _resume() pass."""
+        """Start the guest; record it with `power` as active, or as off with a fault. Raises what _resume() does."""
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)
@@ -673,7 +673,7 @@ class Instances:
     def _resume(self, record: Record, revision: int) -> str | None:
         """Remove the ready report of an earlier boot and start the domain; return None or why it failed.
 
-        Unreachable passes. WorkerDied is counted in the record and passes, up to the attempt before MAX_ATTEMPTS.
+        Raises Unreachable. WorkerDied is counted in the record and raised, up to the attempt before MAX_ATTEMPTS.
         """
         self.guest_data.remove_report(record.instance)
         try:
@@ -689,7 +689,7 @@ class Instances:
         return None
 
     def _run_step(self, job: Step) -> None:
-        """Run the job to its end; its events are dropped and its errors pass."""
+        """Run the job to its end, drop its events, and raise its errors."""
         for _ in self.runner.run(job):
             pass
 

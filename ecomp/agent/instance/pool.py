@@ -305,7 +305,7 @@ class Workers:
     def run(self, job: Job) -> Iterator[JobEvent]:
         """Submit a job; return an iterator over its events, which raises what the job raised.
 
-        Outdated progress is skipped. Raises WorkerDied if its worker died or the pool stopped, Cancelled by cancel().
+        It skips outdated progress, and raises WorkerDied if the worker died or the pool stopped, Cancelled by cancel().
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
@@ -455,7 +455,7 @@ class Workers:
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _receive(self, worker: _Worker) -> None:
-        """Read the worker's messages without waiting, update its tickets, pass events on; stop at a broken pipe."""
+        """Read the pending messages, update tickets, pass on all but 'begun' and 'waits'; return at a broken pipe."""
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()

@@ -223,7 +223,7 @@ class Records:
         return keys.record(self._compute, instance), keys.old_record(instance)
 
     def _read(self, instance: str) -> RecordEntry:
-        """Read the record, at its old key if the new one is absent; empty if there is none of ours.
+        """Read the record, at its old key if the new one is absent; an empty entry if neither is ours.
 
         A valid one at the old key is moved, if possible. Raises Unreadable if that at the new key is malformed.
         """
@@ -437,7 +437,7 @@ class _EtcdState:
     """The keys of one instance as read; commits hold only while these are unchanged."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
-        """Read the keys; errors of etcd pass."""
+        """Read the keys; errors of etcd are raised."""
         self.store = store
         self.compute, self.instance = compute, instance
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
@@ -553,7 +553,7 @@ def _find_other_compute(placement: Placement, compute: str, instance: str) -> st
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
-    """Claim for the request if its instance holds nothing; return '' or the fault to record. Unreachable passes."""
+    """Claim for the request if its instance holds nothing; return '' or the fault to record. Raises Unreachable."""
 
     def attempt() -> str:
         consumer = allocations.read_consumer(placement, request.instance)
