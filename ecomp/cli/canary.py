@@ -113,7 +113,7 @@ def run_canary(ctx: Context, plan: CanaryPlan, canary: Canary, check_interrupted
 
 
 def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) -> None:
-    """Place the canary; errors of create() and of the query to placement pass."""
+    """Place the canary; errors of create() and of the query to placement are raised."""
     order = SetOrder(
         canary.instance or '',
         image=plan.image,
@@ -135,8 +135,8 @@ def _boot_and_enter(
 ) -> Canary:
     """Wait for the plan's stage, log in if planned, and return what the canary reached.
 
-    `seconds` counts from this call. After a failed login it is None, and `failed_stage` is set. Without reported host
-    keys the login is skipped, and `reason` says so. Errors of the wait, the login and `check_interrupted` pass.
+    `seconds` counts from this call. If ssh fails or times out, it is None, and `failed_stage` is set. Without reported
+    host keys the login is skipped, and `reason` says so. Raises errors of the wait, check_login(), `check_interrupted`.
     """
     started = time.monotonic()
     wait = Wait(

@@ -125,7 +125,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The client of etcd, made at first use; placement's claims decide between requests for the same instance."""
+        """The etcd client, made at first use. It asks placement which of an instance's requests has the claim."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
@@ -133,7 +133,7 @@ class Context:
         return store
 
     def read_claims(self, compute: str) -> Mapping[str, object]:
-        """Read a compute's claims by consumer, {} for an unknown compute; other errors of placement pass."""
+        """Read a compute's claims by consumer, {} for an unknown compute; raise placement's other errors."""
         from ecomp.placement.allocations import read_provider_allocations
 
         try:
@@ -142,7 +142,7 @@ class Context:
             return {}
 
     def find_claiming_compute(self, instance: str) -> str:
-        """Ask placement which compute has the instance's claim, '' for none; errors of placement pass."""
+        """Ask placement which compute has the instance's claim, '' for none. Raises placement's errors."""
         from ecomp.model.allocation import find_compute
         from ecomp.placement.allocations import read_consumer
 
@@ -190,7 +190,7 @@ class Context:
         """Return the uuid of the compute that a word means; a whole uuid is not checked.
 
         Raises NotFound, Conflict (several computes have the host name), UsageError ('', or several uuids begin with the
-        word). Errors of etcd pass, and of placement, which is asked only for the beginning of a uuid.
+        word). Also raises errors of etcd, and of placement, which is asked only for the beginning of a uuid.
         """
         from ecomp.scheduler.queries.hosts import resolve_compute
 
@@ -338,7 +338,7 @@ class Outcomes:
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
         """Call `work` for each word and remove it from `pending`; print and record EcompErrors.
 
-        Any other exception passes, and leaves its word in `pending`.
+        Any other exception is raised, and leaves its word in `pending`.
         """
         while pending:
             try:

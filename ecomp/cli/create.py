@@ -99,7 +99,7 @@ def _create(ctx: Context) -> int:
 def _place(ctx: Context, order: Order) -> int:
     """Place the order and report it, with --wait wait; return the exit code.
 
-    It is 3 without capacity, 1 at Ctrl-C before the report, 7 if the outcome is unknown; other errors of create() pass.
+    3 without capacity, 1 at Ctrl-C before the report, 7 if the outcome is unknown; create()'s other errors are raised.
     """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.queries.find import ask_placement
@@ -160,7 +160,7 @@ def _report_and_wait(
 
     With --wait a table is printed before the wait, a document after it. The connection to etcd is closed. Returns the
     exit code of the wait, 0 without a wait, 6 at Ctrl-C. If stdout cannot be written, it raises an EcompError that
-    begins with `output_error_prefix`; without this prefix, and for the document after a wait, the OSError passes.
+    begins with `output_error_prefix`; without this prefix, and for the document after a wait, the OSError is raised.
     """
     is_put = False
 
@@ -220,7 +220,7 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
 def _enqueue(ctx: Context, order: Order) -> int:
     """Queue the order for its flavor, with --wait wait; return the exit code: 3 over quota, 1 at Ctrl-C before that.
 
-    Other errors of enqueue() pass. A new order needs no answer of placement.
+    Other errors of enqueue() are raised. A new order needs no answer of placement.
     """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
@@ -284,7 +284,7 @@ def _plan(ctx: Context) -> int:
 
 
 def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
-    """Make the order of a set: --count instances (default: 1), at least --min (all), tried by --weigh (SPREAD)."""
+    """Make a set's order: --count instances (default 1), at least --min (default all), by --weigh (default SPREAD)."""
     count = ctx.options.size or 1
     options = {'weigh': ctx.options.weigh or SPREAD, 'minimum': ctx.options.min or count}
     return SetOrder(**order.copy_fields(query=query, count=count, **options))

@@ -59,7 +59,7 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
     """Log in to a guest with known host keys and out again; return '' or why that failed.
 
     It takes LOGIN_TIMEOUT_SECONDS at most, then removes the guest's known_hosts file. `on_tick` is called about once a
-    second; its errors pass. EcompError if ssh, a reachable address or known host keys are missing.
+    second; its errors are raised. EcompError if ssh, a reachable address or known host keys are missing.
     """
     from ecomp.scheduler.queries.hosts import find_guest_access
 
@@ -197,7 +197,7 @@ def _run_command(
     """Run a command; return its exit code, negative after a timeout, and its output, with stderr if `with_stderr`.
 
     The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES. `on_tick` is called about once a second; what it raises
-    kills the command and passes. Raises FileNotFoundError.
+    kills the command and is raised. Raises FileNotFoundError.
     """
     import signal
     import subprocess

@@ -171,7 +171,7 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
 
 
 def _make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter from the options; --host is looked up, and errors of ctx.resolve_compute() pass."""
+    """Make the filter from the options; --host is looked up, raising errors of ctx.resolve_compute()."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     return RecordFilter(options.states, compute, options.project, options.group, options.name)

@@ -563,7 +563,10 @@ def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
 
 
 def check_options(name: str, options: Options, accepted_fields: Container[str]) -> None:
-    """Raise UsageError for invalid or incompatible options, by the rules for all commands; Command.check has more."""
+    """Raise UsageError for invalid or incompatible options, by the rules for all commands; Command.check has more.
+
+    `accepted_fields`, the options that the command has, only selects rules: any other option is not refused here.
+    """
     _check_form(options, 'columns' in accepted_fields)
     _check_group(options)
     if options.project is not None:

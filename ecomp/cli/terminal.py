@@ -126,7 +126,7 @@ def watch(
 ) -> None:
     """Draw a table now and after each change below a prefix; return at Ctrl-C.
 
-    Errors pass, except an Unreachable after the first drawing: then the last drawing stays, with a line below it.
+    Raises every error, except an Unreachable after the first drawing: the last drawing stays, a line below says why.
     """
     from ecomp.store.watch import Follower  # needed only with --watch
 
