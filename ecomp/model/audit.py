@@ -1,8 +1,8 @@
 """The audit: find disagreements between placement, etcd and the computes. Pure.
 
 An instance in work (scheduled, building, destroying, or with an attempt in flight) gives no findings that its state
-explains. The guests and disks of silent and mute computes are not compared. The module has more than 700 lines because
-the table of the codes stays beside the checks that report them.
+explains; _audit_living() skips most checks of it. The guests and disks of silent and mute computes are not compared.
+The module has more than 700 lines because the table of the codes stays beside the checks that report them.
 """
 
 from __future__ import annotations
@@ -510,7 +510,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Yield at most one finding: the claim is absent, on several computes, or differs from the request."""
+    """Yield at most one finding: no claim, claims on several computes, or amounts unlike its valid request's."""
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
@@ -554,7 +554,7 @@ def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
-    """Find addresses that the record expects, but that its compute's networks do not reserve."""
+    """Find expected addresses whose reservation is missing or different; unknown reservations count as missing."""
     instance, compute = record.instance, record.compute
     reserved = world.reservations.get(instance, {}).get(compute, {})
     for interface in record.addresses:

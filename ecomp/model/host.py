@@ -83,7 +83,7 @@ class EntriesByCompute(Generic[Kind]):
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
         """Query computes, oldest request first, until one has the claim, and fill `claimless`.
 
-        No-op for fewer than two requests. Errors of `consumer_lookup` pass.
+        No-op for fewer than two requests. Errors of `consumer_lookup` are raised.
         """
         if len(self.requests) < 2:
             return

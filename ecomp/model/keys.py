@@ -130,7 +130,7 @@ def taker(queue_key: str) -> str:
 
 
 def parse_queue_key(key: str) -> tuple[str, str] | None:
-    """Return the flavor and instance in a queued request's key; None for others and taker keys."""
+    """Return the flavor and instance in a queued request's key, unchecked; None for taker keys and other shapes."""
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 

@@ -478,7 +478,7 @@ def to_json(request: Request) -> str:
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the uuid in an attempt's key and the instances in its value, as cut-off text; none if malformed."""
+    """Return the uuid in an attempt's key and, unless its value is malformed, the instances in that, each cut off."""
     try:
         instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):

@@ -137,7 +137,7 @@ def split_traits(value: str) -> tuple[str, ...]:
 
 
 def format_query(constraints: Iterable[Constraint]) -> str:
-    """Return the query with exactly these constraints, percent-encoded; '' for none."""
+    """Return the query with exactly these constraints, percent-encoded; '' without constraints."""
     amounts, roots, rest = [], [], []
     for constraint in constraints:
         if isinstance(constraint, Amount):
@@ -157,7 +157,7 @@ def _parse_key(part: str) -> str:
 
 
 def _parse_amounts(value: str) -> Iterator[Constraint]:
-    """Parse a value of `resources`, of each class the last amount; ValueError if malformed."""
+    """Parse a value of `resources`, of each class the last amount; ValueError at the call if malformed."""
     amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')

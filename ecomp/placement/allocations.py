@@ -251,7 +251,7 @@ def release(
 
     Generations are read first; then `find_kept` returns which of those that hold something are wanted, and the others
     are released under the generations read (rule 11). Before that, `note_generations` gets these, so that no claim uses
-    them again (ecomp.store.sharing); omit it if no process claims again. The first error passes, with some released.
+    them again (ecomp.store.sharing); omit it if no process claims again. The first error is raised, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()

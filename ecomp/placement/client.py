@@ -184,7 +184,7 @@ class Placement:
         return self._connections.make_foreign_error()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Send a POST, PUT or DELETE once, with `body` as JSON unless None; UnknownOutcome without a valid answer."""
+        """Send a POST, PUT or DELETE once, with any `body` as JSON; UnknownOutcome without a valid answer."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:

@@ -112,7 +112,7 @@ def set_inventory(
 def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
     """Return what `write` returns; call it up to MAX_TRIES times while it raises GenerationConflict.
 
-    Any other error, and the last one, passes. A random pause of up to MAX_PAUSE_SECONDS precedes each repetition.
+    Any other error, and the last one, is raised. A random pause of up to MAX_PAUSE_SECONDS precedes each repetition.
     """
     for _ in range(MAX_TRIES - 1):
         try:
@@ -215,7 +215,7 @@ def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[st
 def delete_provider(placement: Placement, provider: str) -> bool:
     """Delete an unused provider; return False if it does not exist.
 
-    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer.
+    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer and it still exists.
     """
     path = f'/resource_providers/{provider}'
     for _ in range(2):
@@ -242,7 +242,7 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
 
 
 def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of a class of an inventory and return them. Raises one of PARSE_ERRORS."""
+    """Check types of the given fields, and that a step_size is positive; return a copy. Raises one of PARSE_ERRORS."""
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
@@ -296,7 +296,7 @@ def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
 
 
 def find_with_trait(placement: Placement, trait: str) -> Names:
-    """Return the providers with a trait; none if placement does not know the trait."""
+    """Return the providers with a trait; an empty set if placement does not know the trait."""
     try:
         return find_matching(placement, f'required={trait}')
     except PlacementRefusal:
