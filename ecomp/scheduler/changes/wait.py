@@ -320,9 +320,10 @@ class Wait:
     ) -> Record | None:
         """Return the first record for which `is_reached` is true and whose compute is_trusted().
 
-        `is_reached` and `describe`, which says what it waits for, get None without a record. With `accepts_missing` it
-        returns None for an instance without any key. `reset` is called if the compute is not trusted. Raises StillGoing
-        at the deadline, the errors of `read` and, of a trusted compute, those of `is_reached`.
+        Without a record, `is_reached` and `describe`, which says what it waits for, get None. With `accepts_missing`
+        None is returned for an instance without any key; otherwise it is waited for. `reset` is called if the
+        compute is not trusted. Raises StillGoing at the deadline, also if etcd or placement was silent until then; the
+        errors of `read`; and those of `is_reached` if the compute is trusted.
         """
         deadline, has_answer = self.deadline, False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:

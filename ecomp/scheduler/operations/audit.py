@@ -285,7 +285,7 @@ class _Repairs:
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
-        """Write a record again, on a new lease for as long as its state is kept; returns as _delete()."""
+        """Write a record again, on a new lease as long as its state is kept; return a sentence or CHANGED_SINCE."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
@@ -325,7 +325,7 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove MAX_MEMBERS_PER_TRANSACTION members at most, without request, attempt or living record."""
+        """Remove members without request, attempt or living record, MAX_MEMBERS_PER_TRANSACTION at most."""
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}

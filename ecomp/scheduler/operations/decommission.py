@@ -62,7 +62,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow the placement on a compute again; return a sentence. NotFound as disable()."""
+    """Allow the placement on a compute again; return a sentence. NotFound unless ecompute made its provider."""
     _check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(

@@ -65,8 +65,8 @@ FIRST_CLASSES = ('MEMORY_MB', 'DISK_GB', 'VCPU')
 class ProviderFacts:
     """The providers as placement knows them, read with at most `max_calls` calls, the first by the constructor.
 
-    `constraints` are the query's for one provider, `offered` the providers in placement's recent answer to it. `listed`
-    are all; find() adds to `sharing` those that share with others.
+    `constraints` are the part of the query about one provider, `offered` the providers that placement has just returned
+    for the query. `listed` are all providers; find() adds to `sharing` those that share with others.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ProviderFacts:
                 )
 
     def _read_free(self, uuids: Collection[str], hints: Mapping[str, Hint | None]) -> None:
-        """Read the providers with anything free, a class a call, and then those that share; errors as _spend().
+        """Read the providers with anything free, a class a call, and then those that share; raises what _spend() does.
 
         The class that most unread ones may have comes first. It stops when calls suffice for the rest, or run out.
         """
@@ -175,7 +175,7 @@ class ProviderFacts:
     def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
         """Find the providers that share with others, with one call.
 
-        Makes no call and returns none if no call is left, or each listed provider is read or has a hint.
+        Makes no call and returns an empty set if no call is left, or each listed provider is read or has a hint.
         """
         if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
@@ -471,7 +471,7 @@ def find_shortfalls(
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query, add NOT_DISABLED, and mark in_tree as --on's unless None. Raises UnsupportedQueryError."""
+    """Parse a query, add NOT_DISABLED; mark in_tree as --on's if `compute_argument` is given. UnsupportedQueryError."""
     typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
         constraint._replace(argument=typed)

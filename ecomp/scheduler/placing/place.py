@@ -179,7 +179,7 @@ class Placer:
         return {instance: held[instance] for instance in order.instances if instance in held}
 
     def take_over(self, earlier_claims: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Claim where an earlier attempt's claims are; return those placed. Errors as Claimer.claim_what_fits().
+        """Claim where an earlier attempt's claims are; return those placed. Raises what Claimer.claim_what_fits() does.
 
         These claims are neither moved nor released (rule 13): after a restore of etcd the instances may run there.
         """

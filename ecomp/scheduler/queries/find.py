@@ -216,7 +216,7 @@ def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> 
 
 
 def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries:
-    """Find an instance that is not gone (it may be in error); NotFound if there is none. Otherwise as find()."""
+    """Find an instance that is not gone (it may be in error), or raise NotFound. Also raises what find() does."""
     entries = find(store, instance, key_index)
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
@@ -295,7 +295,7 @@ def _parse_queue_key(key: str) -> str | None:
 
 
 def _is_request_key(key: str) -> bool:
-    """Return True for /hosts/<compute>/<instance>; the compute reports other keys below /hosts."""
+    """Return whether a key, known to be below /hosts, is /hosts/<compute>/<instance>; the compute reports others."""
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 

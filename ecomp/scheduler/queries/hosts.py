@@ -185,7 +185,7 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest, preferably without its host; errors as find_running().
+    """Find how to reach a running guest, preferably without its host; raises what find_running() does.
 
     StillGoing without an address, EcompError if the address is malformed or a needed host's name is not known.
     """
