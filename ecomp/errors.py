@@ -135,7 +135,7 @@ class Denied(EcompError):
 
 
 class Unreadable(EcompError):
-    """The value of an etcd key is malformed; the message names the key and how to remove it."""
+    """The value of an etcd key is malformed; the message names the key, unquoted, and how to remove it."""
 
     def __init__(self, key: str, reason: object) -> None:
         super().__init__(f'{key}: {reason}. Fix: if no newer ecomp wrote it, `etcdctl del {key}`')

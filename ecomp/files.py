@@ -108,7 +108,7 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock in a context. EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS; errors of `checkpoint` pass."""
+        """Hold the lock in a context. EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS; raises errors of `checkpoint`."""
         offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
@@ -127,7 +127,7 @@ def wait_for_lock(
 ) -> bool:
     """Retry `acquire` until it raises no BlockingIOError; return False after the timeout.
 
-    `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and others of `acquire`, pass.
+    `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and others of `acquire`, are raised.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:

@@ -60,7 +60,7 @@ def switch_stdout_to_utf8() -> None:
 
 
 def flush_stdout() -> None:
-    """Flush stdout. An OSError passes, with stdout then on /dev/null, so that Python's end does not report it again."""
+    """Flush stdout. Raises OSError, with stdout then on /dev/null, so that Python's end does not report it again."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -340,7 +340,7 @@ def end_processes(spaces: list[str], recorded: list[Process]) -> None:
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
-    """Delete the link of `layout`, unless None, and the namespaces; EcompError, also if a namespace is missing."""
+    """Delete the link of `layout`, if given, and the namespaces; EcompError, also if a namespace is missing."""
     if layout is not None:
         _delete_link(layout)
     for space in spaces:

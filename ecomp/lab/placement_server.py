@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Load placement, which then accepts only the host `names`, if any, and the token in the file, unless None."""
+    """Load placement, which then accepts only the host `names`, if any, and the token in any `token_file`."""
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 

@@ -147,7 +147,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 def check_removable(directory: Path) -> None:
     """Raise EcompError if a mount is below a lab's directory: its files would be deleted. proc_pid_mountinfo(5).
 
-    No-op for a link to a directory without lab.json. The lab's own mounts are in its namespaces and invisible here.
+    No-op for a symbolic link whose target has no lab.json. The lab's own mounts are in its namespaces, invisible here.
     """
     if not _belongs_to_lab(directory):
         return

@@ -200,7 +200,7 @@ class Connection:
         self._lost.set()
 
     def _register_callbacks(self, connection: libvirt.virConnect) -> None:
-        """Register for domain and network events, once for a connection; libvirtError passes."""
+        """Register for domain and network events, once for a connection. Raises libvirtError."""
         # Called by watch(), and by the opening that watch() may have caused.
         if self._registration is None or self._registration[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
@@ -235,6 +235,7 @@ class Connection:
 
     # The callbacks run in the event loop's thread, where a call to libvirt could deadlock.
     def _on_lifecycle(self, _: object, domain: libvirt.virDomain, event: int, detail: int, *_rest: object) -> None:
+        """Report any event of a domain to the `notify` of watch()."""
         if self._notify is not None:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
@@ -247,6 +248,7 @@ class Connection:
             self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
+        """Let _keep_open() reopen the connection; report the loss, unless close() was called."""
         self._lost.set()
         if self._notify is not None and not self._closed.is_set():
             self._notify(f'libvirt: connection lost (reason {reason_code})')

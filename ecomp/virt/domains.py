@@ -249,7 +249,7 @@ class Domains:
 
         No-op without a domain. Raises Conflict if the domain belongs to another compute or was not created by ecompute.
         With `undefine` the latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
-        DESTROY_TIMEOUT_SECONDS; until then failures that may pass are retried.
+        DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are retried.
         """
         failure, foreign = 'libvirt reports no error', set[str]()
         for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
@@ -363,7 +363,7 @@ def _describe_trouble(state: int, reason_code: int) -> str:
 
 
 def _undefine(domain: libvirt.virDomain) -> None:
-    """Undefine a domain with the first UNDEFINE_FLAGS its driver knows; libvirtError passes."""
+    """Undefine a domain with the first UNDEFINE_FLAGS its driver knows. Raises libvirtError."""
     for flags in UNDEFINE_FLAGS:
         with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):
             domain.undefineFlags(flags)

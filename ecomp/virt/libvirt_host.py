@@ -404,7 +404,7 @@ class Filters:
         return self._try_operation('looking for network filters', lambda connection: connection.listAllNWFilters())
 
     def _try_operation(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
-        """Run `operation`; return '' or why this host cannot have filters. Other errors pass."""
+        """Run `operation`; return '' or why this host cannot have filters. Other errors are raised."""
         if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
         with self._connection.use(activity) as connection:
@@ -446,7 +446,7 @@ class Filters:
 
 
 def _define_filters(connection: libvirt.virConnect) -> None:
-    """Define those of xml.FILTERS whose names libvirt lacks; libvirtError passes."""
+    """Define those of xml.FILTERS whose names libvirt lacks. Raises libvirtError."""
     for name, definition in xml.FILTERS.items():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER):
             connection.nwfilterLookupByName(name)
@@ -565,7 +565,7 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
 
 
 def choose_virt_type(setting: str, no_kvm: str) -> str:
-    """Return kvm or qemu for auto, kvm or qemu; UsageError if unknown, or unavailable for the reason `no_kvm`."""
+    """Return kvm or qemu; for auto, qemu if there is a reason `no_kvm`. UsageError for kvm then, or another setting."""
     if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
     if setting not in ('auto', 'kvm'):

@@ -304,7 +304,7 @@ def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.
 
 
 def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent; {} if removed."""
+    """Return {LIVE: DHCP now, if it runs; CONFIG: at its next start, if persistent}; {} or libvirtError if removed."""
     definitions = {}
     if network.isActive():
         definitions[LIVE] = xml.read_dhcp(network.XMLDesc())

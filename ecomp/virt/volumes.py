@@ -180,7 +180,7 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; while that is missing or inactive, set it up and retry; other errors pass."""
+        """Run `action` on the pool; while that is missing or inactive, set it up and retry; raise other errors."""
         deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
         while True:
             try:

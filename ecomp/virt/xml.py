@@ -113,7 +113,7 @@ def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
 
 
 def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
-    """Add the overlay as vda, with its backing chain, and the seed, unless None, as vdb."""
+    """Add the overlay as vda, with its backing chain, and any seed as vdb."""
     drive = ET.SubElement(devices, 'disk', type='file', device='disk')
     ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
     ET.SubElement(drive, 'source', file=disk)

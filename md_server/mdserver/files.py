@@ -66,8 +66,8 @@ class Files:
 
         A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another sends
         the same client identifier. Raises UnknownGuestError without either, its subclass ForgedAddressError if the
-        kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. An unreadable file of
-        leases is only a detail of the error.
+        kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. If a file of
+        leases is unreadable, only UnknownGuestError's detail says so.
         """
         leases, problems = self._read_leases()
         table = self._read_table()
