@@ -251,6 +251,7 @@ class DaemonThreadPool:
                 self._work.put(None)
 
     def _run(self) -> None:
+        """Call queued work until there is a None in the queue; log its exceptions. The body of a thread."""
         while (work := self._work.get()) is not None:
             with self._lock:
                 self._idle, self._queued = self._idle - 1, self._queued - 1

@@ -104,7 +104,7 @@ def read_backing_chain(path: Path) -> list[str]:
 
 
 def _read_backing_file(path: Path) -> str | None:
-    """Return the path that a qcow2's header names; None if none, or no qcow2. Raises OSError."""
+    """Return the path that a qcow2's header names; None if it names none or is no qcow2. OSError."""
     try:
         with path.open('rb') as file:
             magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))

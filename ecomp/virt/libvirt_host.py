@@ -186,7 +186,7 @@ class Libvirt:
         return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
-        """Return a guest's CPU features by libvirt's names; empty if none, or on an error (logged); or Unreachable."""
+        """Return a guest's CPU features, libvirt's names; empty without any or after a logged error. Unreachable."""
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('reading the CPU of guests') as connection:

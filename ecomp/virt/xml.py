@@ -96,7 +96,7 @@ def make_domain_xml(  # noqa: PLR0913
 
 
 def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
-    """Add SMBIOS data, boot device, ACPI and APIC; `url` is the network seed's, None for none."""
+    """Add SMBIOS data, boot device, ACPI and APIC; `url` is the network seed's, None without one."""
     system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
     # A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
     # label, but would still ask the network if the serial number named it.

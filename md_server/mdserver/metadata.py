@@ -160,7 +160,7 @@ def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
 
 
 def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
-    """Return {name: content} of the four NoCloud files, b'' for none; `extra` joins meta-data."""
+    """Return {name: content} of the four NoCloud files, b'' for one without content; `extra` joins meta-data."""
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.
     meta_data = {
