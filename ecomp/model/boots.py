@@ -74,10 +74,10 @@ def parse(data: Any) -> Boots:
     if data is None:
         return ()
     if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):
-        raise ValueError('not a record: boots is not a list of boots')
+        raise ValueError('not a valid record: its field boots is not a list of boots')
     boots = [Boot(entry['number'], entry['reason'], _select_stages(entry['stages'])) for entry in data[-MAX_BOOTS:]]
     if [boot.number for boot in boots] != sorted({boot.number for boot in boots}):
-        raise ValueError('not a record: boots are not in the order of their numbers')
+        raise ValueError('not a valid record: its boots are not in the order of their numbers')
     return tuple(boots)
 
 

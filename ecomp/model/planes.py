@@ -336,13 +336,15 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error (page 0's text)."""
     pages = [load_object(page_value) for page_value in values]
     if not pages:
-        raise ValueError('it has no pages')
+        raise ValueError('its answer has no pages')
     for parsed_page in pages:
         _check_version(parsed_page, 'digest')
     if pages[0].get('error'):
         raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
     if pages[0].get('pages') != len(pages):
-        raise ValueError(f'it has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} pages')
+        raise ValueError(
+            f'its answer has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} announced pages'
+        )
     try:
         guests = [_make_guest(**entry) for page in pages for entry in page.get('guests', [])]
         dictionaries = {
@@ -351,7 +353,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
         }
         return Digest({guest.instance: guest for guest in guests}, **dictionaries)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f'not a digest: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
+        raise ValueError(f'its digest is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
@@ -366,7 +368,9 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
     try:
         return [Leftover(*(_check_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
     except (TypeError, KeyError) as error:
-        raise ValueError(f'not a clearance: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
+        raise ValueError(
+            f'the list of leftovers to remove is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}'
+        ) from error
 
 
 def cleared_from_json(value: bytes) -> list[str]:
@@ -381,13 +385,16 @@ def _check_version(data: Mapping[str, Any], kind: str) -> None:
     """Raise ValueError, which names the kind, unless `version` is from 1 to VERSION."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a {kind} of version {version!r:.40}: this ecomp reads {VERSION}')
+        raise ValueError(
+            f'format version {version!r:.40} of the {kind} is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
 
 
 def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
     """Make a Guest; TypeError if a value has another type."""
     if not all(isinstance(each, bool) for each in (defined, running, disk)):
-        raise TypeError('defined, running and disk must be true or false')
+        raise TypeError('the fields defined, running and disk must be true or false')
     return Guest(_check_text(instance), None if compute is None else _check_text(compute), defined, running, disk)
 
 

@@ -229,11 +229,13 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
     except ValueError as error:
         raise ValueError(make_printable(str(error))[:MAX_REASON_CHARACTERS]) from error
     except RecursionError as error:  # from repr() in a reason, which quotes the value
-        raise ValueError('not a record: nested too deeply') from error
+        raise ValueError('not a valid record: nested too deeply') from error
     if instance not in (None, record.instance):
-        raise ValueError(f'a record of instance {record.instance}, not of {instance}')
+        raise ValueError(f'it is a record of instance {record.instance}, but its key is of instance {instance}')
     if compute not in (None, record.compute):
-        raise ValueError(f'a record of compute {record.compute or "none"}, not of {compute or "none"}')
+        raise ValueError(
+            f'it is a record of compute {record.compute or "none"}, but its key is of compute {compute or "none"}'
+        )
     return record
 
 
@@ -247,10 +249,13 @@ def _parse_record(data: Mapping[str, Any]) -> Record:
     """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r} of the record is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
     if state not in STATES:
-        raise ValueError(f'not a record: state is {state!r}')
+        raise ValueError(f'not a valid record: its field state has the invalid value {state!r}')
     return Record(
         _parse_uuid(data, 'instance'),
         _parse_compute(data, state),
@@ -277,7 +282,9 @@ def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {'group': Membership(group) if group else None}
     for row in FIELDS:
         if row.recorded and row.name not in values:
-            refusal = ValueError(f'not a record: {row.name} is {data.get(row.name)!r}')
+            refusal = ValueError(
+                f'not a valid record: its field {row.name} has the invalid value {data.get(row.name)!r}'
+            )
             try:
                 values[row.name] = row.parse(data, row.name)
             except ValueError:
@@ -294,7 +301,7 @@ def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) ->
     value = data.get(name)
     # In Python, True is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'not a record: {name} is {value!r}')
+        raise ValueError(f'not a valid record: its field {name} has the invalid value {value!r}')
     return value
 
 
@@ -303,7 +310,7 @@ def _parse_resources(data: Mapping[str, Any]) -> dict[str, int]:
     amounts = _read_field(data, 'resources', dict, {})
     values = {name: _read_field(amounts, name, int) for name in amounts}
     if not all(map(is_amount, values.values())):
-        raise ValueError(f'not a record: resources is {values!r}')
+        raise ValueError(f'not a valid record: its field resources has the invalid value {values!r}')
     return values
 
 
@@ -311,14 +318,14 @@ def _parse_attempts(data: Mapping[str, Any]) -> int:
     """Return `attempts`, 0 if absent; ValueError unless from 0 to MAX_AMOUNT."""
     attempts: int = _read_field(data, 'attempts', int, 0)
     if not is_amount(attempts, MAX_AMOUNT):
-        raise ValueError(f'not a record: attempts is {attempts}')
+        raise ValueError(f'not a valid record: its field attempts has the invalid value {attempts}')
     return attempts
 
 
 def _parse_uuid(data: Mapping[str, Any], name: str) -> str:
     """Return a uuid; ValueError if it is absent or another value."""
     if not keys.is_uuid(text := _read_field(data, name, str)):
-        raise ValueError(f'not a record: {name} is {text!r}')
+        raise ValueError(f'not a valid record: its field {name} has the value {text!r}, which is not a uuid')
     return str(text)
 
 
@@ -330,7 +337,7 @@ def _parse_compute(data: Mapping[str, Any], state: str) -> str:
 def _parse_interface(data: Any) -> Interface:
     """Parse an interface; ValueError if malformed or without network or mac."""
     if not isinstance(data, dict):
-        raise ValueError(f'not a record: an address is {data!r}')
+        raise ValueError(f'not a valid record: its field addresses contains {data!r}, which is not an object')
     optional_fields = (_read_field(data, name, str | None, None) for name in ('address', 'source', 'expected'))
     return Interface(_read_field(data, 'network', str), _read_field(data, 'mac', str), *optional_fields)
 

@@ -190,7 +190,7 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
     ],
 )
 def test_malformed_guest_of_a_digest_is_refused(guest: Any) -> None:
-    with pytest.raises(ValueError, match='not a digest'):
+    with pytest.raises(ValueError, match='its digest is malformed'):
         planes.from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': [guest]}).encode()])
 
 
@@ -198,10 +198,10 @@ def test_malformed_guest_of_a_digest_is_refused(guest: Any) -> None:
 @pytest.mark.parametrize('value', [7, None, {'a': 1}, ['x']])
 def test_digest_names_that_are_not_text_are_refused(value: Any) -> None:
     for name in ('without_base', 'seeds', 'isos', 'reservations', 'parts'):
-        with pytest.raises(ValueError, match='not a digest'):
+        with pytest.raises(ValueError, match='its digest is malformed'):
             planes.from_pages([json.dumps({'version': 1, 'pages': 1, name: {'x': value}}).encode()])
     leftover = {'kind': 'disk', 'name': value, 'mark': ''}
-    with pytest.raises(ValueError, match='not a clearance'):
+    with pytest.raises(ValueError, match='the list of leftovers to remove is malformed'):
         planes.clearance_from_json(json.dumps({'version': 1, 'leftovers': [leftover]}).encode())
 
 
