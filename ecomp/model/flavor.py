@@ -104,12 +104,15 @@ def from_json(name: str, value: bytes) -> Flavor:
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a flavor of version {version!r:.40}: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r:.40} of the flavor is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
-        raise ValueError('expected resources, required and forbidden')
+        raise ValueError('expected an object of resources, and lists of required and forbidden traits')
     if not all(isinstance(number, int | str) for number in resources.values()):
-        raise ValueError('expected amounts of resources')
+        raise ValueError('the amount of each resource must be a number')
     amounts = ','.join(f'{resource_class}:{amount}' for resource_class, amount in resources.items())
     required = [*map(str, traits[0]), *(f'!{trait}' for trait in traits[1])]
     return parse_flavor(name, f'resources={amounts}' + (f'&required={",".join(required)}' if required else ''))

@@ -81,7 +81,7 @@ class Group:
             return None
         if self.policy == ANTI_AFFINITY:
             return f'group {self.name} has a member there ({self.rule})'
-        return f'group {self.name} is on {", ".join(sorted(map(name_compute, counts)))} ({self.rule})'
+        return f'the members of group {self.name} are on {", ".join(sorted(map(name_compute, counts)))} ({self.rule})'
 
     @property
     def preference_sign(self) -> int:
@@ -122,7 +122,7 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
         return Group(name, membership.policy, membership.strict is not False)
     if membership.policy not in (None, existing.policy) or membership.strict not in (None, existing.strict):
         raise Conflict(
-            f'group {name} is {existing.rule}, and its policy cannot change while it has members. '
+            f'group {name} has the policy {existing.rule}, which cannot change while the group has members. '
             'Fix: remove --policy, --strict and --soft, or give another group'
         )
     return existing
@@ -150,10 +150,13 @@ def from_json(name: str, value: bytes) -> Group:
     data = load_object(value)
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r:.40} of the group is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
-        raise ValueError('not a group: members is not an object of instances and computes')
+        raise ValueError('not a valid group: its field members is not an object of instances and computes')
     return Group(check_group_name(name), *_parse_rule(data), dict(members))
 
 
@@ -170,7 +173,9 @@ def _parse_rule(data: Mapping[str, Any]) -> tuple[str, bool]:
     """Return policy and strict; ValueError if one is missing or malformed."""
     policy, strict = data.get('policy'), data.get('strict')
     if policy not in POLICIES or not isinstance(strict, bool):
-        raise ValueError(f'not a group: policy is {str(policy)[:40]!r}, strict {str(strict)[:40]!r}')
+        raise ValueError(
+            f'not a valid group: its policy is {str(policy)[:40]!r}, and its field strict is {str(strict)[:40]!r}'
+        )
     return str(policy), strict
 
 

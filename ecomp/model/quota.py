@@ -151,11 +151,14 @@ def from_json(project: str, value: bytes) -> Quota:
     data = load_object(value)
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'a quota of version {version!r:.40}: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r:.40} of the quota is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     parts = []
     for part in ('limits', 'used'):
         amounts = data.get(part)
         if not isinstance(amounts, dict) or not all(map(is_amount, amounts.values())):
-            raise ValueError(f'not a quota: {part} is not an object of amounts')
+            raise ValueError(f'not a valid quota: its field {part} is not an object of amounts')
         parts.append(amounts)
     return Quota(project, *parts)

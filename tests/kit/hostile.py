@@ -69,7 +69,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (make_request(power={'action': 'stop', 'id': 7}), 'power: expected'),
     (make_request(version=2), 'version 2 of the request is not supported'),
     *((make_request(version=wrong), f'version {wrong!r}') for wrong in (0, -1, '1', True, 1.0, None)),
-    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r} but its key has {INSTANCE}'),
+    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r}, but its key has {INSTANCE}'),
     (make_request(instance=INSTANCE.upper()), 'but its key has'),
     (make_request(instance=None), 'for instance None'),
     (make_request(instance=['x']), 'but its key has'),
@@ -123,7 +123,10 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     ),
     *((make_request(count=junk), 'is not a valid number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
     *((make_request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
-    (make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
+    (
+        make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}),
+        "not a valid group: its policy is 'spread'",
+    ),
     (make_request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
     (make_request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is not a valid group name'),
     *(

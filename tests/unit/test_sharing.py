@@ -59,7 +59,7 @@ def test_first_member_defines_the_group() -> None:
     ):
         resolve_group(None, Membership('web'))
     for other in (Membership('web', AFFINITY), Membership('web', None, False)):
-        with pytest.raises(Conflict, match='group web is strict anti-affinity, and its policy cannot change'):
+        with pytest.raises(Conflict, match='group web has the policy strict anti-affinity, which cannot change'):
             resolve_group(ANTI_AFFINITY_GROUP, other)
 
 
@@ -69,7 +69,7 @@ def test_strict_groups_exclude_computes() -> None:
     assert apart.explain_exclusion(HOSTS[0]) == 'group web has a member there (strict anti-affinity)'
     assert apart.explain_exclusion(HOSTS[1]) is None
     assert together.explain_exclusion(HOSTS[0]) is None
-    assert together.explain_exclusion(HOSTS[1]) == f'group db is on {HOSTS[0]} (strict affinity)'
+    assert together.explain_exclusion(HOSTS[1]) == f'the members of group db are on {HOSTS[0]} (strict affinity)'
     for empty in (ANTI_AFFINITY_GROUP, AFFINITY_GROUP, ANTI_AFFINITY_GROUP.with_members({MEMBERS[1]: ''})):
         assert [empty.explain_exclusion(host) for host in HOSTS] == [None] * 5
     for soft in (Group('web', ANTI_AFFINITY, False, members), Group('db', AFFINITY, False, members)):
@@ -336,14 +336,20 @@ def test_invalid_flavor_is_refused(name: str, text: str, why: str) -> None:
     [
         ('', 'not JSON'),
         ('[]', 'expected a JSON object'),
-        ('{}', 'expected resources'),
-        ('{"resources": []}', 'expected resources'),
+        ('{}', 'expected an object of resources'),
+        ('{"resources": []}', 'expected an object of resources'),
         ('{"resources": {}}', 'is not CLASS:AMOUNT'),
         ('{"resources": {"VCPU": 0}}', 'not a whole number'),
         ('{"resources": {"VCPU": "x"}}', 'not a whole number'),
-        ('{"resources": {"VCPU": 1}, "required": "A"}', 'expected resources, required and forbidden'),
+        (
+            '{"resources": {"VCPU": 1}, "required": "A"}',
+            'expected an object of resources, and lists of required and forbidden traits',
+        ),
         ('{"resources": {"VCPU": 1}, "required": [1.5]}', 'is not a valid trait'),
-        ('{"version": 2, "resources": {"VCPU": 1}}', 'a flavor of version 2: this ecomp reads up to 1'),
+        (
+            '{"version": 2, "resources": {"VCPU": 1}}',
+            'format version 2 of the flavor is not supported: this ecomp reads versions up to 1;',
+        ),
     ],
 )
 def test_malformed_flavor_is_refused(value: str, why: str) -> None:
