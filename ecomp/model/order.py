@@ -187,11 +187,11 @@ def _read_user_data(data: Mapping[str, Any], name: str) -> bytes | None:
 
 
 def _describe_project(existing: Order) -> str:
-    return f'of project {existing.project_id}'
+    return f'for project {existing.project_id}'
 
 
 def _describe_query(existing: Order) -> str:
-    return f'requested with {existing.query!r} and image {existing.image}'
+    return f'with query {existing.query!r} and image {existing.image}'
 
 
 def _describe_name(existing: Order) -> str:
@@ -282,7 +282,7 @@ def dump_fields(order: Order) -> dict[str, Any]:
 
 
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
-    """Describe one difference of an existing order from the one requested for its uuid (`of project p`), or None.
+    """Describe one difference of an existing order from the one requested for its uuid (`for project p`), or None.
 
     An existing order without a project matches any. With `is_recorded` it is from a record: keys, user-data and count,
     which a record lacks, are not compared.
@@ -430,12 +430,15 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'version {version!r} of the request is not supported: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r} of the request is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     absent_fields = [field_name for field_name in ('allocations', 'instance', 'image') if field_name not in data]
     if absent_fields:
         raise ValueError(f'the request lacks {", ".join(absent_fields)}')
     if data['instance'] != name:
-        raise ValueError(f'the request is for instance {data["instance"]!r} but its key has {name}')
+        raise ValueError(f'the request is for instance {data["instance"]!r}, but its key has {name}')
     allocations = parse_allocations(data['allocations'])
     image = data['image']
     if allocations:
@@ -450,7 +453,7 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
             raise ValueError(f'the allocations lack {", ".join(lacking)}, which every guest needs')
     elif image is not None:
         # Neither a request nor a tombstone; nothing but a valid tombstone may destroy an instance.
-        raise ValueError('allocations are {} but image is not null: a request to destroy has image null')
+        raise ValueError('allocations are {}, but image is not null: a request to destroy has image null')
     return Request(
         name,
         allocations,
@@ -495,7 +498,7 @@ def parse_name_owner(value: bytes) -> str:
     """Parse the owner of a name from the value of its key; ValueError if malformed."""
     instance = load_object(value).get('instance')
     if not isinstance(instance, str) or not keys.is_uuid(instance):
-        raise ValueError('it contains no uuid of an instance')
+        raise ValueError('its value contains no uuid of an instance')
     return instance
 
 

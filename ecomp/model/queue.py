@@ -106,12 +106,15 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
     """Parse a queued request; ValueError with the reason if it is malformed."""
     place = keys.parse_queue_key(key)
     if place is None or not keys.is_uuid(place[1]):
-        raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
+        raise ValueError(f'its key {key[:200]!r} must have the form {keys.QUEUES}<flavor>/<uuid>')
     check_request_size(value)
     data = load_object(value)
     version = data.get('version')
     if not is_supported_version(version, VERSION):
-        raise ValueError(f'version {version!r} of a queued request is not supported: this ecomp reads up to {VERSION}')
+        raise ValueError(
+            f'format version {version!r} of the queued request is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
+        )
     named_place = data.get('flavor'), data.get('instance')
     if named_place != place:
         raise ValueError(f'its key has {"/".join(place)}, but its value has {named_place[0]!r} and {named_place[1]!r}')

@@ -64,7 +64,7 @@ def test_newer_request_is_refused(cluster: Control, compute: Ecompute, instance:
     body = {**make_2019_request(compute.uuid, instance), 'version': 2, 'volumes': [{'size': 1}]}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(body))
     error = wait_state(cluster, instance, 'error')['error']
-    assert 'version 2 of the request is not supported: this ecomp reads up to 1' in error['reason']
+    assert 'format version 2 of the request is not supported: this ecomp reads versions up to 1;' in error['reason']
     assert find_log_lines(compute, 'INSTANTIATE', instance) == []
 
 
@@ -114,10 +114,14 @@ def test_newer_record_is_refused_and_kept(cluster: Control, version: int) -> Non
     cluster.etcd.put(key, newer)
     compute.start()
     wait_until(
-        lambda: find_log_lines(compute, key, f'version {version}', 'this ecomp reads up to 1'), 20, 'it is refused'
+        lambda: find_log_lines(compute, key, f'version {version}', 'this ecomp reads versions up to 1;'),
+        20,
+        'it is refused',
     )
     assert find_log_lines(compute, ' ERROR ', instance) == []
-    assert_one_line(cluster.eschedule('show', instance), 1, key, f'version {version}', 'this ecomp reads up to 1')
+    assert_one_line(
+        cluster.eschedule('show', instance), 1, key, f'version {version}', 'this ecomp reads versions up to 1;'
+    )
     assert_one_line(cluster.eschedule('destroy', instance), 1, key, f'version {version}')
     assert_one_line(cluster.eschedule('list'), 1, key, f'version {version}')
     _, other = place(cluster)  # other instances are not affected

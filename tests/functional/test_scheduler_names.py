@@ -157,12 +157,12 @@ def test_repeated_order_succeeds_and_a_different_one_is_a_conflict(cloud: Cloud,
     before = cloud.etcd.get(keys.request(compute, order.instance))
     assert cloud.create(order, resume=True) == DeliveryOutcome(compute, is_repeated=True)
     differences: list[tuple[dict[str, object], str]] = [
-        ({'name': None}, f'exists, with the name {name}'),
-        ({'name': 'another'}, f'exists, with the name {name}'),
-        ({'ssh_keys': None}, 'exists, with other ssh keys'),
-        ({'ssh_keys': ()}, 'exists, with other ssh keys'),
-        ({'user_data': None}, 'exists, with other user-data'),
-        ({'user_data': b'#! canary!'}, 'exists, with other user-data'),
+        ({'name': None}, f'exists, but was requested with the name {name}'),
+        ({'name': 'another'}, f'exists, but was requested with the name {name}'),
+        ({'ssh_keys': None}, 'exists, but was requested with other ssh keys'),
+        ({'ssh_keys': ()}, 'exists, but was requested with other ssh keys'),
+        ({'user_data': None}, 'exists, but was requested with other user-data'),
+        ({'user_data': b'#! canary!'}, 'exists, but was requested with other user-data'),
     ]
     for fields, reason in differences:
         with pytest.raises(Conflict, match=reason) as caught:
@@ -171,7 +171,7 @@ def test_repeated_order_succeeds_and_a_different_one_is_a_conflict(cloud: Cloud,
     assert cloud.etcd.get(keys.request(compute, order.instance)) == before
     nameless = cloud.make_order_on(compute)
     cloud.create(nameless)
-    with pytest.raises(Conflict, match='exists, without a name'):
+    with pytest.raises(Conflict, match='exists, but was requested without a name'):
         cloud.create(replace(nameless, name=name), resume=True)
 
 

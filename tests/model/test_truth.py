@@ -22,7 +22,7 @@ LIES = {
     'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),
     'nothing was changed, while it is there': ('create', U, Unreachable('etcd gives no answer; nothing was changed')),
     'no capacity, with a claim left': ('create', W, NoCapacity('other attempts took every candidate first')),
-    'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, with the name web')),
+    'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, but was requested with the name web')),
     'queued, while it is nowhere': ('queue', V, True),
     'not queued, while it is there': ('queue', U, Conflict(f'{U}: not queued: another process changed its flavor')),
     'destroy accepted, while it lives': ('destroy', U, f'{U}: destroy accepted; {A} carries it out'),

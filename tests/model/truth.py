@@ -282,7 +282,7 @@ ROWS = [
         promises_nothing,
     ),
     Row(PLACEMENT_COMMANDS, Conflict, 'took over this uuid', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, ': exists, ', is_existing),
+    Row(PLACEMENT_COMMANDS, Conflict, ': exists, but was requested ', is_existing),
     Row(PLACEMENT_COMMANDS, Conflict, 'never used twice', is_existing),
     Row(PLACEMENT_COMMANDS, Conflict, 'is in error. Fix: destroy the instance', is_existing),
     Row(
@@ -292,7 +292,7 @@ ROWS = [
         has_left_nothing,
     ),
     Row(PLACEMENT_COMMANDS, Conflict, 'name taken by instance', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'its policy cannot change while it has members', has_left_nothing),
+    Row(PLACEMENT_COMMANDS, Conflict, 'which cannot change while the group has members', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
     Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),

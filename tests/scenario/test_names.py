@@ -161,13 +161,19 @@ def test_repeated_request_with_other_data_is_refused(cluster: Control) -> None:
     assert parse_notice(repeated) == first
     assert_one_line(repeated, 0, 'was requested before: this command changed nothing')
     write_files(cluster.directory, script=SCRIPT + '# another\n')
-    assert_one_line(run_in_process(cluster, *words, file['script']), 5, 'exists, with other user-data')
+    assert_one_line(
+        run_in_process(cluster, *words, file['script']), 5, 'exists, but was requested with other user-data'
+    )
     write_files(cluster.directory, script=SCRIPT)
     assert_one_line(
-        run_in_process(cluster, *words, file['script'], '--ssh-key', file['other']), 5, 'exists, with other ssh keys'
+        run_in_process(cluster, *words, file['script'], '--ssh-key', file['other']),
+        5,
+        'exists, but was requested with other ssh keys',
     )
     other_words = ['web2' if word == 'web1' else word for word in words]
-    assert_one_line(run_in_process(cluster, *other_words, file['script']), 5, 'exists, with the name web1')
+    assert_one_line(
+        run_in_process(cluster, *other_words, file['script']), 5, 'exists, but was requested with the name web1'
+    )
     if read_record(cluster, first[1]) is None:
         assert read_lasting_keys(cluster).keys() >= before.keys()
     wait_address(cluster, first[1])

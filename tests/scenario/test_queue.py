@@ -170,8 +170,14 @@ def test_repeated_queued_request_changes_nothing(small_cluster: Control) -> None
     assert small_cluster.etcd.get(f'/queues/small/{instance}') == before
     assert small_cluster.etcd.list_keys('/requests/') == []
     other = '--queue', '--flavor', 'small', '--uuid', instance
-    assert_one_line(small_cluster.eschedule(*other, '--name', 'web2'), 5, 'exists, with the name web1')
-    assert_one_line(small_cluster.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, requested with')
+    assert_one_line(
+        small_cluster.eschedule(*other, '--name', 'web2'), 5, 'exists, but was requested with the name web1'
+    )
+    assert_one_line(
+        small_cluster.eschedule(*words, 'http://images.invalid/another.qcow2'),
+        5,
+        'exists, but was requested with query',
+    )
     compute = small_cluster.ecompute(queues=True)
     wait_state(small_cluster, instance, 'active')
     repeated = small_cluster.eschedule(*words)

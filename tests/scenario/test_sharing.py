@@ -146,7 +146,7 @@ def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_pat
         cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '2', '--uuid', instances[0]), 5, 'is the uuid of an instance'
     )
     fewer = tuple('2' if word == '3' else word for word in words)
-    assert_one_line(cluster.eschedule(*fewer), 5, 'exists, in a set of 3')
+    assert_one_line(cluster.eschedule(*fewer), 5, 'exists, but was requested in a set of 3')
     script.write_text(SCRIPT + 'echo more\n')
     assert_one_line(cluster.eschedule(*words), 5, 'with other user-data')
     assert {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/')} == before
@@ -231,7 +231,7 @@ def test_affinity_places_a_set_on_a_compute_with_room_for_all(cluster: Control) 
     assert place(cluster, SMALL_QUERY, '--group', 'db')[0] == computes[1].uuid
     refused = run_in_process(cluster, SMALL_QUERY, '--group', 'db')
     assert refused.code == 3
-    assert f'group db is on {make_display_name(computes[1].uuid)} (strict affinity)' in refused.stderr
+    assert f'the members of group db are on {make_display_name(computes[1].uuid)} (strict affinity)' in refused.stderr
     assert 'VCPU short by 1 (free 0 of 4)' in refused.stderr
     check_settled(cluster, *computes)
 

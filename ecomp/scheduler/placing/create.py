@@ -94,7 +94,7 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
     existing = entries.order
     mismatch = describe_difference(existing or record, order, is_recorded=existing is None)
     if mismatch is not None:
-        raise Conflict(f'{instance}: exists, {mismatch}')
+        raise Conflict(f'{instance}: exists, but was requested {mismatch}')
 
 
 def read_earlier_claims(
@@ -363,7 +363,7 @@ class Attempt:
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
         if compute in self.read_alive():
             problem = f'{which} claimed on {host} by another attempt'
-            cure = f'wait two minutes, in which {host} releases the claim if no request owns it, or use another uuid'
+            cure = f'wait two minutes ({host} then has released the claim if no request owns it), or use another uuid'
         else:
             from ecomp.model.host import describe_silent_fix
 
