@@ -169,11 +169,13 @@ def describe_difference(requested: Allocations, held: Allocations) -> str | None
         if provider not in held:
             parts.append(f'placement holds nothing on {provider}')
         elif provider not in requested:
-            parts.append(f'{format_resources(held[provider])} held on {provider} was not requested')
+            parts.append(
+                f'placement holds {format_resources(held[provider])} on {provider}, but the request has nothing there'
+            )
         elif dict(requested[provider]) != dict(held[provider]):
             parts.append(
-                f'requested {format_resources(requested[provider])}, '
-                f'held {format_resources(held[provider])} on {provider}'
+                f'placement holds {format_resources(held[provider])} on {provider}, '
+                f'but the request has {format_resources(requested[provider])}'
             )
     sentence = 'the request and placement differ: ' + '; '.join(parts)
     return sentence if len(sentence) <= MAX_DIFFERENCE_CHARACTERS else f'{sentence[:MAX_DIFFERENCE_CHARACTERS]}…'

@@ -454,7 +454,9 @@ def test_uuid_requested_of_a_second_compute_is_refused(cluster: Control) -> None
     before, claims = read_record(cluster, instance), cluster.placement.read_allocations(instance)
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(make_request(second.uuid, instance)))
     wait_until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is refused')
-    assert wait_log_lines(second, instance, 'failed at stage scheduled', f'held on {first.uuid}')
+    assert wait_log_lines(
+        second, instance, 'failed at stage scheduled', f' on {first.uuid}, but the request has nothing there'
+    )
     # Not even a tombstone there destroys it.
     tombstone = {**make_request(second.uuid, instance), 'allocations': {}, 'image': None}
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(tombstone))

@@ -109,7 +109,11 @@ def test_request_with_allocation_on_another_compute_is_not_built(cluster: Contro
     claim(cluster, other.uuid, foreign)
     write_request(cluster, compute.uuid, foreign, make_request(compute.uuid, foreign))
     expect_refusal(
-        cluster, compute.uuid, foreign, f'placement holds nothing on {compute.uuid}', f'held on {other.uuid}'
+        cluster,
+        compute.uuid,
+        foreign,
+        f'placement holds nothing on {compute.uuid}',
+        f' on {other.uuid}, but the request has nothing there',
     )
     assert cluster.placement.read_allocations(foreign) == {other.uuid: RESOURCES}
     check_invariants(cluster, compute, other, foreign=[foreign])

@@ -562,20 +562,25 @@ DIFFERENCES: list[tuple[Allocations, Allocations, str | None]] = [
     (
         {A: {'VCPU': 1, 'DISK_GB': 1}},
         {A: {'VCPU': 2, 'DISK_GB': 1}},
-        'the request and placement differ: requested DISK_GB:1,VCPU:1, held DISK_GB:1,VCPU:2 on provider-a',
+        'the request and placement differ: placement holds DISK_GB:1,VCPU:2 on provider-a, '
+        'but the request has DISK_GB:1,VCPU:1',
     ),
     (
         {A: {'VCPU': 1}},
         {A: {'VCPU': 1, 'DISK_GB': 1}},
-        'the request and placement differ: requested VCPU:1, held DISK_GB:1,VCPU:1 on provider-a',
+        'the request and placement differ: placement holds DISK_GB:1,VCPU:1 on provider-a, but the request has VCPU:1',
     ),
     (
         {A: {'VCPU': 1}},
         {B: {'VCPU': 1}},
         'the request and placement differ: placement holds nothing on provider-a; '
-        'VCPU:1 held on provider-b was not requested',
+        'placement holds VCPU:1 on provider-b, but the request has nothing there',
     ),
-    ({}, {B: {'VCPU': 1}}, 'the request and placement differ: VCPU:1 held on provider-b was not requested'),
+    (
+        {},
+        {B: {'VCPU': 1}},
+        'the request and placement differ: placement holds VCPU:1 on provider-b, but the request has nothing there',
+    ),
 ]
 
 
