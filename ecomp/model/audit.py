@@ -32,14 +32,14 @@ class Repair(Enum):
     """A repair of `audit --fix`, in words; ecomp.scheduler.operations.audit carries it out."""
 
     RELEASE = 'releases the claim'
-    CLAIM = 'repeats the claim of the request'
+    CLAIM = 'claims the resources of the request again'
     DELETE = 'deletes the key'
     DELETE_REQUEST = 'deletes the request'
     UNQUEUE = 'removes the request from the queue'
     PUT_ON_LEASE = 'puts the record on a lease'
     RESTORE_NAME = 'restores the name'
-    JOIN_GROUP = 'adds the instance to the group, on its compute'
-    LEAVE_GROUP = 'removes these members'
+    JOIN_GROUP = 'adds the instance and its compute to the group'
+    LEAVE_GROUP = 'removes these members from the group'
     RECOUNT = 'counts the usage again'
     CLEAR = 'asks its compute to remove the leftover'
 
@@ -72,23 +72,23 @@ CODES = {
         'a living compute has no inventory', manual_repair='wait a minute, then check the log of its ecompute'
     ),
     'capacity-exceeded': Code(
-        'more is claimed than a compute has',
+        'the claims on a compute exceed its capacity',
         manual_repair='destroy some of its instances, or increase its `inventory:`',
     ),
     'allocation-orphaned': Code('a claim that no request and no guest needs', Repair.RELEASE),
     'allocation-missing': Code('a living instance has no claim', Repair.CLAIM),
     'allocation-differs': Code(
         'a claim differs from its request',
-        manual_repair='destroy the instance, or correct its claim: PUT /allocations/<instance>',
+        manual_repair='destroy the instance, or correct its claim in placement: PUT /allocations/<instance>',
     ),
     'allocation-doubled': Code(
         'a claim is on several computes',
-        manual_repair='correct the claim, with its generation: PUT /allocations/<instance>',
+        manual_repair='correct the claim in placement: PUT /allocations/<instance>, with its consumer_generation',
     ),
     # etcd
     'request-doubled': Code('an instance is requested from several computes', manual_repair=REPAIR_WRONG_KEY),
     'request-misplaced': Code(
-        'an instance is requested from one compute and recorded by another', manual_repair=REPAIR_WRONG_KEY
+        'an instance is requested from one compute, but another compute has its record', manual_repair=REPAIR_WRONG_KEY
     ),
     'request-missing': Code('a living instance has no request', manual_repair='eschedule destroy <instance>'),
     'request-ended': Code('a finished instance has a request', Repair.DELETE_REQUEST),
@@ -107,7 +107,7 @@ CODES = {
         'a taker key has no lease', manual_repair='if its compute does not take the request: `etcdctl del <key>`'
     ),
     'record-missing': Code(
-        'a requested instance has a domain and no record',
+        'a requested instance has a domain, but no record',
         manual_repair='restart its ecompute, which writes the record again',
     ),
     'record-doubled': Code('several computes have a record of an instance', manual_repair=REPAIR_WRONG_KEY),
@@ -119,7 +119,7 @@ CODES = {
     ),
     'booted-orphaned': Code('/booted has an address of an instance that does not live', Repair.DELETE),
     'booted-differs': Code(
-        '/booted differs from the record',
+        'the address in /booted differs from the address in the record',
         manual_repair='`etcdctl put <key> ADDRESS`, with the address in the record, or `etcdctl del <key>` if the '
         'record has no address',
     ),
@@ -149,7 +149,7 @@ CODES = {
     'presence-unleased': Code('the presence of a compute has no lease', manual_repair='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
-        'a silent compute, which was not compared, holds claims or may run queued requests',
+        'a compute that holds claims or may run queued requests is silent, so it was not compared',
         manual_repair='start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`); if the '
         'machine never comes back: `eschedule host forget <host> --fenced`',
     ),
@@ -167,16 +167,18 @@ CODES = {
         manual_repair='check the log of its ecompute; `virsh destroy <instance>` on its host stops the domain',
     ),
     'domain-differs': Code(
-        'a domain differs from its record and claim', manual_repair='undo the change that its fault names, with virsh'
+        'a domain differs from its record and claim',
+        manual_repair='undo, with virsh, the change that the fault of the instance names',
     ),
     'domain-undefined': Code(
-        'a running domain is not defined',
-        manual_repair='save the output of `virsh dumpxml <instance>` in a file, then run `virsh define` with this file',
+        'a domain is transient: it runs, but libvirt keeps no definition of it',
+        manual_repair='on its host, save the output of `virsh dumpxml <instance>` in a file, then run `virsh define` '
+        'with this file',
     ),
     'domain-orphaned': Code(
         'a domain that no request and no record needs',
-        manual_repair='after a restore of etcd, `ecompute --accept-new-etcd` on its host; otherwise '
-        '`virsh destroy <instance>; virsh undefine <instance>` there, and the next audit finds its disk',
+        manual_repair='after a restore of etcd, run `ecompute --accept-new-etcd` on its host; otherwise run '
+        '`virsh destroy <instance>; virsh undefine <instance>` there, then repeat the audit, which reports its disk',
     ),
     'domain-misplaced': Code('a domain has the owner mark of another compute', manual_repair=REPAIR_WRONG_DOMAIN),
     'domain-doubled': Code('several computes have a domain of an instance', manual_repair=REPAIR_WRONG_DOMAIN),
@@ -200,13 +202,14 @@ CODES = {
         'restart ecompute there',
     ),
     'metadata-refused': Code(
-        'a guest gets no metadata', manual_repair='correct the problem that its fault names, and reboot the guest'
+        'a guest gets no metadata',
+        manual_repair='correct the problem that the fault of the instance names, then reboot the guest',
     ),
     'part-orphaned': Code('a partly written file that no process writes', Repair.CLEAR),
     'base-differs': Code(
         'a base volume has changed since its download',
-        manual_repair='destroy the instances of this base volume, which the log of its ecompute names; the next '
-        'instance downloads the image again',
+        manual_repair='destroy the instances that use this base volume (the log of its ecompute names them); the '
+        'next instance then downloads the image again',
     ),
     'dhcp-open': Code(
         'the DHCP of a network gives addresses to unknown MACs',
@@ -318,9 +321,16 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
             compute = keys.get_last_part(key)
-            yield Finding('presence-unleased', compute, f'{key} has no lease: its compute may be dead', keys=(key,))
+            yield Finding(
+                'presence-unleased',
+                compute,
+                f'{key} has no lease, so it remains even if its compute is dead',
+                keys=(key,),
+            )
         if key.startswith(keys.HOSTNAMES) and keys.get_last_part(key) not in known_computes:
-            detail = f'{key} names a compute that placement, requests and records of living instances do not have'
+            detail = (
+                f'{key} names a compute that is not in placement, nor in a request or the record of a living instance'
+            )
             presence = keys.compute(keys.get_last_part(key))
             yield Finding('hostname-orphaned', keys.get_last_part(key), detail, keys=(key, presence))
     for compute in sorted(world.living_computes):
@@ -331,12 +341,12 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
             yield Finding('inventory-missing', compute, f'compute {compute} is alive, but has no inventory')
         if compute in world.planes.mute_reasons:
             reason = world.planes.mute_reasons[compute]
-            yield Finding('compute-mute', compute, f'compute {compute} is alive, but returns no digest: {reason}')
+            yield Finding('compute-mute', compute, f'compute {compute} is alive, but returns no valid digest: {reason}')
     for compute, state in world.list_absent_computes().items():
         held = world.planes.providers[compute].allocations if compute in world.planes.providers else {}
         if state == SILENT and (held or world.queue_entries):
             reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'may run queued requests'
-            sentence = f'compute {compute} is silent and {reason}: its guests and disks were not compared'
+            sentence = f'compute {compute} {reason}, but is silent, so its guests and disks were not compared'
             yield Finding('compute-silent', compute, sentence, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
@@ -345,7 +355,9 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
             total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
-                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is claimed, but the compute has {total}')
+                yield Finding(
+                    'capacity-exceeded', compute, f'its claims use {name}:{amount}, but its capacity is {total}'
+                )
 
 
 def _audit_attempts(world: AuditIndex) -> Iterator[Finding]:
@@ -363,7 +375,7 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
     """
     for key, entry in world.select_prefix(keys.QUEUES).items():
         if key.endswith(keys.TAKER) and not entry.lease:
-            sentence = f'{key} has no lease, so no other compute takes the request'
+            sentence = f'{key} has no lease, so it is never deleted, and no other compute takes the request'
             yield Finding('taker-unleased', keys.get_queued_instance(key), sentence, keys=(key,))
     for instance, queues in sorted(world.queue_entries.items()):
         requests, record = sorted(world.requests_by_compute.get(instance, {})), world.records.get(instance)
@@ -487,7 +499,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     summary = f'its record has state {record.state} on compute {compute}'
     entry = world.get_value(world.get_record_key(instance))
     if entry is not None and entry.lease:
-        sentence = f'{summary} and is on a lease, so it will be deleted'
+        sentence = f'{summary}, but is on a lease, so it will be deleted'
         yield Finding('record-leased', instance, sentence, keys=(world.get_record_key(instance),))
     requests = world.requests_by_compute.get(instance, {})
     if not requests:
@@ -545,7 +557,7 @@ def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
         yield Finding('base-missing', instance, f'{summary}, but its base volume {path} is missing', compute)
     switching = world.is_switching(instance)
     if not guest.defined:
-        yield Finding('domain-undefined', instance, f'{summary}, but its running domain is not defined', compute)
+        yield Finding('domain-undefined', instance, f'{summary}, but its domain is transient', compute)
     elif record.state == ACTIVE and not guest.running and not switching:
         yield Finding('domain-off', instance, f'{summary}, but its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
@@ -563,7 +575,7 @@ def _audit_reservations(world: AuditIndex, record: Record) -> Iterator[Finding]:
             continue
         code = 'reservation-missing' if address is None else 'reservation-differs'
         held = f'reserves {address or "no address"} for it'
-        sentence = f'its record has {interface.expected} on {interface.network}, but compute {compute} {held}'
+        sentence = f'its record expects {interface.expected} on {interface.network}, but compute {compute} {held}'
         yield Finding(code, instance, sentence, compute)
 
 
@@ -577,7 +589,7 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
         yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
     entry = world.get_value(world.get_record_key(instance))
     if entry is not None and not entry.lease:
-        sentence = f'{summary} and no lease, so it is never deleted'
+        sentence = f'{summary}, but no lease, so it is never deleted'
         yield Finding('record-unleased', instance, sentence, keys=world.list_instance_keys(instance))
     yield from _audit_traces(world, instance, summary)
 
@@ -593,7 +605,9 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
         for compute, guest in _find_domains(world, instance).items():
             if compute in requests:
                 condition = 'runs' if guest else 'is defined'
-                sentence = f'it is requested from compute {compute}, its domain {condition}, but it has no record'
+                sentence = (
+                    f'it is requested from compute {compute}, and its domain {condition} there, but it has no record'
+                )
                 yield Finding('record-missing', instance, sentence, compute)
 
 
@@ -612,7 +626,9 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     # A guest or a request needs the claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.requests_by_compute.get(instance):
-        yield Finding('allocation-orphaned', instance, f'placement has a claim of {_format_held(held)}; {summary}')
+        yield Finding(
+            'allocation-orphaned', instance, f'placement has its claim of {_format_held(held)}, but {summary}'
+        )
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
@@ -627,7 +643,7 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
     domains = _find_domains(world, instance)
     if len(domains) > 1:
         yield Finding(
-            'domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}; {summary}'
+            'domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}, but {summary}'
         )
     for compute, guest in sorted(world.guests.get(instance, {}).items()):
         if guest.compute not in (None, compute):
@@ -638,7 +654,7 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
         elif compute in home_computes:
             continue
         elif compute not in domains:
-            sentence = f'its disk is on compute {compute}; {summary}'
+            sentence = f'its disk is on compute {compute}, but {summary}'
             # Not repaired automatically while the instance lives elsewhere: this may be the only copy of its disk.
             yield Finding(
                 'disk-orphaned',
@@ -651,22 +667,22 @@ def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) 
         elif len(domains) == 1:
             code = 'domain-running' if guest.running and record is not None and not home_computes else 'domain-orphaned'
             condition = 'runs' if guest.running else 'is defined'
-            yield Finding(code, instance, f'its domain {condition} on compute {compute}; {summary}', compute)
+            yield Finding(code, instance, f'its domain {condition} on compute {compute}, but {summary}', compute)
     for compute in sorted(world.seeds.get(instance, ())):
         # On a compute that has the disk, the disk is the finding, and the repair removes both.
         if compute not in home_computes and compute not in world.guests.get(instance, {}):
-            iso_sentence = f'its NoCloud disk is on compute {compute}; {summary}'
+            iso_sentence = f'its NoCloud disk is on compute {compute}, but {summary}'
             yield Finding('iso-orphaned', instance, iso_sentence, compute, Leftover('iso', instance))
     for compute, reserved in sorted(world.reservations.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
             addresses = ', '.join(sorted(filter(None, reserved.values())))
             held = f'reserves {addresses} for it' if addresses else 'has a reservation for it, without an address'
-            leftover = f'compute {compute} {held}; {summary}'
+            leftover = f'compute {compute} {held}, but {summary}'
             yield Finding('reservation-orphaned', instance, leftover, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.metadata.get(instance, {}).items()):
         if compute not in home_computes and compute not in domains:
             for mac in sorted(macs):
-                leftover = f'compute {compute} has metadata for its MAC {mac}; {summary}'
+                leftover = f'compute {compute} has metadata for its MAC {mac}, but {summary}'
                 yield Finding('seed-orphaned', instance, leftover, compute, Leftover('seed', mac, instance))
 
 
@@ -741,7 +757,9 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
         requested = _count_requested(world, project)
         difference = _describe_difference(quota.used, requested)
         if difference:
-            sentence = f'{keys.quota(project)} counts {difference[0]}, but its requests use {difference[1]}'
+            sentence = (
+                f'{keys.quota(project)} counts {difference[0]}, but the requests of the project use {difference[1]}'
+            )
             yield Finding('quota-differs', project, sentence)
             continue
         claimed = world.planes.usages.get(project)

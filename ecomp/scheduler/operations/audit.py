@@ -166,7 +166,9 @@ def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -
             late_compute for late_compute in late if keys.digest(name, late_compute, 'heard') in parts
         )
         digests: dict[str, planes.Digest] = {}
-        mute = dict.fromkeys(late, 'it does not answer: it is frozen, was killed in the last minute, or is too old')
+        mute = dict.fromkeys(
+            late, 'it does not answer: its ecompute is frozen, was killed in the last minute, or is too old'
+        )
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
             numbered = sorted(
@@ -321,7 +323,7 @@ class _Repairs:
         if not isinstance(wish, Request) or wish.group is None:
             return CHANGED_SINCE
         conditions, operations = rejoin_group(self.store, wish.group, finding.subject, finding.compute)
-        done = f'it is in group {wish.group.name}'
+        done = f'the instance is in group {wish.group.name}'
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
