@@ -105,7 +105,7 @@ def from_json(value: bytes) -> KnownCluster:
     data = load_object(value)
     types = {name: type(default) for name, default in {'version': VERSION, **asdict(KnownCluster())}.items()}
     if {name: type(field) for name, field in data.items()} != types or data.pop('version') != VERSION:
-        raise ValueError('its fields are not those of this version')
+        raise ValueError('its fields or its format version differ from those of this ecomp')
     if not keys.is_uuid(data['identity']):
         raise ValueError('it has no valid identity')
     return KnownCluster(**data)

@@ -146,8 +146,9 @@ def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
 def _check_disk(facts: MachineFacts) -> Iterator[Problem]:
     """Report less than MIN_FREE_BYTES for the state directory."""
     if facts.state.free_bytes < MIN_FREE_BYTES:
-        free = f'{facts.state.free_bytes // 1024**2} MiB free'
-        yield f'the disk of {facts.state.path} is full ({free})', 'free space there, or set another `state:`'
+        free, needed = (size // 1024**2 for size in (facts.state.free_bytes, MIN_FREE_BYTES))
+        problem = f'the file system of {facts.state.path} has {free} MiB free, less than {needed} MiB'
+        yield problem, 'free space there, or set another `state:`'
 
 
 def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
@@ -161,7 +162,10 @@ def _check_uuid(facts: MachineFacts) -> Iterator[Problem]:
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
         own_uuid = f'this is compute {ours}' if ours else 'this compute has no uuid yet'
         problem = f'guests of compute {other} are on this host, but {own_uuid}'
-        yield problem, f'set `uuid: {other}` in compute.yaml to continue as that compute, or remove its domains'
+        yield (
+            problem,
+            f'set `uuid: {other}` in compute.yaml to continue as that compute, or remove the domains of that compute',
+        )
 
 
 def _check_proxy(facts: MachineFacts) -> Iterator[Problem]:
@@ -413,10 +417,10 @@ def _find_cure(section: str, reason: str, facts: Backends) -> str:
         return f'run `elab certs DIR` on the control host, copy the new files here, and name them in `{section}:`'
     if facts.config_path is None:
         return (
-            f'name a file with --config or in ECOMP_CONFIG: no {facts.default_config_name} was found, so localhost '
-            'is the default'
+            f'name a configuration file with --config or in ECOMP_CONFIG: no {facts.default_config_name} was found, so '
+            'the address is localhost'
         )
-    return f'start it there, or correct `{section}:` in {facts.config_path}'
+    return f'start {section} at this address, or correct `{section}:` in {facts.config_path}'
 
 
 def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
@@ -438,7 +442,7 @@ def _check_placement_version(facts: Backends) -> Iterator[Problem]:
     if (major, minor) < MICROVERSION:
         needed = '.'.join(map(str, MICROVERSION))
         problem = f'{facts.placement} has microversion {facts.placement_version}, but ecomp needs {needed}'
-        yield problem, "run `pip install 'openstack-placement>=7.0.0'` on its host, and restart it"
+        yield problem, "run `pip install 'openstack-placement>=7.0.0'` on its host, then restart placement"
 
 
 def _check_clock(facts: Backends) -> Iterator[Problem]:

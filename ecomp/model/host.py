@@ -297,8 +297,8 @@ class Computes:
             self.format_name(compute) for compute, presence in self.living.items() if presence.queues is None
         )
         if unknown:
-            older = f'older versions of ecompute do not report this ({join_some(unknown, 1)})'
-            return f'no compute reports that it takes queued requests; {older}'
+            older = f'the ecompute of {join_some(unknown, 1)} is too old to report it'
+            return f'no compute reports that it takes queued requests, but {older}'
         return (
             'no compute takes queued requests. Fix: set `queues: True` in the compute.yaml of a host, '
             'and restart its ecompute'
@@ -577,8 +577,8 @@ def find_forget_obstacle(
     for consumer in sorted(consumers):
         others = [other for other in _list_homes(consumer, etcd) if other != compute]
         if others:
-            where = f'{etcd.format_instance(consumer)} of compute {etcd.computes.format_name(others[0])}'
-            return f'instance {where} has a claim on it. Fix: destroy that instance'
+            home = f'{etcd.format_instance(consumer)} belongs to compute {etcd.computes.format_name(others[0])}'
+            return f'instance {home}, but has a claim on this compute. Fix: destroy that instance'
     return None
 
 

@@ -62,7 +62,7 @@ class Checker:
             assert match is not None, line
             findings[match['check']] = (match['what'], match['cure'])
         for backend in ('etcd', 'placement'):
-            assert findings.pop(backend)[1] == f'start it there, or correct `{backend}:` in {config}'
+            assert findings.pop(backend)[1] == f'start {backend} at this address, or correct `{backend}:` in {config}'
         return findings
 
     def get_fix(self, check: str, *texts: str) -> str:
@@ -320,4 +320,4 @@ def test_unreachable_etcd_is_found(placement: PlacementServer) -> None:
         backends.probe_backends(config, PlacementConfig(placement.url), config_path, 'schedule.yaml')
     )
     assert (finding.check, 'cannot be reached' in finding.what) == ('etcd', True)
-    assert finding.cure == 'start it there, or correct `etcd:` in /x/schedule.yaml'
+    assert finding.cure == 'start etcd at this address, or correct `etcd:` in /x/schedule.yaml'

@@ -86,7 +86,7 @@ def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
         assert result.code == 7
         assert f'{away} at' in result.stderr
         cures = {finding['check']: finding['cure'] for finding in json.loads(result.stdout)['findings']}
-        assert cures[away] == f'start it there, or correct `{away}:` in {config}'
+        assert cures[away] == f'start {away} at this address, or correct `{away}:` in {config}'
 
 
 def test_check_refuses_other_options(cluster: Control) -> None:

@@ -96,7 +96,7 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
             replace(HEALTHY, etcd_failure='away', config_path=None),
             'etcd',
             'away',
-            'no schedule.yaml was found, so localhost is',
+            'no schedule.yaml was found, so the address is localhost',
         ),
         (replace(HEALTHY, placement_failure='it is too old'), 'placement', 'too old', 'correct `placement:`'),
         (replace(HEALTHY, etcd_failure=NOT_YET_VALID), 'etcd', 'not valid yet', 'set-ntp true` here and on the'),
@@ -131,7 +131,7 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
             replace(HEALTHY, placement_failure=HUNG_UP),
             'placement',
             'it may refuse our certificate',
-            'start it there, or correct',
+            'start placement at this address, or correct',
         ),
         (replace(HEALTHY, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
         (

@@ -452,7 +452,7 @@ def test_missing_taker_is_reported_if_known() -> None:
             {HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2'), HV3: PresenceFacts('hv3')}
         ).no_taker_reason
     )
-    assert 'older versions of ecompute do not report this (hv2 and 1 more)' in message
+    assert 'the ecompute of hv2 and 1 more is too old to report it' in message
     assert (
         Computes({HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2')}).describe_unserved(['web1'])
         is None
