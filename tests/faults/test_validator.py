@@ -143,7 +143,11 @@ def make_good_history() -> list[Line]:
         make_answer(8, 111.0, -9),
         make_ask(9, 112.0, 'create', RESUMED),
         make_answer(
-            9, 113.0, 0, format_notified(FAKE, RESUMED), 'eschedule: taking over: another eschedule made an attempt\n'
+            9,
+            113.0,
+            0,
+            format_notified(FAKE, RESUMED),
+            'eschedule: taking over the attempt of another eschedule with this uuid\n',
         ),
         make_ask(10, 112.0, 'create', OFF),
         make_answer(10, 113.0, 0, format_notified(REAL, OFF)),

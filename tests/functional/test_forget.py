@@ -38,7 +38,7 @@ def test_forget_advises_etcdctl_for_a_key_that_is_not_utf_8(cloud: Cloud) -> Non
     run_etcdctl(cloud, 'del', key.strip())
     forget_compute()
     assert messages == [
-        f'{prefix}\ufffd: removed: no compute carries it out',
+        f'{prefix}\ufffd: removed: no compute carries out this request',
         'hv1: its resource provider is removed',
     ]
 

@@ -204,7 +204,7 @@ def test_foreign_allocations_on_foreign_providers_stay(cluster: Control) -> None
     put_claim(cluster, UNKNOWN_UUID, other, amounts={'VCPU': 2})
     assert_one_line(cluster.eschedule('host', 'forget', other), 4, 'no host has this name or uuid', 'nova-compute-7')
     cluster.etcd.put(f'/hosts/{other}/by-hand', '')
-    assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute carries it out']
+    assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute carries out this request']
     assert cluster.placement.read_consumers(other) == {UNKNOWN_UUID: {'VCPU': 2}}
 
 

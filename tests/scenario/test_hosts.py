@@ -201,7 +201,9 @@ def test_computes_with_one_host_name_need_their_uuids(cluster: Control) -> None:
         cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 uuids of computes begin with it', *ambiguous
     )
     for compute in ambiguous:
-        assert cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its name is removed\n'
+        assert (
+            cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its host name is removed\n'
+        )
 
 
 def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control) -> None:
@@ -310,7 +312,7 @@ def test_disable_by_host_name_and_unknown_hosts(cluster: Control) -> None:
         )
         assert_one_line(cluster.eschedule('host', command), 2, 'needs exactly one host')
     cluster.placement.call('POST', '/resource_providers', {'uuid': UNKNOWN_UUID, 'name': 'nova-compute-7'})
-    assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute created it')
+    assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute created this provider')
     second, _ = start_named_compute(cluster)
     assert_one_line(
         cluster.eschedule('host', 'disable', name), 5, '2 computes have this host name', compute.uuid, second.uuid

@@ -218,7 +218,8 @@ def _prepare_dequeue(
     else:
         if compute:
             back = '' if is_alive(store, compute) else ' once this compute is no longer silent'
-            message += f'; {compute} holds a claim for it, and releases the claim or destroys the instance{back}'
+            message += f'; {compute} holds a claim for it, and releases the claim, or destroys the instance if it runs'
+            message += f' there{back}'
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
@@ -280,7 +281,7 @@ def _parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')
     if entry is None:
-        raise Conflict(f'{record.instance}: its request was removed: {record.compute} leaves the guest as it is')
+        raise Conflict(f'{record.instance}: its request was removed, so {record.compute} does not change the guest')
     request = parse_request(record.compute, entry.key, entry.value)
     if isinstance(request, InvalidRequest):
         raise Conflict(f'{record.instance}: its request is malformed: {request.reason}')

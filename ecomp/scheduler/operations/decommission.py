@@ -141,7 +141,7 @@ def _check_provider(placement: Placement, compute: str, display_name: str) -> No
     if name is None:
         raise NotFound(f'{display_name}: no host has this name or uuid')
     if name != compute:
-        why = f'placement has this provider, {name}, but no ecompute created it'
+        why = f'placement has a provider with this uuid, {name}, but no ecompute created this provider'
         raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
 
 
@@ -220,7 +220,7 @@ def forget(  # noqa: PLR0913
         if silent.revision:
             report(f'{silent.key}: removed: it had no lease')
         if name is not None and planes.provider is None:
-            report(f'{display_name}: its name is removed')
+            report(f'{display_name}: its host name is removed')
     # The compute may have started after the last read; it registers its provider at its start only.
     if is_alive(store, compute):
         raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
@@ -264,7 +264,7 @@ def _check_allowed(
     if remaining == Leftovers() and provider is None and not is_remembered and not has_key:
         raise NotFound(f'{display_name}: no host has this name or uuid')
     if remaining == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
-        why = f'placement has this provider, {provider.name}, but no ecompute created it'
+        why = f'placement has a provider with this uuid, {provider.name}, but no ecompute created this provider'
         raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
     return remaining
 
@@ -322,7 +322,7 @@ class _Removal:
             if '\ufffd' in name and self.store.get(key) is None:
                 raise Conflict(_format_undecodable_key(self.compute, self.display_name))
             raise _StaleReadError
-        self.report(f'{key}: removed: no compute carries it out')
+        self.report(f'{key}: removed: no compute carries out this request')
 
     def _release(self, consumer: str, is_destroyed: bool = False) -> None:
         """Release and note a consumer's claim, if on this compute; _StaleReadError if in use, or the compute is alive.

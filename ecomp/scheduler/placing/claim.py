@@ -172,7 +172,7 @@ class Claimer:
     def check(self, instances: str) -> None:
         """Raise Conflict unless the attempt is ours; `instances` names it in the message."""
         if not self.is_attempt_ours():
-            raise Conflict(f'{instances}: another eschedule took over this uuid, or this one was too slow')
+            raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
         """Ask placement; return False if a provider of the candidate was removed, by `host forget`, since the offer."""
@@ -260,7 +260,7 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
     for _ in range(3):
         previous = store.get(key) if resume else None
         if previous is not None:
-            log.warning('%s: taking over: another eschedule made an attempt with this uuid', attempt)
+            log.warning('%s: taking over the attempt of another eschedule with this uuid', attempt)
         try:
             revision = store.commit([Unchanged(key, previous.revision if previous else 0)], [Put(key, text, lease)])
         except UnknownOutcome:
@@ -284,7 +284,9 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
         if is_older and ours & parse_attempt_instances(key, entry.value):
             cure = 'repeat the command when the older attempt has finished'
-            raise Conflict(f'{attempt}: the older attempt {keys.get_last_part(key)} is in flight. Fix: {cure}')
+            raise Conflict(
+                f'{attempt}: the older attempt {keys.get_last_part(key)} for this instance is in flight. Fix: {cure}'
+            )
 
 
 def deliver(
