@@ -72,7 +72,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
     values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in PARSED_PARAMETERS:
-            raise UnsupportedQueryError(f'it has granular groups ({key})')
+            raise UnsupportedQueryError(f'the query has granular groups ({key})')
         values.setdefault(key, []).append(value)
     constraints: list[Constraint] = []
     try:
@@ -86,7 +86,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
             constraints += _parse_aggregates(value)
         constraints += [Requirement('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
     except (KeyError, ValueError) as error:
-        raise UnsupportedQueryError('its syntax is not that of placement') from error
+        raise UnsupportedQueryError('the query does not have the syntax of placement') from error
     return tuple(dict.fromkeys(constraints))
 
 

@@ -171,7 +171,7 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
 
 def test_granular_nested_and_shared_providers_are_not_explained(world: ExplainedCluster) -> None:
     assert world.explain('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
-        'what each compute lacks is unknown: it has granular groups (resources1)'
+        'what each compute lacks is unknown: the query has granular groups (resources1)'
     ]
     flat, tree, near = world.make_compute('hv1'), world.make_compute('hv2'), world.make_compute('hv3')
     world.make_compute('child', alive=False, parent=tree)
@@ -217,7 +217,7 @@ def test_suggestionsest_of_many_computes_are_shown(world: ExplainedCluster, monk
     assert world.explain(query) == [
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
-        '5 more not shown, because they are not closer or not alive',
+        '5 more not shown: each of them is no closer, or not alive',
         'the closest host is hv5',
         f'Try: request MEMORY_MB:228, remove in_tree={dead}, which fits on hv5',
     ]
@@ -263,7 +263,7 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
     assert explain_hosts(ANTI_AFFINITY)[0] == 'hv1: instance 1 of the set takes hv1 (group web, strict anti-affinity)'
     assert explain_hosts(AFFINITY)[1] == 'hv2: instance 1 of the set takes hv1 (group web, strict affinity)'
     assert explain_hosts(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
-    assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'
+    assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: the members of group web are on hv2 (strict affinity)'
 
 
 @pytest.mark.parametrize('number', [1, 3, 60])
@@ -300,7 +300,7 @@ def test_totals_of_a_full_compute_come_from_its_hint(world: ExplainedCluster) ->
     assert lines == [
         f'hv1: {full}',
         f'hv2: is disabled (eschedule host enable hv2); {full}',
-        '2 more not shown, because they are not closer or not alive',
+        '2 more not shown: each of them is no closer, or not alive',
         'the closest host is hv1',
         'no change of the query alone fits: free 1 VCPU and 256 MEMORY_MB and 1 DISK_GB on hv1',
     ]

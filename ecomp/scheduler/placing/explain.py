@@ -198,7 +198,9 @@ class ProviderFacts:
     def _spend(self, calls: int) -> None:
         """Take this many of the calls left; UnsupportedQueryError if there are fewer."""
         if self._calls_left < calls:
-            raise UnsupportedQueryError('too many aggregates are involved')
+            raise UnsupportedQueryError(
+                'the aggregates of the query and of the providers need too many calls to placement'
+            )
         self._calls_left -= calls
 
     def _infer_full(
@@ -449,7 +451,7 @@ def _format_lines(
         ]
     lines = [f'{known_computes.format_name(uuid)}: {text}' for uuid, text in texts.items() if text]
     hidden = compute_count - len(texts)
-    return [*lines, f'{hidden} more not shown, because they are not closer or not alive'] if hidden else lines
+    return [*lines, f'{hidden} more not shown: each of them is no closer, or not alive'] if hidden else lines
 
 
 def find_shortfalls(
@@ -524,7 +526,7 @@ def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
     cure = f' (eschedule {_format_enable_command(result, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in result.failures)
-    takes = f'takes {taken_count} of them, then ' if taken_count and is_short else ''
+    takes = f'has room for {taken_count} of the set, then ' if taken_count and is_short else ''
     return takes + '; '.join(reasons_given) or 'has room now. Try: the same command again'
 
 
