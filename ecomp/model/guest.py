@@ -149,7 +149,7 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
     if len(data) > MAX_USER_DATA_BYTES:
         raise ValueError(f'it has {len(data)} bytes; the limit is {MAX_USER_DATA_BYTES}')
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError('its SHA-256 is not that of its key')
+        raise ValueError('its SHA-256 differs from the SHA-256 in its key')
     return data
 
 

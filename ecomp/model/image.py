@@ -33,8 +33,8 @@ def check_image(url: str) -> str:
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
     if USERINFO_PATTERN.match(url):
         raise ValueError(
-            'the image has a user or a password in its URL, which every user could read. Fix: serve the image without '
-            'a password, or give a file:///… URL of a file on the compute'
+            'the image has a user or a password in its URL, and every user could read the URL. Fix: serve the '
+            'image without a password, or give a file:///… URL of a file on the compute'
         )
     try:
         url.encode()  # half of a surrogate pair can neither be sent nor hashed for the cached file's name

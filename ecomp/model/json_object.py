@@ -98,7 +98,7 @@ def _parse_int(text: str) -> int:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f'not JSON: {name} is not a number')
+    raise ValueError(f'not JSON: {name} is not a JSON number')
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

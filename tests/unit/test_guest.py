@@ -157,7 +157,7 @@ LARGE = SharedUserData.from_bytes(bytes(MAX_USER_DATA_BYTES + 1))
         (
             SharedUserData.from_bytes(b'a').text.encode(),
             SharedUserData.from_bytes(b'b').sha256,
-            'its SHA-256 is not that of its key',
+            'its SHA-256 differs from the SHA-256 in its key',
         ),
         (LARGE.text.encode(), LARGE.sha256, f'it has {MAX_USER_DATA_BYTES + 1} bytes'),
         *((junk, 'f' * 64, 'it is malformed') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),

@@ -263,7 +263,7 @@ def read_record(entry: Entry) -> Record:
     """Parse a record; Unreadable if malformed: the cure is to delete the key, as its compute writes it again."""
     try:
         if entry.dropped:
-            raise ValueError(f'it is too large: {entry.dropped} bytes')
+            raise ValueError(f'its value is too large: {entry.dropped} bytes')
         compute, instance = keys.parse_record_key(entry.key)
         return from_json(entry.value, instance, compute)
     except ValueError as error:
