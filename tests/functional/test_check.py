@@ -191,7 +191,7 @@ def test_full_disk_is_found(check: Checker, host: LibvirtHost) -> None:
     check.state.mkdir(mode=0o711)
     (host.root / 'small').chmod(0o711)
     try:
-        assert check.get_fix('disk', 'is full').endswith('or set another `state:`')
+        assert check.get_fix('disk', ' MiB free, less than 2048 MiB').endswith('or set another `state:`')
     finally:
         check.state.rmdir()
         check.state = state

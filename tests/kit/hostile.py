@@ -98,7 +98,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     *((make_request(image=f'http://host/{wrong}'), 'a space or a control character') for wrong in ('a b', '\x00')),
     (make_request(image='http://host/\ud800'), 'not a URL'),
     (make_request(image='http://host/' + 'x' * 2048), 'more than 2048'),
-    (make_request(allocations={}, image=IMAGE), 'allocations are {} but image is not null'),
+    (make_request(allocations={}, image=IMAGE), 'allocations are {}, but image is not null'),
     (make_request(user_id=7), 'user_id: expected text, not int'),
     (make_request(project_id=['x']), 'project_id: expected text, not list'),
     (make_request(query={'a': 1}), 'query: expected text, not dict'),

@@ -259,7 +259,7 @@ def test_record_of_the_largest_request_can_be_read(character: str) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize('amount', [{}, [], None, 1.5, {'a': NOT_TOO_DEEP}])
 def test_flavor_amounts_that_are_no_numbers_are_refused(amount: Any) -> None:
-    with pytest.raises(ValueError, match='expected amounts'):
+    with pytest.raises(ValueError, match='the amount of each resource must be a number'):
         flavor.from_json('f', json.dumps({'version': 1, 'resources': {'VCPU': amount}}).encode())
 
 
