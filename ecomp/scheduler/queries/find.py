@@ -134,7 +134,8 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
         return instance
     prefix = parse_uuid_prefix(argument)
     if prefix is None:
-        short = f' (a uuid needs at least {MIN_PREFIX_DIGITS} digits)' if len(argument) < MIN_PREFIX_DIGITS else ''
+        advice = f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
+        short = advice if len(argument) < MIN_PREFIX_DIGITS else ''
         raise NotFound(f'{argument}: no living instance has this name{short}')
     recorded_uuids = map(keys.get_last_part, store.snapshot(keys.INSTANCES, keys_only=True).entries)
     uuids = {name for name in recorded_uuids if name.startswith(prefix) and keys.is_uuid(name)}
