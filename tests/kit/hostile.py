@@ -50,9 +50,9 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     ('{"a":' * 50_000 + '1' + '}' * 50_000, 'nested too deeply'),
     (b' ' * (MAX_REQUEST_BYTES + 1), f'the limit is {MAX_REQUEST_BYTES}'),
     (b'x' * 2**20, f'the limit is {MAX_REQUEST_BYTES}'),
-    ('{"version": NaN}', 'NaN is not a number'),
-    ('{"version": Infinity}', 'Infinity is not a number'),
-    ('{"version": -Infinity}', '-Infinity is not a number'),
+    ('{"version": NaN}', 'NaN is not a JSON number'),
+    ('{"version": Infinity}', 'Infinity is not a JSON number'),
+    ('{"version": -Infinity}', '-Infinity is not a JSON number'),
     ('{"version": ' + '9' * 5000 + '}', 'a number of 5000 digits'),
     ('{"why": {"weight": 1e999}}', 'the number 1e999 is too large'),
     ('{"version": 1, "version": 1}', 'a duplicate key'),
@@ -127,7 +127,7 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
         make_request(group={'name': 'web', 'policy': 'spread', 'strict': True}),
         "not a valid group: its policy is 'spread'",
     ),
-    (make_request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
+    (make_request(group={'name': 'web', 'policy': 'affinity'}), "its field strict is 'None'"),
     (make_request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is not a valid group name'),
     *(
         (make_request(resources=junk), 'resources: expected an object of amounts')

@@ -183,7 +183,7 @@ def test_queued_request_yields_events_until_taken() -> None:
     assert moved == ['queue small: taken by hv1', 'request accepted, for hv1']
     assert describe(Change(place, value, None, 7)) == ['queue small: removed, not taken']
     (bad,) = describe(Change(place, None, b'{}', 7))
-    assert bad.startswith('queue small: waits, but no compute takes it: version None')
+    assert bad.startswith('queue small: waits, but no compute takes it: format version None')
 
 
 def make_presence(**fields: Any) -> bytes:

@@ -246,18 +246,23 @@ def test_request_of_finished_or_moved_instance_is_stray(instance_record: Record)
         (EtcdState(), (A,), (A, B), f'an attempt to place instance {A} there is still running. Fix: '),
         (EtcdState(malformed_records={A}), (A,), (), f'instance {A} has a malformed record'),
         (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), (), 'has a malformed record'),
-        (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), (), f'instance {A} of compute {OTHER} has a claim'),
+        (
+            EtcdState(requests={OTHER: {A: make_request(A)}}),
+            (A,),
+            (),
+            f'instance {A} belongs to compute {OTHER}, but has a claim on this compute',
+        ),
         (
             EtcdState(records={A: make_record(A, 'active', OTHER)}),
             (A,),
             (),
-            f'instance {A} of compute {OTHER} has a claim',
+            f'instance {A} belongs to compute {OTHER}, but has a claim on this compute',
         ),
         (
             EtcdState(make_computes({OTHER: 'hv2'}), {OTHER: {A: make_request(A)}}),
             (A,),
             (),
-            f'instance {A} of compute hv2 has a claim',
+            f'instance {A} belongs to compute hv2, but has a claim on this compute',
         ),
     ],
 )

@@ -114,7 +114,7 @@ good = {make_key()}
             'line 2: "password": passwords for guests are no longer supported. Fix: remove `password`',
         ),
         ('port = 80', r'line 1: this line is before the first \[section\]'),
-        ('[mdserver]\nport', 'line 2: neither'),
+        ('[mdserver]\nport', r'line 2: must be \[section\] or'),
         ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is given more than once'),
         ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is given more than once'),
         ('[DEFAULT]\nport = 1', r'line 1: unknown section \[DEFAULT\]'),

@@ -114,7 +114,7 @@ def test_taker_turns_an_entry_into_a_request() -> None:
         (b'\xff', 'not text in UTF-8'),
         (b'[' * 100_000, 'nested too deeply'),
         (b' ' * (MAX_REQUEST_BYTES + 1), 'the limit is'),
-        (change_value(version=2), 'version 2 of a queued request is not supported'),
+        (change_value(version=2), 'format version 2 of the queued request is not supported'),
         (change_value(version=True), 'version True'),
         (change_value(instance=COMPUTE), f"its key has small/{INSTANCE}, but its value has 'small' and '{COMPUTE}'"),
         (change_value(flavor='large'), "but its value has 'large'"),

@@ -246,7 +246,7 @@ def test_fake_without_a_directory_writes_nothing(tmp_path: Path, monkeypatch: py
 )
 def test_foreign_file_is_refused(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(EcompError, match=rf'{re.escape(name)} .* remove it'):
+    with pytest.raises(EcompError, match=rf'{re.escape(name)} .* remove the file'):
         FakeHypervisor(tmp_path).prepare()
 
 
