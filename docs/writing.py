@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ecomp import __version__
 
 # Date of the man pages: when they were last read as a whole.
-MAN_PAGE_DATE = '2026-11-23'
+MAN_PAGE_DATE = '2026-11-27'
 
 
 class Code(NamedTuple):
