@@ -101,12 +101,14 @@ def test_deleted_request_keeps_guest_and_claim(cluster: Control) -> None:
     instance = boot(cluster)
     allocation = cluster.placement.read_allocations(instance)
     cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
-    wait_until(lambda: find_log_lines(compute, instance, 'unmanaged'), 20, 'it is reported')
+    wait_until(lambda: find_log_lines(compute, instance, 'not managed'), 20, 'it is reported')
     check_claims_twice(cluster, compute, guests=[instance])
     compute.restart()
-    wait_until(lambda: len(find_log_lines(compute, instance, 'unmanaged')) == 2, 20, 'once in each life of the process')
+    wait_until(
+        lambda: len(find_log_lines(compute, instance, 'not managed')) == 2, 20, 'once in each life of the process'
+    )
     other = boot(cluster)
-    assert len(wait_log_lines(compute, instance, 'unmanaged', number=2)) == 2
+    assert len(wait_log_lines(compute, instance, 'not managed', number=2)) == 2
     assert set(read_guests(compute)) == {instance, other}
     assert read_guests(compute)[instance]['running']
     assert cluster.placement.read_allocations(instance) == allocation
@@ -147,7 +149,7 @@ def test_request_deleted_during_a_build(cluster: Control, step: str) -> None:
         wait_until(lambda: cluster.placement.read_allocations(instance) == {}, 20, 'its claim is released')
         assert read_record(cluster, instance) is None
     else:
-        wait_until(lambda: find_log_lines(compute, instance, 'unmanaged'), 20, 'it is reported')
+        wait_until(lambda: find_log_lines(compute, instance, 'not managed'), 20, 'it is reported')
         assert read_guests(compute)[instance]['running']
         check_claims_twice(cluster, compute, read_guests(compute))
         assert cluster.placement.read_allocations(instance) != {}
@@ -297,9 +299,9 @@ def test_deleted_request_keeps_domain_disk_and_claim(host: Hypervisor) -> None:
     key = f'/hosts/{host.compute}/{instance}'
     value = host.lab.read_etcd(key)[key]
     delete_key(host, key)
-    wait_until(lambda: host.find_log_lines(instance, 'unmanaged'), REACTION_SECONDS, 'it is reported')
+    wait_until(lambda: host.find_log_lines(instance, 'not managed'), REACTION_SECONDS, 'it is reported')
     other = host.start_instance()
-    assert len(host.find_log_lines(instance, 'unmanaged')) == 1
+    assert len(host.find_log_lines(instance, 'not managed')) == 1
     assert (host.find_qemu(instance), host.get_disk_path(instance).exists()) == (pid, True)
     assert host.read_allocation(instance)
     host.lab.put_key(key, value.decode())  # unchanged: managed again

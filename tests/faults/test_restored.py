@@ -195,11 +195,11 @@ def test_forgotten_host_does_not_start_guests_that_run_elsewhere(own_control: Co
     simulate_boot(first)
     if is_started_first:
         first.start()
-        wait_until(lambda: find_log_lines(first, 'unmanaged'), 30, 'the first keeps its guest')
+        wait_until(lambda: find_log_lines(first, 'not managed'), 30, 'the first keeps its guest')
         assert not read_guests(first)[instance]['running']
     restart_accepting_etcd(first)
     wait_until(lambda: find_log_lines(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
-    wait_until(lambda: find_log_lines(first, 'unmanaged'), 30, 'the first says what it has')
+    wait_until(lambda: find_log_lines(first, 'not managed'), 30, 'the first says what it has')
     assert not read_guests(first)[instance]['running']
     assert read_guests(second)[instance]['running']
 

@@ -239,8 +239,8 @@ def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Clo
         f'disk {instance}: not removed: this compute is read-only, or its state directory still lists the instance'
     ]
     host.read_only, host.remembered = False, {instance}
-    assert 'remembers' in host.clear(cloud.store, Leftover('disk', instance))[0]
-    assert 'remembers' in host.clear(cloud.store, Leftover('seed', MAC, instance))[0]
+    assert 'its state directory still lists the instance' in host.clear(cloud.store, Leftover('disk', instance))[0]
+    assert 'its state directory still lists the instance' in host.clear(cloud.store, Leftover('seed', MAC, instance))[0]
     assert instance in host.hypervisor.list_guests()
     host.remembered = set()
     assert host.clear(cloud.store, Leftover('disk', instance)) == [f'disk {instance}: removed']

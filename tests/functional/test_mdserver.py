@@ -52,7 +52,7 @@ def test_root_identifies_a_metadata_server_to_all_clients(tmp_path: Path) -> Non
     with start_server(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as started:
         answer = started.get('/')
         assert (answer.status, answer.read()) == (200, b'2009-04-04\nlatest')
-        assert re.fullmatch(r'mdserver/[\d.]+', answer.getheader('Server') or '')
+        assert re.fullmatch(r'mdserver/\d[\w.]+', answer.getheader('Server') or '')
         answer = started.get('/latest/meta-data/')
         assert (answer.status, answer.read()) == (404, b'404 Not Found: no current DHCP lease for 127.0.0.1\n')
 

@@ -282,7 +282,7 @@ ROWS = [
         promises_nothing,
     ),
     Row(PLACEMENT_COMMANDS, Conflict, 'took over this uuid', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, ': exists, but was requested ', is_existing),
+    Row(PLACEMENT_COMMANDS, Conflict, ': exists, (but was requested|and waits in a queue)', is_existing),
     Row(PLACEMENT_COMMANDS, Conflict, 'never used twice', is_existing),
     Row(PLACEMENT_COMMANDS, Conflict, 'is in error. Fix: destroy the instance', is_existing),
     Row(

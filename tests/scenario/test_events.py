@@ -93,7 +93,7 @@ def test_events_limited_to_the_last_changes(cluster: Control) -> None:
         wait_until(lambda: f'{instance}: stopped' in watching.stdout, 20, 'what happens')
         watching.send_signal(signal.SIGINT)
         ended = watching.wait(20)
-    assert_one_line(ended, 0, 'printing all events')
+    assert_one_line(ended, 0, 'printing the last 1 of all events')
     after = cluster.eschedule('events', instance).stdout.splitlines()
     assert strip_times(ended.stdout) == strip_times('\n'.join(after[-len(ended.stdout.splitlines()) :]))
 

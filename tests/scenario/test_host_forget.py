@@ -109,7 +109,7 @@ def test_instance_on_another_compute_keeps_its_claim(cluster: Control) -> None:
         **{name: allocation[name] for name in ('user_id', 'project_id', 'consumer_generation')},
     }
     cluster.placement.call('PUT', f'/allocations/{instance}', body)
-    message = f'instance {instance} of compute {socket.gethostname()}'
+    message = f'instance {instance} belongs to compute {socket.gethostname()}'
     assert_one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, message)
     assert set(cluster.placement.read_allocations(instance)) == {dead.uuid, compute.uuid}
     cluster.eschedule('destroy', '--wait', instance)

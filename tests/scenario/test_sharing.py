@@ -259,7 +259,9 @@ def test_first_member_defines_the_group(cluster: Control) -> None:
     place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY)
     for other in (AFFINITY, ('--soft',)):
         assert_one_line(
-            run_in_process(cluster, SMALL_QUERY, '--group', 'web', *other), 5, 'group web is strict anti-affinity'
+            run_in_process(cluster, SMALL_QUERY, '--group', 'web', *other),
+            5,
+            'group web has the policy strict anti-affinity',
         )
     for words in (ANTI_AFFINITY, ('--soft',)):
         assert_one_line(run_in_process(cluster, SMALL_QUERY, *words), 2, 'need --group')

@@ -60,7 +60,7 @@ def test_many_connections_of_one_client_do_not_block_others(server: MetadataServ
             assert get(server, VICTIM) == (200, UUID.encode())
         wait_until(lambda: sum(map(is_open, connections)) == 16, 20, 'the oldest are ended')
         assert all(map(is_open, connections[-16:]))
-    lines = [line for line in server.log.read_text().splitlines() if 'exceeds 16 connections' in line]
+    lines = [line for line in server.log.read_text().splitlines() if 'has more than 16 connections' in line]
     assert 1 <= len(lines) <= 20, lines
 
 
