@@ -28,10 +28,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def split_fix(message: str) -> tuple[str, str]:
+    """Split a message before its `. Fix: ` or `. Try: `; the second part is '' if there is none."""
+    text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
+    return text, ''.join(cure)
+
+
 def put_before_fix(message: str, clause: str) -> str:
     """Insert `clause`, without its own Fix: or Try:, before that of `message`; if `message` has none, append it all."""
-    text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
-    return text + (re.split(r'\. (?:Fix|Try): ', clause)[0] + cure[0] if cure else clause)
+    text, cure = split_fix(message)
+    return text + split_fix(clause)[0] + cure if cure else text + clause
 
 
 class EcompError(Exception):

@@ -152,7 +152,7 @@ def wait_and_report(
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
+    Command('destroy', 'destroy <id>…', 'delete an instance, its DISK included',
             'Remove an instance permanently: its domain, its DISK with all data on it, and its claim in placement. '
             '(`virsh destroy` only switches a guest off; the command for that is `eschedule stop`.) The command '
             'returns once the destroy is accepted. The compute carries out the destroy immediately or, if the compute '

@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
-from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError
+from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError, put_before_fix
 from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.network import bracket_address, render_backends
@@ -322,10 +322,11 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     )
     with _connect_as_operator(directory) as (accounts, store):
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
-            say(f'warning: {warning}. Roles prevent mistakes in this etcd, but not attacks')
+            say(put_before_fix(f'warning: {warning}', '. Roles prevent mistakes in this etcd, but not attacks'))
         if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
             fix = (
-                'restart each ecompute of an earlier version with the ecomp version of this elab; then run '
+                'upgrade ecomp on the hosts whose version is lower than that of `elab --version`, and restart their '
+                'ecompute; then run '
                 '`eschedule audit`, and correct the records that it reports'
             )
             raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute. Fix: {fix}')

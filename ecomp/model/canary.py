@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl
 
+from ecomp.errors import split_fix
 from ecomp.model.record import SCHEDULED, STAGES, Record
 
 if TYPE_CHECKING:
@@ -67,16 +68,11 @@ def check_names_no_host(query: str) -> None:
         )
 
 
-def _remove_fix(text: str) -> str:
-    """Return the text without its Fix: or Try:, so that more can be appended."""
-    return text.partition('. Fix: ')[0].partition('. Try: ')[0]
-
-
 def format_line(canary: Canary) -> str:
     """Return the result as one line, which begins with the compute's uuid."""
     if canary.name is None:
         return f'{canary.compute}: no canary: {canary.reason}'
-    end = f'it may still exist: {_remove_fix(canary.leftover_reason)}' if canary.leftover_reason else 'gone'
+    end = f'it may still exist: {split_fix(canary.leftover_reason)[0]}' if canary.leftover_reason else 'gone'
     if canary.reached == ENTERED:
         return f'{canary.compute}: {canary.name} accepted a login after {canary.seconds:.1f} s; {end}'
     if canary.seconds is None:
@@ -95,10 +91,10 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
         was_tried = was_tried or canary.name is not None
         if canary.failed_stage:
             cure = CURES.get(canary.failed_stage, DEFAULT_CURE)
-            problem = f'the canary on {canary.display_name} failed: {_remove_fix(canary.reason)}'
+            problem = f'the canary on {canary.display_name} failed: {split_fix(canary.reason)[0]}'
             ailments.append(Ailment(CHECK, problem, cure))
         if canary.leftover_reason:
-            problem = f'{canary.name} on {canary.display_name} may still exist: {_remove_fix(canary.leftover_reason)}'
+            problem = f'{canary.name} on {canary.display_name} may still exist: {split_fix(canary.leftover_reason)[0]}'
             ailments.append(Ailment(CHECK, problem, f'eschedule destroy --wait {canary.instance}'))
     if not was_tried:
         problem = 'no canary was placed: no host is up and has room for one'

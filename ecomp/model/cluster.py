@@ -112,15 +112,15 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def describe_vulnerabilities(version: str) -> str | None:
-    """Return a log line, `problem: cure`, for an end-of-life or vulnerable etcd; None for others, or if unknown."""
+    """Return a warning with its Fix: for an end-of-life or vulnerable etcd; None for others, or if unknown."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None
     major, minor, patch = (int(part) for part in parts.groups())
     fixed = ', '.join(f'{m}.{n}.{patch}' for (m, n), patch in FIXED_PATCHES.items())
-    cure = f'{fixed} and newer have no known vulnerabilities'
+    cure = f'upgrade etcd; {fixed} and newer have no known vulnerabilities'
     if (major, minor) < min(FIXED_PATCHES):
-        return f'etcd {version} is end-of-life, and its roles do not protect its keys: {cure}'
+        return f'etcd {version} is end-of-life, and its roles do not protect its keys. Fix: {cure}'
     if patch < FIXED_PATCHES.get((major, minor), 0):
-        return f'etcd {version} has known vulnerabilities: {cure}'
+        return f'etcd {version} has known vulnerabilities. Fix: {cure}'
     return None

@@ -232,7 +232,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
     names = ', '.join(constraint.any_of)
     has_several = len(constraint.any_of) > 1
     if constraint.key == 'in_tree':
-        return f'is not provider {names}'
+        return f'is not the provider {names}, which in_tree= names'
     if constraint.key == 'member_of':
         return f'is in none of the aggregates {names}' if has_several else f'is not in aggregate {names}'
     return f'has none of {names}' if has_several else f'lacks {names}'

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from ecomp.errors import Unreachable
+from ecomp.errors import Unreachable, split_fix
 from ecomp.model.allocation import MICROVERSION
 from ecomp.model.audit import EXIT_FINDINGS
 from ecomp.model.cluster import describe_vulnerabilities
@@ -106,7 +106,7 @@ class StateDirectory(NamedTuple):
 class MachineFacts:
     """Facts about this machine; a reason or directory is '' if there is no problem.
 
-    `no_library_reason` says that libvirt-python is missing, and the cure (see _split_cure()). `has_libvirtd`: its
+    `no_library_reason` says that libvirt-python is missing, and the cure (see _parse_problem()). `has_libvirtd`: its
     program is installed. `configured_uuid`, `virt_type`, `metadata_mode`, `has_image_proxy` and
     `missing_image_directory` are about settings in compute.yaml; `refused_settings` are the errors in it that prevent a
     start, a sentence each. `is_metadata_port_taken`: another kind of server listens there.
@@ -192,16 +192,16 @@ def _check_images(facts: MachineFacts) -> Iterator[Problem]:
         yield problem, f'run {mkdir}, or correct `images:` in compute.yaml'
 
 
-def _split_cure(text: str) -> Problem:
-    """Split `problem. Fix: cure` or `problem: cure`."""
-    problem, separator, cure = text.partition('. Fix: ')
-    return (problem, cure) if separator else (text.partition(': ')[0], text.partition(': ')[2])
+def _parse_problem(text: str) -> Problem:
+    """Split `problem. Fix: cure`."""
+    problem, cure = split_fix(text)
+    return problem, cure.removeprefix('. Fix: ')
 
 
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
     """Report that libvirt-python is missing, or else that libvirt gives no facts."""
     if facts.no_library_reason:
-        yield _split_cure(facts.no_library_reason)
+        yield _parse_problem(facts.no_library_reason)
     elif facts.no_libvirt_reason:
         cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt-get install libvirt-daemon-system'
         yield facts.no_libvirt_reason.partition('. Fix: ')[0], cure
@@ -278,13 +278,16 @@ def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Pro
             yield f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up'
         elif state == MISSING and name == 'default':
             commands = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-            yield 'libvirt has no network default', f'{commands}; virsh net-start default'
+            yield 'libvirt has no network named default', f'{commands}; virsh net-start default'
         elif state == MISSING:
-            yield f'libvirt has no network {name}', 'correct `networks:`; `virsh net-list --all` shows the networks'
+            yield (
+                f'libvirt has no network named {name}',
+                'correct `networks:`; `virsh net-list --all` shows the networks',
+            )
         elif state == OFF:
             yield f'network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
     for reason in libvirt.network_problems:
-        yield _split_cure(reason)
+        yield _parse_problem(reason)
 
 
 def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
@@ -427,8 +430,7 @@ def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
     """Report an etcd that is end-of-life or vulnerable; an unknown version is neither."""
     warning = describe_vulnerabilities(facts.etcd_version)
     if warning is not None:
-        problem, cure = _split_cure(warning)
-        yield problem, f'install a fixed version: {cure}'
+        yield _parse_problem(warning)
 
 
 def _check_placement_version(facts: Backends) -> Iterator[Problem]:
@@ -509,7 +511,7 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
 
 def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
     if facts.unserved_reason is not None:
-        yield _split_cure(facts.unserved_reason)
+        yield _parse_problem(facts.unserved_reason)
 
 
 def _are_same_version(one: str, other: str) -> bool:

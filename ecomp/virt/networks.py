@@ -240,7 +240,7 @@ class Networks:
             raise UsageError(f'this host has no bridge {name}. Fix: {cure}')
         define_default = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
         cure = f'Fix: {define_default}' if name == 'default' else 'Try: virsh net-list --all'
-        raise UsageError(f'libvirt has no network {name!r}. {cure}')
+        raise UsageError(f'libvirt has no network named {name!r}. {cure}')
 
     def prepare(self, attachment: Attachment) -> None:
         """Start libvirt's network if it is off. Raises UsageError if it is missing."""

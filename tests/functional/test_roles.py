@@ -74,7 +74,7 @@ def test_enable_and_disable_commands(cloud: EtcdWithRoles, capsys: pytest.Captur
     version = cloud.stores['operator-ann'].read_version()
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
     assert len(warned) == (cluster.describe_vulnerabilities(version) is not None)
-    assert all(line.endswith('Roles prevent mistakes in this etcd, but not attacks') for line in warned)
+    assert all('. Roles prevent mistakes in this etcd, but not attacks. Fix: upgrade etcd; ' in line for line in warned)
     expect_denied(cloud, '/flavors/small')
     for suffix in ('', ', as before'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
@@ -197,8 +197,9 @@ def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None
     put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
     for record in records:
         put_key(cloud, record)
-    cure = 'written by an earlier ecompute. Fix: restart each ecompute of an earlier version with the ecomp version '
-    cure += 'of this elab; then run `eschedule audit`, and correct the records that it reports'
+    cure = 'written by an earlier ecompute. Fix: upgrade ecomp on the hosts whose version is lower '
+    cure += 'than that of `elab --version`, and restart their ecompute; then run `eschedule audit`, and correct the '
+    cure += 'records that it reports'
     expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
     cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
     expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')

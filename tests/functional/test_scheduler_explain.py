@@ -215,8 +215,8 @@ def test_suggestionsest_of_many_computes_are_shown(world: ExplainedCluster, monk
     dead = world.make_compute('hv9', alive=False)
     query = f'{GUEST_QUERY}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
     assert world.explain(query) == [
-        f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
-        f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
+        f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not the provider {dead}, which in_tree= names',
+        f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not the provider {dead}, which in_tree= names',
         '5 more not shown: each of them is no closer, or not alive',
         'the closest host is hv5',
         f'Try: request MEMORY_MB:228, remove in_tree={dead}, which fits on hv5',

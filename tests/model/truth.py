@@ -358,7 +358,7 @@ ROWS = [
     # eschedule audit --fix, one line for each repair
     Row(FIX, str, ': (released on|is already released)', is_released),
     Row(FIX, str, ' findings?; the audit is repeated in ', promises_nothing),
-    Row(FIX, str, '(not repaired|repair not confirmed)', promises_nothing),
+    Row(FIX, str, '(not repaired|it is unknown whether the repair was made)', promises_nothing),
     Row(FIX, str, ' is deleted$', is_deleted),
     Row(FIX, str, ': claimed again on ', is_claimed_again),
     Row(FIX, str, '(is restored|is in group|(is|are) removed|recounted|is on a lease)', promises_nothing),

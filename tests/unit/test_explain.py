@@ -86,7 +86,7 @@ def test_amount_outside_the_inventory_is_a_failure(have: Inventory, why: str | N
         (f'member_of=!{AGGREGATE}', f'is in aggregate {AGGREGATE}'),
         (f'member_of=!in:{AGGREGATE},{OTHER}', f'is in aggregate {AGGREGATE}'),
         ('in_tree=p', None),
-        ('in_tree=q', 'is not provider q'),
+        ('in_tree=q', 'is not the provider q, which in_tree= names'),
         ('resources=VGPU:1,VCPU:1', 'has no VGPU'),
     ],
 )

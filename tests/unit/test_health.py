@@ -279,8 +279,8 @@ OTHER = Attachment('network', 'web')
         (make_machine(blocked_directory='/a b'), 'way', 'libvirt-qemu, which cannot enter /a b', "chmod o+x '/a b'"),
         (make_machine(foreign_pool_directory='/other'), 'pool', 'is in /other', 'virsh pool-undefine ecompute'),
         (make_machine(networks={BRIDGE: MISSING}), 'network', 'no bridge br0', 'ip link add br0 type bridge'),
-        (make_machine(networks={NETWORK: MISSING}), 'network', 'no network default', 'virsh net-define'),
-        (make_machine(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
+        (make_machine(networks={NETWORK: MISSING}), 'network', 'no network named default', 'virsh net-define'),
+        (make_machine(networks={OTHER: MISSING}), 'network', 'no network named web', 'virsh net-list --all'),
         (make_machine(networks={OTHER: OFF}), 'network', 'web is not active', 'virsh net-start web'),
         (
             make_machine(network_problems=('web has no <range>. Fix: virsh net-update',)),

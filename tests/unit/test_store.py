@@ -387,11 +387,13 @@ def test_safe_versions_give_no_warning(version: str) -> None:
 @pytest.mark.parametrize('version', ['3.5.32', '3.5.16', '3.6.13', '3.7.0', '3.7.0-rc.0'])
 def test_versions_with_holes_give_a_warning(version: str) -> None:
     cure = '3.5.33, 3.6.14, 3.7.1 and newer have no known vulnerabilities'
-    assert describe_vulnerabilities(version) == f'etcd {version} has known vulnerabilities: {cure}'
+    assert describe_vulnerabilities(version) == f'etcd {version} has known vulnerabilities. Fix: upgrade etcd; {cure}'
 
 
 @pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
 def test_end_of_life_versions_give_a_warning(version: str) -> None:
     warning = describe_vulnerabilities(version)
     assert warning is not None
-    assert warning.startswith(f'etcd {version} is end-of-life, and its roles do not protect its keys: ')
+    assert warning.startswith(
+        f'etcd {version} is end-of-life, and its roles do not protect its keys. Fix: upgrade etcd; '
+    )

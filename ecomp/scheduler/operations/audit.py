@@ -279,7 +279,7 @@ class _Repairs:
         try:
             return repairs[finding.repair](finding)
         except (EcompError, ValueError) as error:
-            return f'repair not confirmed: {error}'
+            return f'it is unknown whether the repair was made: {error}'
 
     def _delete(self, finding: Finding) -> str:
         """Delete the first of the finding's keys; return a sentence, CHANGED_SINCE if it is not done."""
@@ -392,9 +392,11 @@ def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> lis
             key = keys.clearance(name, compute)
             store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
             if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
-                return [f'compute {compute}: repair not confirmed: it does not answer']
+                return [
+                    f'compute {compute}: it is unknown whether the repair was made, because the compute does not answer'
+                ]
             entry = store.get(keys.digest(name, compute, 'cleared'))
             lines = planes.cleared_from_json(entry.value) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
-        return [f'compute {compute}: repair not confirmed: {error}']
+        return [f'compute {compute}: it is unknown whether the repair was made: {error}']
