@@ -226,8 +226,8 @@ class Finding(NamedTuple):
     """One disagreement about `subject`: an instance, compute, name, group or project.
 
     `compute` is where it was found, or ''; with a `leftover`, --fix has that compute remove it. If not `is_repairable`,
-    --fix leaves the finding alone, although its code has a repair. --fix changes the first of `keys` if all of them are
-    unchanged.
+    --fix leaves the finding alone, although its code has a repair. --fix changes etcd only if all `keys` are unchanged.
+    A repair that deletes a key, or puts it on a lease, applies to the first of `keys`.
     """
 
     code: str
@@ -250,12 +250,12 @@ class Finding(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The manual repair, with the keys quoted for the shell; '' if `audit --fix` repairs it."""
+        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `audit --fix` repairs it."""
         text = '' if self.fix else CODES[self.code].manual_repair
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that users see: without leftover, is_repairable and keys."""
+        """Return the JSON object that users see: with fix and how, without leftover, is_repairable and keys."""
         return {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
 
 
@@ -266,7 +266,7 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings of both checks, except those about whose subject the snapshots in `revisions` differ.
+    """Return the findings that both checks have, unless the snapshots in `revisions` differ about the subject.
 
     Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     """
@@ -287,7 +287,7 @@ CODES_BY_TROUBLE = {
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Return all findings; about instances in AuditIndex.in_flight, only those of queues, names, groups and quotas."""
+    """Return all findings; about instances in AuditIndex.in_flight, only of attempts, queues, names, groups, quotas."""
     world = AuditIndex(planes)
     findings = [
         *_audit_computes(world),
@@ -316,7 +316,7 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
-    """Find unleased presences, orphaned host names, and computes that are mute, silent, overfull or unregistered."""
+    """Find unleased presences, orphaned host names, and computes: mute, overfull, unregistered, silent but in use."""
     known_computes = {*world.living_computes, *world.planes.providers, *world.list_absent_computes()}
     for key, entry in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not entry.lease:
@@ -400,7 +400,7 @@ def _audit_queues(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_names(world: AuditIndex) -> Iterator[Finding]:
-    """Find names that are malformed (not repairable), or whose owner is finished, unknown or has another name."""
+    """Find malformed names (not repairable), or those whose owner is gone, unknown, renamed or failed (if unleased)."""
     for name, instance in world.name_owners.items():
         key = keys.name(name)
         if instance is None:
@@ -488,7 +488,7 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
     yield from _audit_elsewhere(world, instance, home | world.contradicting_states.get(instance, {}).keys())
 
 
-def _make_doubled_request(world: AuditIndex, instance: str) -> Finding:
+def _make_doubled_finding(world: AuditIndex, instance: str) -> Finding:
     sentence = f'it is requested from computes {", ".join(sorted(world.requests_by_compute[instance]))}'
     return Finding('request-doubled', instance, sentence, keys=world.list_request_keys(instance))
 
@@ -505,7 +505,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     if not requests:
         yield Finding('request-missing', instance, f'{summary}, but it has no request', compute)
     elif len(requests) > 1:
-        yield _make_doubled_request(world, instance)
+        yield _make_doubled_finding(world, instance)
     if world.is_in_work(instance):
         return
     yield from _audit_claim(world, record, summary)
@@ -522,7 +522,7 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Yield at most one finding: no claim, claims on several computes, or amounts unlike its valid request's."""
+    """Yield at most one finding: no claim, claims on several computes, or one unlike its compute's valid request."""
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
@@ -538,7 +538,7 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
 
 
 def _audit_guest(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:
-    """Compare a living instance's record with its compute's digest, if any; not its power while that is changed."""
+    """Compare a living instance's record with its compute's digest, if any; not its power during a power action."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
@@ -598,7 +598,7 @@ def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Audit an instance without a record: doubled requests, a domain without a record or, if unrequested, traces."""
     requests = world.requests_by_compute.get(instance, {})
     if len(requests) > 1:
-        yield _make_doubled_request(world, instance)
+        yield _make_doubled_finding(world, instance)
     if not requests:
         yield from _audit_traces(world, instance, 'it has no request and no record')
     elif not world.is_in_work(instance):
@@ -632,7 +632,7 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
 
 
 def _audit_elsewhere(world: AuditIndex, instance: str, home_computes: set[str]) -> Iterator[Finding]:
-    """Find parts of the instance outside `home_computes`, domains on several computes, and foreign owner marks."""
+    """Find the instance's parts outside `home_computes`, several domains, and owner marks of computes that lack it."""
     record = world.records.get(instance)
     if record is None:
         summary = (
@@ -730,7 +730,7 @@ def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
 
 
 def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
-    """Find requests, but no tombstones, whose group is absent or lacks the instance on their compute."""
+    """Find valid requests, no tombstones, whose group is absent or, if valid, lacks the instance on their compute."""
     for compute, wish in world.requests_by_compute.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
