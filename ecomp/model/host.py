@@ -67,12 +67,12 @@ class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
 
     Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are
-    not its own. Trusted is the compute with a request; of several the one with the claim in placement, because the
-    uuid is public before delivery, so the oldest request may be a false one; if none or all have a claim, or placement
-    was not queried, the one with the oldest key. `request`, `record` and `record_key` are of the trusted one, or None.
+    not its own. Trusted is the compute of the oldest request that is not `claimless`, or of the oldest if all are. Age
+    alone does not suffice: the uuid is public before delivery, so the oldest request may be a false one. Without a
+    request, the compute with the oldest record is trusted. `request`, `record` and `record_key` are its own, or None.
 
-    `claimless` are computes with a request that were found to have no claim. In `records`, '' is for a record that
-    names no compute, or a malformed one of ecomp 1.0.
+    `claimless` are computes that mark_claimless() found without the claim. In `records`, '' is for a record that names
+    no compute, or a malformed one of ecomp 1.0.
     """
 
     requests: dict[str, Kind] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class EntriesByCompute(Generic[Kind]):
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
         """Query computes, oldest request first, until one has the claim, and fill `claimless`.
 
-        No-op for fewer than two requests. Errors of `consumer_lookup` are raised.
+        No-op for fewer than two requests. A compute that is not a uuid is claimless. Raises `consumer_lookup`'s errors.
         """
         if len(self.requests) < 2:
             return
@@ -120,7 +120,7 @@ def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesB
     """Return {instance: requests and records} from pairs of a key and its stored value; other keys are ignored.
 
     Uuids are not checked. A record of ecomp 1.0, whose key names no compute, counts for the compute in its value unless
-    that has another record. A malformed one counts only if it is the only one, so that it cannot hide another.
+    that has another record. If malformed, it counts only if the instance has no other, so that it cannot hide one.
     """
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     old_records = []
@@ -184,7 +184,7 @@ def make_room_hint(
     """Return the hint to publish for an inventory, {class: placement's fields}: {class: [capacity, free percent]}.
 
     Over-allocation is rounded away from 0: 1 above a capacity of 3 is -34 percent. With a capacity of 0 or less, each
-    unit above it is 100 percent. Of the fields "total" is required.
+    unit above it is 100 percent. -MAX_AMOUNT is the lowest percentage. Of the fields "total" is required.
     """
     used = sum_resources(allocations)
     hint = {}
@@ -290,7 +290,7 @@ class Computes:
 
     @property
     def no_taker_reason(self) -> str | None:
-        """One sentence that no compute takes queued requests, or that it is unknown; None if one does."""
+        """Why no compute takes queued requests, with a fix, or that this is unknown; None if one takes them."""
         if self.takers:
             return None
         unknown = sorted(
@@ -305,7 +305,7 @@ class Computes:
         )
 
     def describe_unserved(self, names: Sequence[str]) -> str | None:
-        """Return a line that no compute takes these requests; None without `names`, or if one may take them."""
+        """Return a line that no compute takes these requests, naming the first; None without `names`, or if one may."""
         if (
             not names
             or self.no_taker_reason is None
@@ -352,7 +352,7 @@ NO_COMPUTES = Computes()
 
 
 def is_hostname(text: object) -> bool:
-    """Return whether a value is a host name: 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid."""
+    """Return whether a value is 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid, even undashed."""
     if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
         return False
     if len(text.replace('-', '')) != 32:
@@ -403,10 +403,10 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """Return, sorted, the computes in `providers` {uuid: name} (name is uuid) that are not proven alive in this etcd.
+    """Return sorted uuids of `providers` {uuid: name} that are named by their uuid and not proven alive in this etcd.
 
-    A presence is no proof, because a restored etcd has it again, with a full lease, unless it was written after
-    `start_revision`, etcd's revision when this process started, or all leases of that time have expired.
+    A restored etcd has old presences again, with full leases. So a presence is proof only if it was written after
+    `start_revision`, etcd's revision when this process started, or if all leases of that time have expired.
     """
     alive = {
         keys.get_last_part(key)
@@ -417,7 +417,7 @@ def list_unproven(
 
 
 def parse_presence(value: bytes) -> PresenceFacts:
-    """Parse a presence; absent or malformed fields are None. Version and kind are cut off at MAX_SHOWN_CHARACTERS."""
+    """Parse a presence; absent, empty or malformed fields are None. Version and kind are cut off, see _shorten()."""
     data = load_object_or_empty(value)
     version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
     # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
@@ -533,7 +533,7 @@ def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> lis
 def list_living(compute: str, etcd: EtcdState) -> set[str]:
     """Return the instances that live on a compute or are requested there, also by a malformed request.
 
-    Tombstones, and requests of instances that are gone or on another compute, are left out.
+    Instances with a tombstone there, and requests of instances that are gone or on another compute, are left out.
     """
     requests = etcd.requests.get(compute, {})
     requested = {
@@ -629,7 +629,7 @@ def _is_stray(compute: str, record: Record | None) -> bool:
 
 
 def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
-    """Yield each compute with a request, then that of a live or destroying record."""
+    """Yield each compute with a request or tombstone, then that of a live or destroying record, maybe again."""
     yield from (compute for compute, requests in etcd.requests.items() if instance in requests)
     record = etcd.records.get(instance)
     if record is not None and record.state in (*LIVE_STATES, DESTROYING):
@@ -648,7 +648,7 @@ Each = TypeVar('Each', bound=keys.StoredValue)
 def collect_changed_requests(
     previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
 ) -> dict[str, dict[str, Each]]:
-    """Return {compute: {key: request}}, all its current requests, of the computes whose requests changed.
+    """Return {compute: {key: request}} of the computes whose requests changed: all current ones, {} if there are none.
 
     All keys (maybe 10,000) are below /hosts/; only changed ones are grouped. `previous_by_compute` groups `previous`.
     """

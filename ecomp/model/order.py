@@ -86,7 +86,7 @@ DifferenceDescriber = Callable[['Order'], str]
 class OrderField(NamedTuple):
     """Specifies how a field of an order is parsed, written and compared.
 
-    `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: the JSON lacks a default value.
+    `parse` takes a JSON object and the field's name, and raises ValueError. `optional`: a default value is not written.
     `recorded`: records contain it, too. `differs` describes an existing order's value if another is requested; None:
     not compared. `compared`: the attribute to compare instead. Of differences, the lowest `report_rank` is reported.
     """
@@ -129,7 +129,7 @@ def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
-    """Return a name, None if absent or empty; ValueError unless it is a label, maybe reserved or like a uuid."""
+    """Return a name, None if absent or empty; ValueError unless it is a label. Reserved names and uuids pass."""
     label = read_text_field(data, name) or None
     if label is not None and not is_label(label):
         raise ValueError(f'{name}: {label[:80]!r} is not a valid host name')
@@ -190,7 +190,7 @@ def _describe_project(existing: Order) -> str:
     return f'for project {existing.project_id}'
 
 
-def _describe_query(existing: Order) -> str:
+def _describe_query_and_image(existing: Order) -> str:
     return f'with query {existing.query!r} and image {existing.image}'
 
 
@@ -220,16 +220,16 @@ class Order:
     """A user's order of one instance.
 
     `image` is a URL, or None to destroy the instance. `query` is None if unknown. `stages` has the ISO times at which
-    it was requested and scheduled. `ssh_keys` and `user_data` None are those of the compute's mdserver.conf; with
-    `user_data_sha256`, `user_data` is None until it is read from that key. `count` instances are ordered together.
+    it was requested and scheduled. If `ssh_keys` or `user_data` is None, the compute's mdserver.conf decides.
+    With `user_data_sha256`, `user_data` is None until read from /user-data/. `count` instances are ordered together.
     """
 
     instance: str
     _: KW_ONLY
-    image: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
+    image: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query_and_image)
     user_id: str = _declare_field('', read_text_field, optional=False)
     project_id: str = _declare_field('', read_text_field, optional=False, differs=_describe_project, report_rank=2)
-    query: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query)
+    query: str | None = _declare_field(None, _read_optional_text, optional=False, differs=_describe_query_and_image)
     stages: Mapping[str, str] = _declare_field(dict, _read_stages, dict, optional=False)
     name: str | None = _declare_field(None, read_name_field, differs=_describe_name, report_rank=1)
     ssh_keys: tuple[str, ...] | None = _declare_field(
@@ -269,7 +269,7 @@ FIELDS = tuple(each.metadata['row']._replace(name=each.name) for each in fields(
 
 
 def parse_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse an order's fields, except the instance, by name; absent ones by default, ValueError for invalid ones."""
+    """Parse an order's fields, but no instance, as {name: value}, absent ones by default; ValueError if invalid."""
     return {row.name: row.parse(data, row.name) for row in FIELDS}
 
 
@@ -284,8 +284,8 @@ def dump_fields(order: Order) -> dict[str, Any]:
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
     """Describe one difference of an existing order from the one requested for its uuid (`for project p`), or None.
 
-    An existing order without a project matches any. With `is_recorded` it is from a record: keys, user-data and count,
-    which a record lacks, are not compared.
+    An existing order without a project matches every project. With `is_recorded` it is from a record, which lacks
+    keys, user-data and count: these are not compared. User, stages and strategy are never compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.report_rank):
         attribute = each.compared or each.name
@@ -362,9 +362,9 @@ class InvalidRequest(NamedTuple):
 
 
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
-    """Parse the request at a key below a compute's prefix; if malformed, return the reason and raise nothing.
+    """Parse the request at a key below a compute's prefix; if malformed, return an InvalidRequest and raise nothing.
 
-    `dropped_bytes`, unless 0, is the size of a value that was dropped as too large (see ecomp.store.watch).
+    `dropped_bytes`, unless 0, is the size of a value that was dropped (see ecomp.store.watch): it counts as malformed.
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:
@@ -383,14 +383,14 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Parse name and group (None if invalid) of a malformed request; and its object, {} if it is none or too large."""
+    """Return a malformed request's name and group (None if invalid), and its JSON object ({} if none or too large)."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     group = _read_or_none(lambda: parse_membership(data.get('group')))
     return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
 
 
 def _parse_request_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed delivered request holds; an invalid field counts as absent."""
+    """Parse what a malformed delivered request holds (a charge only in a newer version), without invalid fields."""
     holdings, data = parse_holdings(value)
     # A newer eschedule, whose request is malformed here, has charged a quota; a manually written request has not.
     version = data.get('version')
@@ -481,7 +481,7 @@ def to_json(request: Request) -> str:
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the uuid in an attempt's key and, unless its value is malformed, the instances in that, each cut off."""
+    """Return the uuid in an attempt's key and the instances in its value (none if malformed), each cut off."""
     try:
         instances = {str(instance)[:MAX_REASON_CHARACTERS] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
@@ -529,9 +529,9 @@ class SetOrder(Order):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid. A set's uuids are hashes of its own, so that it can be resumed.
+        """The order of each instance by uuid. In a set these are hashes of the set's uuid, so that it can be resumed.
 
-        Members of a set are named `<name>-1`, `<name>-2`, … (or None), and have the hash of user-data in its place.
+        Members of a set are named `<name>-1`, `<name>-2`, … (or None), with `user_data_sha256` for `user_data`.
         """
         if self.count == 1:
             return {self.instance: Order(**self.copy_fields())}
@@ -553,7 +553,7 @@ class SetOrder(Order):
 
     @cached_property
     def shared_user_data(self) -> SharedUserData | None:
-        """The user-data of a set, which is stored in etcd once; None for a single instance."""
+        """The user-data of a set, which is stored in etcd once; None for a single instance, or without user-data."""
         return SharedUserData.from_bytes(self.user_data) if self.count > 1 and self.user_data is not None else None
 
 
@@ -565,7 +565,7 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
 
 
 def check_order_size(order: SetOrder) -> None:
-    """Raise UsageError for a set too large for one transaction; never for a single instance."""
+    """Raise UsageError for a set whose estimated size exceeds one transaction; never for a single instance."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0
