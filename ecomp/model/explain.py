@@ -42,7 +42,7 @@ class Provider:
         return replace(self, inventories=increased, taken_count=len(amounts))
 
     def get_names(self, key: str) -> Collection[str]:
-        """Return the aggregates, tree or traits that the query parameter `key` is about."""
+        """Return the aggregates for `member_of`, the uuid for `in_tree`, the traits for any other `key`."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
@@ -58,7 +58,7 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """A change that helps: replace the constraint (None: drop it), once `amount_to_free` of its class is freed."""
+    """A change that helps: free `amount_to_free` of the class, then use `replacement` (None: drop the constraint)."""
 
     constraint: Constraint | GroupConstraint
     replacement: Constraint | None
@@ -243,7 +243,7 @@ def _check_amount(
 ) -> UnmetConstraint | None:
     """Return why an amount does not fit, with all reasons; None if it fits. Without the class, `inventory` is None.
 
-    With `taken_count` the usage is not quoted, because it includes the set's.
+    With `taken_count` the reason gives no usage: `inventory.used` then includes the set's own earlier instances.
     """
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None

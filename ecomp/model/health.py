@@ -27,7 +27,7 @@ GENERALIZED_TIME_TAG = 0x18
 
 
 def read_certificate_end(content: bytes) -> datetime:
-    """Return when (UTC) the first certificate in a PEM file expires; ValueError if malformed.
+    """Return when (UTC) the first certificate in a PEM file expires; ValueError if it is absent or malformed.
 
     RFC 5280, 4.1: a Certificate contains a TBSCertificate: (version), serial, signature, issuer, validity, ...
     """
@@ -71,8 +71,8 @@ class LibvirtFacts:
 
     `version` is the daemon's, `library_version` ours, both as libvirt counts. QEMU, run by `qemu_user`, cannot enter
     `blocked_directory` above the disks, or open /dev/kvm if `is_kvm_closed`. `foreign_pool_directory` is of a pool with
-    our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; with `has_bridge` libvirt made the
-    bridge of one. `network_problems` of guests end in `. Fix: …`. `computes` are the owners of guests on this host.
+    our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; `has_bridge`: libvirt made the bridge
+    of one. `network_problems`, for guests, end in `. Fix: …`. `computes` are the owners of guests on this host.
     """
 
     version: int
@@ -144,7 +144,7 @@ def _check_directory(facts: MachineFacts) -> Iterator[Problem]:
 
 
 def _check_disk(facts: MachineFacts) -> Iterator[Problem]:
-    """Report less than MIN_FREE_BYTES for the state directory."""
+    """Report less than MIN_FREE_BYTES free in the file system of the state directory."""
     if facts.state.free_bytes < MIN_FREE_BYTES:
         free, needed = (size // 1024**2 for size in (facts.state.free_bytes, MIN_FREE_BYTES))
         problem = f'the file system of {facts.state.path} has {free} MiB free, less than {needed} MiB'
@@ -199,7 +199,7 @@ def _parse_problem(text: str) -> Problem:
 
 
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
-    """Report that libvirt-python is missing, or else that libvirt gives no facts."""
+    """Report that libvirt-python is missing, or else why libvirt gives no facts, without the cure in that reason."""
     if facts.no_library_reason:
         yield _parse_problem(facts.no_library_reason)
     elif facts.no_libvirt_reason:
@@ -220,7 +220,7 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
 
 
 def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    """Report a daemon older than MIN_LIBVIRT_VERSION, or else than our library."""
+    """Report a daemon that is older than MIN_LIBVIRT_VERSION or, if it is not, older than our library."""
     if libvirt.version < MIN_LIBVIRT_VERSION:
         problem = f'libvirt {_format_version(libvirt.version)} is older than the versions that ecomp was tested with'
         yield problem, f'install libvirt {_format_version(MIN_LIBVIRT_VERSION)} or newer'
@@ -369,7 +369,7 @@ class Backends:
     """Facts about etcd and placement, as this machine reaches them.
 
     `etcd` and `placement` are their names with address, `config_path` is the file with them or None. A failure says why
-    one does not answer properly; it is '' if it does, a version is '' if unknown. `ahead_seconds` is our clock minus
+    a server does not answer properly, or is ''. A version is '' if unknown. `ahead_seconds` is our clock minus
     placement's, None if it sends no time. `now` has a time zone. `open_secrets` are files that are open to every user.
     """
 
@@ -403,7 +403,7 @@ class ComputeFacts:
 
 
 def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Problem]:
-    """Report the failure of a section, with its cure, unless `reason` is ''."""
+    """Report the failure of a section unless `reason` is '', with _find_cure() in place of a fix in `reason`."""
     if reason:
         yield reason.partition('. Fix: ')[0], _find_cure(section, reason, facts)
 
@@ -434,7 +434,7 @@ def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
 
 
 def _check_placement_version(facts: Backends) -> Iterator[Problem]:
-    """Report a microversion that is malformed or below MICROVERSION; '' is unknown."""
+    """Report a microversion that is malformed or below MICROVERSION; nothing for '', an unknown one."""
     if not facts.placement_version:
         return
     try:
