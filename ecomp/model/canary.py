@@ -37,8 +37,8 @@ class Canary(NamedTuple):
     """The result of one host's canary.
 
     `reached` is its last stage, or ENTERED, after `seconds`; both are None if it was not placed, `seconds` also if it
-    failed. `reason` says why it went no further. `failed_stage` is '' if the host is fine. `leftover_reason` is '' if
-    the canary is gone.
+    failed or was interrupted. `reason` says why it went no further. `failed_stage` is '' unless the host failed the
+    test. `leftover_reason` is '' if the canary is gone, or was not placed.
     """
 
     compute: str
@@ -53,7 +53,7 @@ class Canary(NamedTuple):
     leftover_reason: str = ''
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON object that users see; `gone` is null if no canary was placed."""
+        """Return the JSON object that users see; `said` is the reason, `gone` is null if no canary was placed."""
         names = ('compute', 'host', 'instance', 'name', 'reached')
         gone = None if self.reached is None else not self.leftover_reason
         fields = {name: getattr(self, name) for name in names}
@@ -83,7 +83,7 @@ def format_line(canary: Canary) -> str:
 
 
 def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list[Ailment]:
-    """List the failed and the leftover canaries, and that none was placed, unless the run was interrupted."""
+    """List the failed and the leftover canaries; also that none was placed, if the run was not interrupted."""
     from ecomp.model.health import Ailment  # every command loads this module, but few need Ailment
 
     ailments, was_tried = [], was_interrupted
@@ -105,7 +105,7 @@ def diagnose_canaries(canaries: Iterable[Canary], was_interrupted: bool) -> list
 
 
 def find_stages(record: Record | None) -> tuple[str, str]:
-    """Return the last stage reached (none: the first), and the stage that it is in or failed in (READY if all are)."""
+    """Return the last stage reached (none: the first), and the current or failed stage (READY if all are reached)."""
     if record is None:
         return STAGES[0], STAGES[0]
     reached = [stage for stage in STAGES if stage in record.reached_stages] or [STAGES[0]]

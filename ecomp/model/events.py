@@ -37,7 +37,7 @@ NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """A change of a key (None: no key); if not `is_known`, etcd has compacted `before`."""
+    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it."""
 
     key: str
     before: bytes | None
@@ -64,7 +64,7 @@ DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute, seen_at: str = '') -> list[Event]:
-    """Return the events of one revision; their time is the latest in the new values, else `seen_at` ('': unknown)."""
+    """Return a revision's events, texts cut off, with the latest time in new values, else `seen_at` ('': unknown)."""
     takers = {
         keys.get_last_part(request.key): request.key.split('/')[2] for request in changes if _is_new_request(request)
     }
@@ -277,7 +277,7 @@ def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mappin
 def _make_describer(
     kind: str, describe: Callable[[str, bytes], str]
 ) -> Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]:
-    """Make the function that yields an event of `kind` if what `describe` returns for the value changed."""
+    """Make a function that yields events of `kind` if describe()'s text changed; if not `is_known`, only a removal."""
 
     def describe_change(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
         name = change.key.split('/', 2)[2]

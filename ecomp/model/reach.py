@@ -45,7 +45,7 @@ class ReachCommand(NamedTuple):
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the arguments that run a command on a host: for ssh quoted as one, after `options`, else unchanged."""
+        """Return the arguments that run a command on a host. Only ssh gets `options`, and the command quoted as one."""
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]
