@@ -32,9 +32,9 @@ MAX_FAKE_COMPUTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal, and return 0; print an EcompError or OSError, and return its exit code.
+    """Run ecompute until a signal, and return 0; print an EcompError or OSError, and return its exit code or 1.
 
-    With --check or --unit it prints and returns; an interrupted --check returns 1. `argv` None means sys.argv.
+    With --check or --unit it prints and returns; an interrupted --check returns 1. Sets signal handlers and the log.
     """
     logs.hold_descriptors()
     logs.configure()
@@ -132,7 +132,7 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
-    """Print a line for each finding, and a summary to stderr; return the exit code. UsageError with other options."""
+    """Print findings to stdout and a summary to stderr; return the exit code. UsageError if `has_other_options`."""
     if has_other_options:
         raise UsageError('--check accepts only --config')
     from ecomp.agent.checking import check_machine
@@ -153,7 +153,7 @@ def _parse_count(text: str) -> int:
 
 
 def _print_message(text: str) -> None:
-    """Print `ecompute: text` to stderr, without passwords; ignore OSError."""
+    """Print `ecompute: text` to stderr, printable and without passwords in URLs; ignore OSError."""
     with suppress(OSError):  # a full disk or a closed terminal does not change the exit code
         print(f'ecompute: {make_lines_printable(logs.redact(text))}', file=sys.stderr, flush=True)
 

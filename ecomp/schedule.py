@@ -26,10 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run main() as the console script and exit, without the time of garbage collection and Python's shutdown.
-
-    Garbage is still collected in a long wait, which makes more objects than GC_THRESHOLD_OBJECTS.
-    """
+    """Run main() as the console script and exit without Python's shutdown; collect garbage only in a long wait."""
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     try:
         from ecomp import log
@@ -46,7 +43,10 @@ def run() -> NoReturn:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command and return its exit code; print an EcompError or OSError, but not a broken pipe of stdout."""
+    """Run the command and return its exit code; print an EcompError or OSError.
+
+    A broken pipe of stdout is not printed: it is 0 for an endless command (--watch, --follow, log), else 1.
+    """
     from ecomp import log
     from ecomp.errors import EcompError
 
@@ -59,7 +59,6 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         # Stdout's reader (head, less) has exited. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # An endless command has succeeded once its reader exits.
         return 0 if {'--watch', '--follow', 'log'} & {*argv} else 1
     except OSError as error:
         _print_message(f'failed: {error.strerror or error}' + (f': {error.filename}' if error.filename else ''))
@@ -69,7 +68,7 @@ def _run(argv: list[str]) -> int:
 def _run_command(argv: list[str]) -> int:
     """Run the command and return its exit code; without arguments, print the help and return 2.
 
-    Raises EcompError for invalid arguments or configuration; prints that of the command and returns its exit code.
+    Raises EcompError for invalid arguments or configuration; prints one by the command and returns its exit code.
     """
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, format_help, parse
@@ -114,7 +113,7 @@ def _print_text(text: str) -> None:
 
 
 def _print_message(text: str) -> None:
-    """Print `eschedule: text` to stderr, without passwords; ignore OSError."""
+    """Print `eschedule: text` to stderr, wrapped, printable and without passwords in URLs; ignore OSError."""
     from ecomp import log
     from ecomp.cli.terminal import find_width, wrap_lines
     from ecomp.model.text import make_lines_printable
