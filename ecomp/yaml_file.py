@@ -34,7 +34,7 @@ Part = TypeVar('Part', Node, tuple[Node, Node])
 
 
 class InvalidValue(Exception):
-    """A value is refused: `reason`, or the (line, reason) of its `parts`. Section adds file, line and key."""
+    """A value is refused: `reason`, or the (line, reason) of its `parts`. Section adds the key, YamlFile the file."""
 
     def __init__(self, reason: str = '', parts: Sequence[tuple[int, str]] = ()) -> None:
         super().__init__(reason)
@@ -44,11 +44,11 @@ class InvalidValue(Exception):
 class Section:
     """A mapping whose keys are read one by one; a key that is never read is unknown.
 
-    `add_problem` records a mistake with its line; `prefix` has the names of the enclosing sections, each with a dot.
+    The argument `add_problem` records a line and its mistake; `prefix` has the enclosing sections, each with a dot.
     """
 
     def __init__(self, add_problem: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
-        """Record problems: a node that is not a mapping, a key that is not text or is given twice."""
+        """Record problems: `node` is no mapping; a key is a mapping, a list or repeated (its first value counts)."""
         self._add_problem = add_problem
         self._prefix = prefix
         self._nodes: dict[str, Node] = {}
@@ -91,7 +91,7 @@ class Section:
             return default
 
     def read_section(self, key: str) -> Section:
-        """Return the mapping under a key; it is empty if missing, null, or no mapping (the last one is recorded)."""
+        """Return the mapping under a key; an empty one if it is missing, null, or (which is recorded) no mapping."""
         self._read_keys[key] = None
         section = Section(self._add_problem, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
@@ -116,7 +116,7 @@ class Section:
 
 
 class YamlFile:
-    """A configuration file and its problems so far; `path` is None without a file."""
+    """A configuration file and its problems so far; without a file `path` is None and `directory` the current one."""
 
     def __init__(self, name: str, directory: Path, node: Node | None, path: Path | None = None) -> None:
         self.directory = directory
@@ -127,10 +127,7 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
-        """Read the file at `path`; None means the default file, which check_owner() checks, or an empty one.
-
-        Raises UsageError if the file cannot be read, is too large or invalid YAML.
-        """
+        """Read the file at `path`; None means the default file, after check_owner(), or no file. Raises UsageError."""
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
         name = shorten(str(path or default_name), 200)
@@ -221,7 +218,10 @@ def describe_source(name: str, path: Path | None) -> str:
 
 
 def check_owner(name: str, status: os.stat_result) -> None:
-    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it."""
+    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it.
+
+    A group with the owner's number may write to it: the private group of a user, which has no other members.
+    """
     trusted_users = {0, os.geteuid()}
     if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
         trusted_users.add(int(sudo_user))
@@ -232,7 +232,6 @@ def check_owner(name: str, status: os.stat_result) -> None:
         )
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f'{name}: is not a regular file. Fix: remove it, or name a configuration with --config')
-    # The private group of a user has the user's number and no other members.
     write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
     if status.st_mode & write_bits:
         raise UsageError(f'{name}: other users can write to it. Fix: chmod go-w {name}')
@@ -307,7 +306,7 @@ def explain_invalid_mapping(text: str) -> str | None:
 
 
 def parse_text(node: Node) -> str:
-    """Parse a text of one printable line, not blank; else InvalidValue, also for an unquoted number."""
+    """Parse a text of one printable line, not blank; else InvalidValue, also for an unquoted number, flag or date."""
     if node.kind in ('int', 'float', 'bool', 'timestamp'):
         raise InvalidValue(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
@@ -318,7 +317,7 @@ def parse_text(node: Node) -> str:
 
 
 def parse_flag(node: Node) -> bool:
-    """Parse a truth value, in any of the words that YAML 1.1 has for it; else InvalidValue."""
+    """Parse true, yes, on, false, no or off, unquoted, in lower, upper or title case; else InvalidValue."""
     if node.kind != 'bool':
         raise InvalidValue(f'must be True or False, not {describe_typed_node(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
@@ -371,7 +370,7 @@ def make_list_parser(
     min_items: int = 0,
     describe_item: Callable[[Node], str] | None = None,
 ) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list, `shape` in messages; with `describe_item`, used in messages, items must be unique."""
+    """Make a parser of a list. Messages call it `shape`; with `describe_item`, for messages, items must be unique."""
 
     def parse_all(node: Node) -> tuple[T, ...]:
         if node.kind != 'seq' or len(node.items) < min_items:
@@ -397,7 +396,7 @@ def make_unique_list_parser(parse: Callable[[Node], T]) -> Callable[[Node], tupl
 def make_mapping_parser(
     parse_name: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, min_items: int = 0
 ) -> Callable[[Node], dict[str, T]]:
-    """Make a parser of a mapping, `shape` in messages, of unique names; `parse` converts a name and value."""
+    """Make a parser of a mapping with unique names. Messages call it `shape`; `parse` converts the value of a name."""
 
     def parse_all(node: Node) -> dict[str, T]:
         if node.kind != 'map' or len(node.pairs) < min_items:

@@ -45,7 +45,7 @@ class _NotPlain(Exception):
 
 
 def parse_plain(text: str) -> Node | None:
-    """Parse a simple document as PyYAML would; an empty one is a null node. None if only PyYAML can parse it."""
+    """Parse a simple document as PyYAML would; an empty one is a null node. None for others, even invalid ones."""
     if not text.isascii() or any(character < ' ' and character != '\n' for character in text):
         return None
     lines: list[_Line] = []
