@@ -1,4 +1,4 @@
-"""compute.yaml as a frozen value. Separate from ecomp.conf, because its classes take 1 % of a short command's time."""
+"""compute.yaml as a frozen value. Separate from ecomp.conf, because defining it takes 1 % of a short command's time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
 def _parse_uuid(node: Node) -> str:
-    """Parse a uuid and return it in lower case; else InvalidValue."""
+    """Parse a uuid with hyphens, not nil, and return it in lower case; else InvalidValue."""
     if not keys.is_uuid(text := parse_text(node).lower()):
         raise InvalidValue(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
     return text
@@ -90,7 +90,7 @@ def _parse_stated_total(_: str, node: Node) -> int:
 
 
 def _parse_ratio(_: str, node: Node) -> float:
-    """Parse a decimal without exponent, above 0 and up to MAX_ALLOCATION_RATIO; else InvalidValue."""
+    """Parse a decimal like 0.5, unsigned, without exponent, above 0, up to MAX_ALLOCATION_RATIO; else InvalidValue."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
         raise InvalidValue(
@@ -120,7 +120,7 @@ def _parse_total(text: str) -> int:
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`; without it, the defaults and the bridge of the old key `bridge`. Both keys are a problem."""
+    """Read `networks`; without it, the defaults and the bridge of the old key `bridge`. Both are a recorded problem."""
     if name in file.top and 'bridge' in file.top:
         file.top.add_problem(
             'bridge', 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
@@ -147,9 +147,9 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The settings of compute.yaml, which explains them: one field a key.
+    """The settings of compute.yaml, one field a key; that file explains them, and what happens where a field is None.
 
-    None means that ecompute determines the value. `path` is the file, None if absent; `directory` contains the file.
+    `path` is the file, None if absent; `directory` contains the file, or is the working directory.
     """
 
     uuid: str | None = make_field(None, _parse_uuid)

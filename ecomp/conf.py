@@ -1,6 +1,6 @@
 """schedule.yaml as a frozen value, and the sections etcd and placement of both files; compute_conf has the rest.
 
-A missing value, or no default file, means the default, at localhost. One UsageError has a line for each mistake:
+A missing value, or no default file, means the defaults, with localhost. One UsageError has a line for each mistake:
 `schedule.yaml:3: imag: unknown key (did you mean image?)`. Any certificate means TLS; without one, other machines are
 contacted only with `insecure: true`.
 """
