@@ -35,7 +35,7 @@ def split_fix(message: str) -> tuple[str, str]:
 
 
 def put_before_fix(message: str, clause: str) -> str:
-    """Insert `clause`, without its own Fix: or Try:, before that of `message`; if `message` has none, append it all."""
+    """Insert `clause` before the Fix: or Try: of `message`, dropping its own; without one, append all of `clause`."""
     text, cure = split_fix(message)
     return text + split_fix(clause)[0] + cure if cure else text + clause
 
@@ -63,7 +63,7 @@ class NoCapacity(EcompError):
 
 
 class TooFew(NoCapacity):
-    """A set does not fit; `candidates` are those found for the members that do."""
+    """Too few instances of a set fit; `candidates` has one for each that does."""
 
     def __init__(self, message: str, candidates: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class ConsumerConflict(GenerationConflict):
 
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt holds claims: `computes` is {instance: other compute} (rule 13)."""
+    """Another attempt holds claims: `computes`, not empty, is {instance: other compute} (rule 13)."""
 
     exit_code = 5
 

@@ -85,7 +85,7 @@ def failpoint(name: str) -> None:
 
 
 def _fire(name: str, action: str, max_count: int | None) -> None:
-    """Record the arrival in the file, if any, and signal this thread; no-op if `max_count` arrivals are recorded."""
+    """Record the arrival in the file, if set, and signal this thread; no-op if `max_count` for `name` are recorded."""
     import signal  # late: commands do not need it otherwise
 
     fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
