@@ -28,7 +28,7 @@ def read_boot_id(path: Path = BOOT_ID) -> str:
 def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]) -> Callable[[], None]:
     """Call `on_written(path)` in another thread, perhaps several times, when a file with this suffix is written.
 
-    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
+    Returns a function that stops watching and waits for the thread. Raises OSError if the directory cannot be watched.
     """
     # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -55,7 +55,7 @@ def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     """Write a file atomically and durably. An OSError leaves no partial file.
 
-    A replaced file gets `mode`, less the umask, and this process's owner.
+    The file, also a replaced one, gets `mode`, less the umask, and this process's owner.
     """
     temporary = get_part_path(path)
     try:
@@ -73,7 +73,7 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
 
 
 def get_part_path(path: Path) -> Path:
-    """Return the temporary path of a file being written; a killed process leaves it behind."""
+    """Return the path `.<name>.part` of a file while it is written; a killed process leaves that file behind."""
     return path.with_name(f'.{path.name}.part')
 
 
@@ -87,7 +87,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def get_search_path() -> str:
-    """Return PATH with Debian's directories for root's programs, which a user's PATH may lack."""
+    """Return PATH followed by Debian's directories for root's programs, which a user's PATH may lack."""
     return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
 
 
@@ -100,10 +100,11 @@ LOCK_POLL_SECONDS = 0.05
 class InstanceLocks:
     """Locks on instances, each a byte of <state>/instances.lock: so no lock file is removed under its holder.
 
-    The locks belong to the process (fcntl(2), F_SETLK): each process must open exactly one object per directory.
+    The locks belong to the process (fcntl(2), F_SETLK), so its threads share them; it must open one object a directory.
     """
 
     def __init__(self, state: Path) -> None:
+        """Open the file, and create it if missing. Raises OSError."""
         self._file = os.open(state / 'instances.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @contextmanager

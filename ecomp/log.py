@@ -37,7 +37,7 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """Make stdout and stderr accept any text, and open closed ones (`>&-`) on /dev/null; call it first of all.
+    """Make stdout and stderr accept any text; open each closed one (`>&-`), also stdin, on /dev/null. Call it first.
 
     Otherwise their stream is None, and a socket or a lock gets their number, to which any library may write.
     """
@@ -91,7 +91,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def configure_for_person(stream: TextIO | None = None) -> None:
-    """Log warnings to `stream`, stderr if None, as `eschedule: message`, for a person."""
+    """Replace the log setup: only warnings and errors, to `stream` or stderr, as `eschedule: message`."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
     handler.setFormatter(_PrefixFormatter())
@@ -99,7 +99,7 @@ def configure_for_person(stream: TextIO | None = None) -> None:
 
 
 class _PrefixFormatter(logging.Formatter):
-    """`eschedule: message`, one line."""
+    """`eschedule: message`, one line, without an exception's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f'eschedule: {escape_characters(redact(record.getMessage()))}'
