@@ -79,7 +79,7 @@ _BY_REASON = {
 
 
 def classify_tls_error(error: ssl.SSLError) -> TlsFailure:
-    """Classify an error of a TLS handshake, read or write."""
+    """Classify a TLS error: by default UNTRUSTED for a failed verification, OWN_REFUSED for an alert, else OTHER."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
