@@ -44,7 +44,7 @@ class Service:
         self._notify('STOPPING=1', f'STATUS={status}')
 
     def notify_alive(self) -> float:
-        """Send the keep-alive if half the watchdog's interval has passed; return the seconds to the next, or inf."""
+        """Send the keep-alive if due, twice in a watchdog's interval; return the seconds to the next, inf for none."""
         now = time.monotonic()
         if self._interval_seconds < math.inf and now >= self._next_notification:
             self._notify('WATCHDOG=1')

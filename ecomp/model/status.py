@@ -33,7 +33,7 @@ def apply_disable(traits: Set[str]) -> Names:
 
 
 def apply_enable(traits: Set[str], is_alive: bool) -> Names:
-    """Return the traits after `host enable`; if not alive, DISABLED stays until it starts."""
+    """Return the traits after `host enable`; if the compute is not alive, DISABLED stays until it starts."""
     return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR}))
 
 
