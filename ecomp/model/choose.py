@@ -63,7 +63,7 @@ def parse_placement_reason(data: Any) -> PlacementReason | None:
 
 
 class Choice(NamedTuple):
-    """The candidates to try, in order. `skipped` are providers in other ones: dead computes, or another cloud's."""
+    """The candidates to try, in order. `skipped` are the not living providers of those without one living compute."""
 
     candidates: Sequence[Candidate]
     skipped: Sequence[str]
@@ -100,9 +100,9 @@ def choose(
 
 
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
-    """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
+    """Return the free share, 0 to 1, of the requested class that is scarcest after placing `requested`.
 
-    Rounded to hundredths, so nearly equal computes are equal. Classes without capacity do not count; 0 if none counts.
+    Rounded to hundredths: nearly equal computes are equal. Only classes with capacity in `room` count; 0 if none does.
     """
     usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
@@ -138,7 +138,7 @@ def distribute(
 def _distribute(
     candidates: Sequence[Candidate], rooms: Rooms, count: int, strategy: str, rng: random.Random, group: Group | None
 ) -> list[Candidate]:
-    """Choose for each instance the best candidate that has room; see distribute()."""
+    """Choose for each instance the best candidate that has room, for fewer if none is left; see distribute()."""
     remaining = {provider: dict(room) for provider, room in rooms.items()}
     counts = Counter(group.member_counts if group is not None else ())
     indices: dict[str, list[int]] = {}

@@ -119,7 +119,7 @@ def from_json(name: str, value: bytes) -> Flavor:
 
 
 def _parse_amounts(value: str) -> dict[str, str]:
-    """Split `CLASS:AMOUNT,…`; ValueError if malformed, but amounts are any text."""
+    """Split `CLASS:AMOUNT,…` to {class: its last amount, any text}; ValueError if malformed."""
     amounts = {}
     for part in value.split(','):
         name, colon, amount = part.partition(':')

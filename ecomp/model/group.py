@@ -129,7 +129,7 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return which of `places` {instance: compute} the group admits one after the other, as if none was in it."""
+    """Return which instances in `places` {instance: compute} the group admits in turn, as if none was a member yet."""
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():
