@@ -110,7 +110,7 @@ def read_limit(query: str) -> str | None:
 def restrict_to_compute(query: str, compute: str) -> str:
     """Restrict a query without `in_tree` to one compute; without resources it is returned unchanged.
 
-    If it has granular groups alone, each is restricted: placement refuses in_tree= without resources=.
+    Granular groups are restricted only if there is no resources=, because placement then refuses in_tree=.
     """
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
@@ -207,7 +207,7 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
     """Return the query; ValueError with the first error that can be found without placement.
 
     Not checked are whether a class exists, and values of required, root_required, member_of, in_tree and same_subtree.
-    Without `needs_resources` it may be '', as it is added to a flavor's. `has_on_option` (--on) forbids in_tree=.
+    Without `needs_resources` it may lack resources=, as an addition to a flavor. `has_on_option` forbids in_tree=.
     """
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):

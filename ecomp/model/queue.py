@@ -67,7 +67,7 @@ class QueueEntry(Order):
         return self.flavor.resources
 
     def make_request(self, compute: str, now: str) -> Request:
-        """Return the request for the compute that took it; `now` is an ISO time."""
+        """Return the request for the compute that took it, with the stage `scheduled` at `now` (ISO)."""
         stages = {**self.stages, 'scheduled': now}
         allocations = {compute: dict(self.flavor.resources)}
         return Request(
@@ -82,7 +82,7 @@ def to_json(entry: QueueEntry) -> str:
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request; if malformed, return the reason, and no compute takes it."""
+    """Parse a queued request; if malformed, return the reason and what it holds, and no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:
@@ -153,7 +153,7 @@ def taker_to_json(compute: str) -> str:
 
 
 def parse_taker(value: bytes) -> str | None:
-    """Return the compute (any text) that the value of a taker key names; None if the value is malformed."""
+    """Return the "compute" (any text) in the JSON of a taker key; None if malformed."""
     compute = load_object_or_empty(value).get('compute')
     return compute if isinstance(compute, str) else None
 
@@ -168,7 +168,7 @@ HASH_MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Takers:
-    """The living computes that take from queues: the hash of each, its hint if any, and the presences by key.
+    """The living computes that take from queues: the hash of each, its hint if any, and all presences by key.
 
     The number with room is cached for each amount, because every compute of a process needs it for each choice.
     """
@@ -332,7 +332,7 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
 
 def _sort_by_revision(entries: dict[str, WaitingEntry], added: int) -> dict[str, WaitingEntry]:
-    """Return the entries sorted by revision; of the last `added` ones, a released one may be older than others."""
+    """Return the entries sorted by revision; only the last `added` may be out of order, for released ones are older."""
     tail = list(islice(reversed(entries.values()), added + 1))
     if all(later.revision > earlier.revision for later, earlier in pairwise(tail)):
         return entries
@@ -398,8 +398,9 @@ def adjust_limit(limit: int, has_won: bool) -> int:
 def choose_delay(provider: Provider, group: Group | None, compute_count: int, rng: random.Random) -> float:
     """Return the seconds that this compute waits, so that computes with more room take first.
 
-    It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by as much again if a soft
-    `group` prefers other computes. An idle compute draws from all of the random part, a full one from its end.
+    It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by all of that constant if
+    `group` prefers other computes. The random part is from the used share of its maximum to that maximum, which grows
+    with `compute_count`.
     """
     shares = [
         inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0

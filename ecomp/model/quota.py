@@ -113,7 +113,7 @@ def describe_excesses(project: str, excesses: Sequence[ExceededLimit]) -> str:
 
 
 def list_classes(quota: Quota) -> list[str]:
-    """Return the classes that a quota limits or counts, sorted, `instances` last."""
+    """Return the classes that a quota limits or counts, sorted, and always `instances`, last."""
     return [*sorted({*quota.limits, *quota.used} - {INSTANCES}), INSTANCES]
 
 
