@@ -50,7 +50,7 @@ def record_running(boots: Boots, reason: str, now: str) -> Boots:
 
 
 def add_stage(boots: Boots, stage: str, now: str) -> Boots:
-    """Return the boots with a stage, at ISO time `now`, added to the last; unchanged if empty or it has the stage."""
+    """Return the boots with a stage, at ISO time `now`, added to the last boot, if any, unless that has it."""
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))

@@ -156,7 +156,7 @@ class AuditIndex:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key of the trusted record (see EntriesByCompute), or that it would have; else ecomp 1.0's key."""
+        """Return the key that the trusted record has or would have; without record and request ecomp 1.0's key."""
         return self._record_keys.get(instance) or keys.old_record(instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ class AuditIndex:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether it is being built or destroyed: with a tombstone, until its record is gone or in error."""
+        """Return whether it is being built or destroyed; a tombstone means so unless the record is gone or in error."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in requests):
             return record is None or record.state not in (GONE, ERROR)
@@ -205,7 +205,7 @@ class AuditIndex:
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
     def list_absent_computes(self) -> dict[str, str]:
-        """Return {compute: CLOSED or SILENT} of the computes without presence: not comparable.
+        """Return {compute: CLOSED or SILENT} of the computes without presence, which cannot be audited.
 
         A compute of which only records of ended instances remain was forgotten and is left out.
         """
@@ -306,7 +306,7 @@ class Leftover:
 def to_pages(digest: Digest) -> list[str]:
     """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
 
-    Each page fits into an etcd value. Page 0 is written last and contains the number of pages. JSON: {"version",
+    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last. JSON: {"version",
     "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base": {instance:
     path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name:
     mark}, "open_dhcp": {network: ""}, "bad_bases": {sha256: ""}}.

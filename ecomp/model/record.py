@@ -127,7 +127,7 @@ class Record(Order):
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def mark_running(self, reason: str, now: str) -> Record:
-        """Return the record as active; if its guest was off, with a new boot for `reason` and without `cloud_init`."""
+        """Return the record as active; if the guest did not run before, add a boot for `reason`, drop `cloud_init`."""
         before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
         boots = of_boots.record_running(before.all_boots, reason, now)
         # In a new boot cloud-init runs again.
@@ -154,7 +154,7 @@ class Record(Order):
 
     @property
     def reached_stages(self) -> Mapping[str, str]:
-        """The ISO time of each reached stage; those of a boot have the time of the last boot."""
+        """The ISO time of each reached stage; those of a boot only if the last boot reached them, also `stopped`."""
         boot = self.last_boot
         if boot is None:
             return self.stages
@@ -167,7 +167,7 @@ class Record(Order):
 
 
 def extract_recorded_fields(order: Order) -> dict[str, Any]:
-    """Return the fields of an order that a record has, by name; of its group, the name alone."""
+    """Return an order's fields that a record has, as Record's arguments; `group` is a Membership with only a name."""
     group = Membership(order.group.name) if order.group else None
     fields = {row.name: getattr(order, row.name) for row in FIELDS if row.recorded}
     return {'instance': order.instance, **fields, 'group': group}
@@ -376,9 +376,9 @@ QUEUE_WAIT_REASON = 'a compute to take it'
 
 
 def describe_wait(record: Record | None) -> str:
-    """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`.
+    """Return what an instance waits for, or the progress of that if known: `image, 34 of 600 MB`.
 
-    A fault follows, unless it is stopped. `record` is None until the compute has written it.
+    A fault follows, unless the instance is stopped. `record` is None until the compute has written it.
     """
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
