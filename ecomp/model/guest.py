@@ -139,7 +139,7 @@ class SharedUserData(NamedTuple):
 
 
 def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
-    """Return the user-data of a set's key; raise ValueError if malformed, too large or altered."""
+    """Return the user-data of a set's key, of any version; raise ValueError if malformed, too large or altered."""
     import hashlib
 
     try:
@@ -154,7 +154,7 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return the user-data if it is gzip or UTF-8 without NUL; else, or if empty, ValueError: the end of a sentence."""
+    """Return user-data that begins like gzip or is UTF-8, not empty, without NUL; else ValueError, a sentence's end."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP_MAGIC):
@@ -216,7 +216,7 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 def parse_public_key(fields: list[str]) -> str:
     """Join type, base64 and comment to an OpenSSH public key; ValueError, the end of a sentence, if invalid.
 
-    Valid is any type with which the decoded base64 begins; a key that is cut off is not.
+    Valid is any type with which the decoded base64 begins; a key that is cut off is not, unless a certificate.
     """
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):

@@ -58,7 +58,7 @@ def check_image(url: str) -> str:
 def check_source(text: str) -> str:
     """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError ("must be ...").
 
-    An address becomes a network (10.1.0.1/32); host bits in a network, and a name of digits alone, are refused.
+    An address becomes a network (10.1.0.1/32); host bits in a network, and a name of digits and dots, are refused.
     """
     try:
         return str(ip_network(text))
@@ -162,7 +162,7 @@ def expand_address(address: Address) -> Iterator[Address]:
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
     """Return why no image may be downloaded from a host of this name, or None if one may.
 
-    `sources`, unless None (not configured), must list the name; networks do not count. localhost is always refused.
+    Unless `sources` is None (not configured), its `names` must have the name. `localhost`, `*.localhost` are refused.
     """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
