@@ -146,7 +146,7 @@ def released_claims_prefix(instance: str) -> str:
 
 
 def released_claims(instance: str, lease: int) -> str:
-    """Return the key below released_claims_prefix() that is on this lease."""
+    """Return the key below released_claims_prefix() that is on this lease, whose number is in hex."""
     return f'{released_claims_prefix(instance)}{lease:x}'
 
 

@@ -157,7 +157,7 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return, sorted, those of `computes` whose presence no role in `current` or `target` may write."""
+    """Return, sorted, the `computes` to whose very presence key no role grants WRITE; `target` overrides `current`."""
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 

@@ -139,7 +139,7 @@ def join_some(names: Sequence[str], max_count: int, separator: str = ', ') -> st
 
 
 def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
-    """Replace the uuids in `display_names` by these, but not in paths of keys, nor within a name: `hv1 (<uuid>)`."""
+    """Replace each uuid by its display name, except in key paths and where that name, `hv1 (<uuid>)`, is already."""
 
     def format_match(match: re.Match[str]) -> str:
         display_name = display_names.get(match[0], match[0])
