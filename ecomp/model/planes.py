@@ -60,8 +60,8 @@ class AuditIndex:
     By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
     `guests` {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
     `allocations` {provider: resources}. `groups` and `quotas` by name have the error, a text, for a malformed value.
-    `in_flight` are instances that wait in a queue, are being taken or have an attempt. `computes` are those that live,
-    have a provider named by its uuid, a request or a trusted record.
+    `in_flight` are instances that wait in a queue or, by a key on a lease, are being taken or have an attempt.
+    `computes` have a presence on a lease, a provider named by its uuid, a request or a trusted record.
     """
 
     def __init__(self, planes: Planes) -> None:
