@@ -58,8 +58,8 @@ def retry_until_accepted(
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    After a call raised UnknownOutcome, its argument is True: that write may be done. An Unreachable is raised again
-    or, after such a call, as UnknownOutcome with `cure`. Raises Conflict after MAX_TRIES calls without a result.
+    After a call raised UnknownOutcome, so that its write may be done, later calls get True. Another Unreachable is
+    raised again or, after such a call, as UnknownOutcome with `cure`. Raises Conflict after MAX_TRIES calls.
     """
     is_unknown = False
     for _ in range(MAX_TRIES):
@@ -91,10 +91,10 @@ def destroy(
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
 
-    Its compute carries it out later. Done here: a queued instance is dequeued, and the record of one in error removed.
-    `find_claiming_compute` asks placement which compute holds a queued instance's claim ('': none): after a restore of
-    etcd that compute may run it. Raises NotFound (gone or unknown), Unreadable (the record is a newer ecomp's, or it is
-    malformed and there is no request), and as retry_until_accepted(). `key_index`: see find().
+    Its compute carries it out later; no-op if that is accepted already. A queued instance is dequeued here, and the
+    record of one in error without a request removed. `find_claiming_compute` asks placement which compute has a claim
+    for a queued instance ('': none), and may run it after a restore of etcd. Raises NotFound (gone or unknown),
+    Unreadable (a newer ecomp's record, or malformed without a request), and as retry_until_accepted().
     """
 
     def read_and_write(is_unknown: bool) -> str | None:
@@ -119,7 +119,7 @@ def destroy(
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
-    """Find what to destroy: a queue entry before a finished record, a malformed one's request. Raises as destroy()."""
+    """Find the entries; a queue entry replaces a finished record, a request a malformed one. Raises as destroy()."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -142,7 +142,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Read etcd, and placement if queued; return the function to commit the destroy (None: stale), and a sentence."""
+    """Read etcd, and placement if queued; return a function that commits (or returns None: stale), and a sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
     record, compute = entries.record, entries.record.compute
@@ -178,7 +178,7 @@ def _prepare_destroy(
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
-    """Delete a finished record, its lease and name; return the write's revision, None if changed or requested."""
+    """Delete a record (finished: unchecked), its lease and name; return the revision, None if changed or requested."""
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
     written = commit_with_shared(
@@ -190,7 +190,7 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
 
 
 def _read_membership(store: Store, record: Record) -> Membership | None:
-    """Read the group that a record names, with etcd's policy; None without a group, or if its key is malformed."""
+    """Return a record's group with the policy in etcd; None if the record or etcd has none, or its key is malformed."""
     try:
         current_group = load_group(store, record.group.name)[0] if record.group else None
     except Unreadable:
@@ -203,8 +203,8 @@ def _prepare_dequeue(
 ) -> tuple[Callable[[], int | None], str]:
     """Prepare to remove a request from its queue, even if a compute is taking it; returns as _prepare_destroy().
 
-    An error of `find_claiming_compute` becomes a part of the sentence. A record of the end remains: a compute that took
-    the instance before a restore of etcd finds that record when it publishes its own, and destroys the guest.
+    An error of `find_claiming_compute` becomes a part of the sentence. The commit writes a final record unless there is
+    a record: a compute that took the instance before a restore of etcd finds it there, and destroys the guest.
     """
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions = [Unchanged(entry.key, entry.revision)]
@@ -253,8 +253,8 @@ def change_power(
 ) -> Acceptance:
     """Write a power change into the request, in place of a pending other one.
 
-    No-op if the same change is pending or the state is right already. Raises NotFound, Unreadable, Conflict (neither
-    active nor stopped, no valid request, being destroyed), and as retry_until_accepted(). `key_index`: see find().
+    No-op if the same action is pending, or to start an active or stop a stopped guest. Raises NotFound, Unreadable,
+    Conflict (neither active nor stopped, no valid request, being destroyed), and as retry_until_accepted().
     """
 
     def read_and_write(_: bool) -> Acceptance | None:

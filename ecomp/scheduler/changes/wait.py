@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class InstanceFollower:
     """Follows an instance's record or, while it waits in a queue, its queue entry; the context's end closes its Store.
 
-    The watch starts with the second read() or with wait(), as most of many instances are finished at the first read().
+    The watch starts with the second read() or with wait(): most instances are finished at the first read().
     `key_index`: see find(); `claims`: see Store.
     """
 
@@ -72,8 +72,8 @@ class InstanceFollower:
     def read(self) -> tuple[bool, Entry | None]:
         """Return True and the record's entry; False and None if `silent_backend`, which is then set, does not answer.
 
-        Of a watched key it is the last known entry, without a request to etcd. It is None for an instance in a queue,
-        with only a request, or without any key: see is_queued and is_missing.
+        The entry of a watched key is the last known one, without a request to etcd until the key is deleted. The entry
+        is None for an instance in a queue, with only a request, or without any key: see is_queued and is_missing.
         """
         self._start_following()
         with self._changed:
@@ -96,10 +96,10 @@ class InstanceFollower:
         return True, self._last_entry if is_record else None
 
     def is_trusted(self) -> bool | None:
-        """Search again; return False, and stop following, if the instance is at another compute that holds its claim.
+        """Return False, and end the watch, if a new search finds the instance at another compute that holds its claim.
 
         The followed record may be of a compute without a request, the only one while the instance was queued. None if
-        placement, which knows the claims, does not answer; True if etcd does not, or without `claims`.
+        placement, which knows the claims, does not answer; else True, also if etcd does not, or nothing is watched.
         """
         try:
             if not self._is_followed or (key := self._find_key()[0]) == self._key:
@@ -121,12 +121,12 @@ class InstanceFollower:
 
     @property
     def is_missing(self) -> bool:
-        """True if the last read found no record, no request and no queue entry."""
+        """True unless the last read found a record, a request or a queue entry; True before the first read."""
         return not self._key
 
     @cached_property
     def queue_reason(self) -> str:
-        """QUEUE_WAIT_REASON and any silent compute's claim, queued or not; read from etcd at first use, then kept."""
+        """QUEUE_WAIT_REASON, with the instance's claim on a silent compute, if any; read at first use, then kept."""
         claims = find_claims_on_silent(self._store, read_computes(self._store), [self._instance])
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
@@ -197,8 +197,9 @@ class Deadline:
 def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
     """Return the record once `stage` is reached; StillGoing at the deadline.
 
-    A boot's stage must be of the current boot or, for a stopped guest or a pending `power_change`, of the next. Raises
-    EcompError if the instance failed (for `ready`: or its cloud-init), NotFound if it is destroyed or removed.
+    A stage of an earlier boot does not count; nor does one of the current boot if the guest was stopped at the start of
+    the wait, or `power_change` is pending. A missing instance is waited for. Raises EcompError if the instance failed
+    (for `ready`: or its cloud-init), NotFound if it is destroyed, or removed during the wait.
     """
     first: Record | None = None
     instance = wait.instance
@@ -234,7 +235,7 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
 
 def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
-    """Return True if a stage is of a boot before the awaited one; `first` is the record at the wait's start. Pure."""
+    """Return True if a boot's stage is of a boot before the awaited one; `first` is the first record read. Pure."""
     if stage not in boots.STAGES or current.last_boot is None:
         return False
     return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
@@ -298,7 +299,7 @@ def _describe_power_wait(record: Record | None) -> str:
 class Wait:
     """The wait for one instance; `report` is called about once a second with what it waits for.
 
-    `on_record` gets each record that is read, `on_timeout` the last one. `key_index`: see find(); `claims`: see Store.
+    `on_record` gets each record that is read, `on_timeout` the last at the deadline, if any. `claims`: see Store.
     """
 
     config: EtcdConfig
@@ -321,9 +322,9 @@ class Wait:
         """Return the first record for which `is_reached` is true and whose compute is_trusted().
 
         Without a record, `is_reached` and `describe`, which says what it waits for, get None. With `accepts_missing`
-        None is returned for an instance without any key; otherwise it is waited for. `reset` is called if the
+        None is returned for an instance without any key; otherwise a key is waited for. `reset` is called if the
         compute is not trusted. Raises StillGoing at the deadline, also if etcd or placement was silent until then; the
-        errors of `read`; and those of `is_reached` if the compute is trusted.
+        errors of `read`; and those of `is_reached` if the compute is trusted. Each instance is read at least once.
         """
         deadline, has_answer = self.deadline, False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
@@ -339,7 +340,6 @@ class Wait:
                     reset()
                 return bool(trust)
 
-            # Even after the deadline each instance is read once.
             first_read_limit = deadline.elapsed + self.config.timeout
             while True:
                 has_answer, entry = follower.read()
