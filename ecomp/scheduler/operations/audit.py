@@ -67,7 +67,7 @@ Notify = Callable[[str], None]
 class Report(NamedTuple):
     """The result of an audit, its last read (`world`), and the revisions of its first and last reads of etcd.
 
-    `stalled` are the computes that acknowledged the audit and did not answer.
+    `stalled` are the computes that acknowledged a read and did not answer, here or in the last audit.
     """
 
     findings: list[Finding]
@@ -85,8 +85,8 @@ def audit(
 ) -> Report:
     """Audit once: if the first read has findings, read again and report those that the last two reads confirm.
 
-    It reads at intervals until two reads have digests of the same computes, MAX_READS times at most. For the computes
-    in `stalled`, silent in the last audit, it waits HEARD_TIMEOUT_SECONDS. Raises the errors of etcd and placement.
+    It reads at intervals until two successive reads have digests of the same computes, MAX_READS times at most. For
+    `stalled`, computes of the last report, it waits HEARD_TIMEOUT_SECONDS. Raises the errors of etcd and placement.
     """
     first = last = _read_planes(store, placement, stalled)
     findings, etcd = compare(first), first.etcd
@@ -111,7 +111,7 @@ def audit(
 
 @contextmanager
 def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield a new audit's name and lease; then revoke the lease and delete all answers, or let them expire."""
+    """Yield a new audit's name and lease; then revoke the lease and delete its answers. After an error they expire."""
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease
@@ -190,7 +190,7 @@ def _list_projects(etcd: Mapping[str, Entry]) -> list[str]:
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
-    """Read what placement counts for a project: {class or 'instances': amount}."""
+    """Read what placement counts for a project: {class or 'instances': amount}, without zeros."""
     count, used = providers.read_project_usages(placement, project)
     return {**used, **({INSTANCES: count} if count else {})}
 
@@ -241,7 +241,7 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
 
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Repair what both audits found; return a line for each repair or its error, and for each leftover."""
+    """Repair what both audits found with unchanged keys; return lines about repairs, errors and leftovers."""
     revisions = [*first.revisions, *second.revisions]
     due = [finding for finding in confirm_findings(first.findings, second.findings, revisions) if finding.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
@@ -258,7 +258,7 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
 
 @dataclass(frozen=True)
 class _Repairs:
-    """Repairs by finding, each only if the keys are as the second audit, `world`, read them."""
+    """Repairs by finding. `world` is the second audit's last read, with which _commit() compares the finding's keys."""
 
     store: Store
     placement: Placement
@@ -287,14 +287,14 @@ class _Repairs:
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
-        """Write a record again, on a new lease as long as its state is kept; return a sentence or CHANGED_SINCE."""
+        """Write the record again on a new lease of its state's retention; return a sentence or CHANGED_SINCE."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim what an instance's request names; CHANGED_SINCE if it has a claim or no valid unchanged request."""
+        """Claim what a valid, unchanged request names; CHANGED_SINCE without one, for a tombstone or with a claim."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
@@ -309,7 +309,7 @@ class _Repairs:
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
-        """Write the key of the instance's name; CHANGED_SINCE without a name, or if a living instance holds it."""
+        """Write the key of the instance's name; CHANGED_SINCE without a name, or if any living instance holds it."""
         entries = find(self.store, finding.subject)
         change = restore_name(self.store, entries.name, finding.subject) if entries is not None else None
         if entries is None or entries.name is None or change is None or not change[1]:
@@ -327,7 +327,7 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove members without request, attempt or living record, MAX_MEMBERS_PER_TRANSACTION at most."""
+        """Remove members without request, attempt, living or malformed record, MAX_MEMBERS_PER_TRANSACTION at most."""
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
@@ -357,17 +357,18 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd if the finding's keys are unchanged, else revoke `lease`; return `message` or CHANGED_SINCE."""
+        """Change etcd and return `message`; if a key or condition changed, revoke `lease`, return CHANGED_SINCE."""
         as_read = self._make_conditions(*finding.keys)
         written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
         return message if written is not None else CHANGED_SINCE
 
     def _make_conditions(self, *etcd_keys: str) -> list[Unchanged]:
+        """Return the conditions that these keys are as in `world`, or still missing."""
         return [Unchanged(key, self.world.get_revision(key)) for key in etcd_keys]
 
 
 def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
-    """Release and note a consumer's claims; CHANGED_SINCE if changed, or a request or unfinished record needs them."""
+    """Release and note a consumer's claims; CHANGED_SINCE if changed, or with a request, attempt or living record."""
     computes: list[str] = []
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:

@@ -32,7 +32,7 @@ LIST_HINT = 'Try: eschedule flavor list'
 
 
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
-    """Return the query of a flavor, of schedule.yaml or else, through `get_store`, of etcd, merged with `query`.
+    """Return a flavor's query merged with `query`; `get_store` is called only for one that schedule.yaml lacks.
 
     Amounts in `query` replace the flavor's; the rest is added. Raises NotFound, UsageError (name, amounts), Unreadable.
     """
@@ -46,7 +46,7 @@ def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: s
 
 
 def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
-    """Read {name: (flavor, source)} and the errors of malformed ones; schedule.yaml wins."""
+    """Read {name: (flavor, source)}, sorted, and the errors of malformed ones; schedule.yaml's replaces etcd's."""
     flavors: dict[str, tuple[Flavor, str]] = {}
     errors: list[EcompError] = []
     for entry in store.snapshot(keys.FLAVORS).entries.values():
@@ -61,7 +61,7 @@ def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     """Create or replace a flavor in etcd; return a sentence. EcompError if it was changed concurrently.
 
-    UsageError if it is invalid or placement cannot know a name; a missing CUSTOM_ name is only remarked on.
+    UsageError for an invalid query `text` or a name that placement lacks; a CUSTOM_ one only adds a remark.
     """
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
@@ -136,7 +136,7 @@ def _commit_flavor(
 ) -> None:
     """Write or delete a key; if it changed or etcd did not answer, EcompError unless it has `new_value` now.
 
-    `previous` is None for a new key, `new_value` for one to delete.
+    `previous` is None for a new key; `new_value` is None to delete the key.
     """
     try:
         if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
@@ -155,7 +155,7 @@ MAX_PAUSE_SECONDS = 0.05
 
 
 def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
-    """Return a remark on limited classes that placement lacks yet, or ''; UsageError if malformed or impossible."""
+    """Return a remark on CUSTOM_ classes that placement lacks, or ''; UsageError if malformed or it lacks others."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -172,7 +172,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
     """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota().
 
-    `arguments` are like VCPU=10, or DISK_GB=none to remove a limit. Placement is not asked: see check_limits().
+    `arguments`: VCPU=10, or DISK_GB=none to remove a limit. Others stay. Placement is not asked: see check_limits().
     """
     try:
         new_limits = parse_limits(arguments)
