@@ -1,7 +1,7 @@
 """Disable, enable and drain a compute, which destroys nothing, and forget one that is gone for good.
 
-Forgetting reads both planes and refuses while an instance lives there. It releases claims, deletes keys while the
-compute is silent (each transaction compares that), and the provider last: after a kill the same command continues.
+Forgetting reads both planes and refuses while an instance lives there. It releases claims, deletes keys (each
+transaction compares that the compute is silent), the provider, and the host name: after a kill the command continues.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow the placement on a compute again; return a sentence. NotFound unless ecompute made its provider."""
+    """Allow placement on a compute, after its next start if not alive; return a sentence. NotFound as disable()."""
     _check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
@@ -75,10 +75,9 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
-    """List the instances on a compute or with a claim there: their number, then a line each."""
-    consumers = allocations.read_provider_allocations(
-        placement, compute
-    )  # first: later deliveries are then seen as requests
+    """Return lines on the instances on a compute or with a claim there: their number, then each. Raises NotFound."""
+    # First: later deliveries are then seen as requests.
+    consumers = allocations.read_provider_allocations(placement, compute)
     etcd = read_survey(store).etcd
     instances = sorted(list_present(compute, etcd) | consumers.keys())
     lines = [f'{display_name}: {_format_count(len(instances))} there']
@@ -96,9 +95,9 @@ def wait_until_drained(
     deadline: Deadline,
     report: Callable[[str], None],
 ) -> None:
-    """Return once a compute, which the caller has disabled, has no request or claim, nor one in flight to it.
+    """Return once a compute, which the caller has disabled, has no request or claim, and earlier attempts are finished.
 
-    `report` is called about once a second. StillGoing at the deadline: the compute stays disabled.
+    It takes at least MAX_OFFER_AGE_SECONDS. `report` is called each second. StillGoing at the deadline, NotFound.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
@@ -188,9 +187,9 @@ def forget(  # noqa: PLR0913
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
 
     `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
-    an instance lives there, its provider stays, or keys keep changing. Conflict, too, unless `fenced` (the operator
-    confirms that the machine is off for good), for a compute with claims, or known to placement while any request is
-    queued: it may run these instances (rule 13; after a restore of both planes no claim may show that).
+    an instance lives there, its provider stays, or keys keep changing. `fenced`: the operator confirms that the machine
+    is off for good. Otherwise Conflict for a compute with claims, or known to placement while any request is queued,
+    too: it may run these instances (rule 13; after a restore of both planes no claim may show that).
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 
@@ -281,7 +280,7 @@ class _Removal:
     report: Callable[[str], None]
 
     def remove(self, survey: Survey, remaining: Leftovers) -> None:
-        """Remove and report the leftovers; _StaleReadError if a key or claim changed or the compute is alive."""
+        """Remove and report leftovers; _StaleReadError if the compute is alive, and errors of the methods below."""
         silent = read_silence_condition(self.store, self.compute)
         if silent is None:
             raise _StaleReadError
