@@ -40,10 +40,10 @@ MAX_OFFER_AGE_SECONDS = 2.0
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Connect to placement and query it in a thread; the future has both results, or raises their error.
+    """Connect to placement and query it in a thread; the future gets client and offer, or raises their error.
 
     For query None the offer is empty and never fresh. `slow`: see Placement. Imports and waiting take most of a claim's
-    time: placement's modules come first, so that it works on the query while those for etcd are imported.
+    time: placement's modules come first, so that placement answers while those for etcd are imported.
     """
     from concurrent.futures import Future  # not for commands that use etcd only
 
@@ -68,9 +68,10 @@ MAX_NAMES_IN_ERROR = 5
 
 
 class InstanceEntries(NamedTuple):
-    """An instance's record, made from its request if there is none, and its entries in etcd.
+    """An instance's record, made from its request or queue entry if there is none, and its entries in etcd.
 
-    `record_entry` is None until a compute has written a record; in a queue only `queue_entry` is set.
+    `record_entry` is None until a compute has written a record. In a queue only `queue_entry` is set, and
+    `record_entry` if the uuid was used before.
     """
 
     record: Record
@@ -88,7 +89,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """The order (a queue entry's, if queued), with the record's values first; None without a valid request."""
+        """The request's or queue entry's order, with values replaced by the record's; None if malformed or missing."""
         order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
             from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
@@ -104,7 +105,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def is_destroying(self) -> bool:
-        """True once a destroy is accepted and until its request is removed."""
+        """True if the request is a tombstone: a destroy is accepted and not finished."""
         request = self.request
         return request is not None and request.is_tombstone
 
@@ -157,7 +158,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
 
 def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
-    """Raise Conflict if the instance is known to have another name: any compute may write any name's key."""
+    """Raise Conflict if the instance is known to have another name or none: any compute may write any name's key."""
     try:
         entries = find(store, instance, key_index)
     except Unreadable:
@@ -272,7 +273,7 @@ def read_record(entry: Entry) -> Record:
 
 
 def _make_scheduled_record(entry: Entry) -> Record:
-    """Make the record to show for a request without one; its fault says if it is invalid."""
+    """Make the record to show for a request without a record; for an invalid one its fault is the reason."""
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
     if isinstance(request, InvalidRequest):
@@ -282,9 +283,8 @@ def _make_scheduled_record(entry: Entry) -> Record:
 
 def read_queued_record(entry: Entry) -> Record:
     """Make the record to show for an entry in a queue, malformed or not."""
-    from ecomp.model.queue import (
-        make_queued_record,  # its imports take 5 % of a claim's time, and a claim rarely needs them
-    )
+    # Its imports take 5 % of a claim's time, and a claim rarely needs them.
+    from ecomp.model.queue import make_queued_record
 
     return make_queued_record(entry.key, entry.value)
 
@@ -301,14 +301,14 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Return the change, unwritten, that takes these names; Conflict if another living instance has one, Unreadable."""
+    """Return an unwritten change that takes names ({instance: name or None}); errors as check_name_is_free()."""
     named = {name: instance for instance, name in names.items() if name is not None}
     conditions = [check_name_is_free(store, name, instance) for name, instance in named.items()]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
 def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
-    """Return the condition that a name stays free or our own; Conflict if another living one has it, Unreadable."""
+    """Return the condition that a name's key stays as it is; Conflict if another living one has it, Unreadable."""
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:

@@ -54,8 +54,8 @@ def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Ec
 def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
-    A whole uuid is not checked: see check_compute_exists(). Only a prefix needs placement. Raises NotFound, UsageError
-    ('' or several uuids), Conflict (several computes with this host name), and the errors of etcd and placement.
+    A whole uuid is made canonical, not checked: see check_compute_exists(). Only a prefix needs placement. Raises
+    NotFound, UsageError ('' or several uuids), Conflict (several computes with this host name), and backends' errors.
     """
     full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
@@ -87,7 +87,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
 
 
 def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
-    """Raise NotFound for a uuid unknown to etcd and placement, which it may ask; call it after a failed lookup."""
+    """Raise NotFound for a uuid unknown to etcd and placement, which it may ask; no-op if the argument is no uuid."""
     full_uuid = _parse_uuid(argument)
     if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:
         return
@@ -108,7 +108,7 @@ def make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
 
 
 def _parse_uuid(argument: str) -> str | None:
-    """Return an argument as a uuid in canonical form; None if it is no uuid."""
+    """Return an argument, a uuid in any form, in canonical form; None if it is no uuid."""
     import uuid
 
     try:
@@ -125,7 +125,7 @@ def read_computes(store: Store) -> Computes:
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
-    """Return {instance: text} for claims on silent computes (rule 13), as far as placement answers; raises nothing."""
+    """Return {instance: text} for claims on silent computes (rule 13), as far as `store.claims`, if set, answers."""
     claims: dict[str, str] = {}
     with suppress(EcompError):
         for compute in (
@@ -205,7 +205,7 @@ def find_guest_access(store: Store, instance: str) -> GuestAccess:
 
 
 def read_names(store: Store) -> Mapping[str, str]:
-    """Read {name: instance}, without malformed keys."""
+    """Read {name: instance}, without malformed names and values."""
     instances = {}
     for key, entry in store.snapshot(keys.NAMES).entries.items():
         with suppress(ValueError):
