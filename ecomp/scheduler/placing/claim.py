@@ -89,7 +89,7 @@ MAX_CONCURRENT_CALLS = 2
 
 @dataclass(frozen=True)
 class Claimer:
-    """Claims for one attempt, while `is_attempt_ours` returns True.
+    """Claims for one attempt. Before a call is repeated, `is_attempt_ours` must return True.
 
     Generations of its claims exceed what `read_highest_released` returns: see allocations.claim(). It may move a claim
     of `movable` instances, which it made; `foreign` instances, which another attempt claimed, never become movable.
@@ -105,10 +105,10 @@ class Claimer:
     foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim the candidates, at least one, for which there is room; return the instances that hold theirs.
+        """Claim those of one or more candidates for which there is room; return the instances that hold theirs.
 
-        Those without room are logged. On an error it waits for the calls in flight and keeps their claims; it raises
-        UnknownOutcome rather than Unreachable, ClaimedElsewhere, Conflict or PlacementRefusal.
+        The others are logged. On an error it waits for the calls in flight and keeps their claims. Raises Unreachable,
+        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, UnknownOutcome first.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
@@ -182,7 +182,7 @@ class Claimer:
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim for concurrent calls of MAX_INSTANCES_PER_CALL at most; a compute's instances stay together.
+    """Split a claim for concurrent calls of MAX_INSTANCES_PER_CALL at most; more on one compute stay together.
 
     There is one part if two would share a provider, such as a shared disk: their calls would conflict.
     """
@@ -331,7 +331,7 @@ def deliver(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Grant a lease for user-data or refresh its key's; return the write ([] for None), and the lease granted or 0."""
+    """Refresh the lease of user-data's key or grant one; return the write ([] for None), and the lease granted or 0."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)

@@ -143,9 +143,8 @@ def create(  # noqa: PLR0913
     """Place the instances of an order; return {instance: outcome} of those that are placed.
 
     `backend` brings placement and the candidates. In a cluster of more than `sample_above` computes a few are tried
-    first (None: never), and `on_cluster_size` gets their number if it is read. `owner` (host, pid, time) identifies
-    this process. `resume`: the user gave the uuid; what was delivered under it is returned, and no more placed. `now`
-    returns ISO times.
+    first (None: never). `on_cluster_size` gets the number of all if they are read. `owner`: our host, pid and time.
+    With `resume` (the user gave the uuid) earlier deliveries are returned, if any, and no more placed. `now`: ISO time.
 
     Raises NoCapacity (TooFew, OverQuota), PlacementRefusal, UsageError (set too large for etcd, query lacks what a
     guest needs), Conflict or ClaimedElsewhere (uuid or name used otherwise, taken over), Unreachable, with what was
@@ -213,8 +212,8 @@ class Attempt:
     """One run of create(), a method for each step; other data is read when it is first needed.
 
     Its key is on `lease`, with `revision` once it is written; see create() for arguments. undo() releases the claims of
-    these `attempted` instances: `movable`, which this attempt made (it moves no others, rule 13), and `unclaimed`, with
-    no claim after the announcement and none of another attempt since. claim() sets `placement`.
+    `attempted` instances that are `movable` (no other attempt made their claims; others are not moved, rule 13) or
+    `unclaimed` (no claim after the announcement, and none of another attempt since). claim() sets `placement`.
     """
 
     store: Store
@@ -283,7 +282,7 @@ class Attempt:
         return self._claim_offered(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver what is claimed (`scheduled_at`: ISO), release others, revoke the lease; return {instance: outcome}.
+        """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
 
         Raises Excluded (group, quota), _DeliveryRefusedError (not our attempt now), Conflict (a name), UnknownOutcome.
         """
@@ -323,7 +322,7 @@ class Attempt:
         return outcome
 
     def _claim_sampled(self, terms: Terms) -> ClaimedSet | None:
-        """Claim on a sampled compute; None with `resume`, or if all computes have to be considered."""
+        """Claim on a sampled compute; None if sampling is off, the attempt resumes, or no sampled compute will do."""
         if self.sample_above is None or self.resume:
             return None
         placer = SampledPlacer(self.claimer, self.order, self.rng, self.attempted)
@@ -426,6 +425,7 @@ class Attempt:
         return self._computes
 
     def get_display_name(self, compute: str) -> str:
+        """Return a compute's host name (see Computes.format_name()); the first call reads etcd."""
         return self.read_computes().format_name(compute)
 
     def is_ours(self, compute: str) -> bool:
@@ -444,12 +444,12 @@ class Attempt:
         return allocations.read_candidates(self.placement, self.order.query or '')
 
     def read_highest_released(self, instances: Collection[str]) -> int:
-        """Return the highest generation at which a claim of these was released; 0 if none."""
+        """Return the highest generation at which a claim of these was released; 0 if none, or if not resuming."""
         # A uuid that was generated here is new to all others.
         return read_highest_released(self.store, instances) if self.resume else 0
 
     def count_in_flight(self) -> tuple[int, int]:
-        """Count the instances that older attempts place, and newer ones."""
+        """Count the instances that older attempts place, and those of newer attempts."""
         return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
 
 

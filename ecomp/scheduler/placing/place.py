@@ -1,11 +1,11 @@
 """Claim places for the instances of an order, within its group and its quota; or plan it.
 
-The first places are left to older attempts, which are read before placement is queried: each is counted, or finished
-and its places not offered. One that claims in between counts twice, so one usable place stays free.
+The first places are left to older attempts in flight, which are counted before placement is queried. The places of a
+finished attempt are not offered. Nor are those of one that was counted and has claimed: usable places then stay free.
 
-In a large cluster SampledPlacer tries one instance without a group first: a query about all computes takes time in
-proportion to their number. It reads a few presences from a random uuid on, and queries placement about the best hints;
-placement decides. A compute after a large gap between uuids is sampled more often, but fills up and then ranks low.
+In a large cluster SampledPlacer places one instance without a group, if it can: a query about all computes takes time
+in proportion to their number. It reads a few presences from a random uuid on, and queries placement about the best
+hints. A compute after a large gap between uuids is sampled more often, but fills up and then ranks low.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few).
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few). May sleep.
 
-        Before the first one, True if others are in flight and fewer than MIN_SPARE_PLACES are left. Later, if too few
-        are left and some are ahead: True after sleeping (MAX_PAUSE_SECONDS), False once MAX_REFRESHES brought no fewer.
+        Before the first refresh: if others are in flight and fewer than MIN_SPARE_PLACES are left. Later: if too few
+        are left and some are ahead, after a pause, until MAX_REFRESHES calls in a row found no fewer ahead.
         """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
@@ -101,10 +101,10 @@ class Placer:
     """Claims places for one attempt. A claim in a wrong place stays until it is moved.
 
     If it were released and claimed again, a late release by another process could meet its generation (rule 3).
-    `refresh_offer` queries placement again; `count_in_flight`: see Contention; `is_ours`: a compute of this cluster,
-    alive or not; `attempted` may hold a claim, however the attempt ends. `candidate_count` is the most computes, in any
-    query, that could have taken an instance: 0 before place(), then at least 1. `claimed_elsewhere`, {instance:
-    compute} of another attempt's claims, are not placed.
+    `refresh_offer` queries placement again; `count_in_flight`: see Contention. `is_ours` recognizes a compute of this
+    cluster, alive or not. `attempted` instances may hold a claim, however the attempt ends. `candidate_count` is the
+    most computes, in any query, that could have taken an instance: 0 before place(), then at least 1. The instances of
+    `claimed_elsewhere`, {instance: compute} of another attempt's claims, are not placed.
     """
 
     claimer: Claimer
@@ -231,7 +231,7 @@ class Placer:
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count what the quota allows, at most order.count (all without candidates). Raises OverQuota, UsageError."""
+    """Count what the quota allows, at most order.count; without candidates, order.count. OverQuota, UsageError."""
     for candidate in candidates:
         check_complete(candidate.allocations)
     if not candidates:
@@ -286,7 +286,7 @@ def check_complete(allocations: Allocations) -> None:
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute to try, its `weight` (None: not weighed) and `rooms`, one instance's `amounts`, how many go there."""
+    """A compute to try, its `rooms`, `weight` (None: not weighed), an instance's `amounts` on it, how many go there."""
 
     compute: str
     hostname: str | None
@@ -347,7 +347,7 @@ HINT_ERROR = 0.02
 
 @dataclass
 class SampledPlacer:
-    """Claims for one instance on a sampled compute; `fitting` counts those with room by their hints."""
+    """Claims for one instance on a sampled compute; `fitting` counts the sampled ones with room by their hints."""
 
     claimer: Claimer
     order: SetOrder
@@ -358,8 +358,8 @@ class SampledPlacer:
     def place(self, store: Store, terms: Terms, min_cluster_size: int) -> dict[str, Candidate]:
         """Claim the instance on a sampled compute; {} if placement has to be queried about all.
 
-        Sampling needs one instance without a group, amounts alone and more than `min_cluster_size` computes. Raises
-        OverQuota, UsageError, and the errors of etcd, placement and the claim.
+        Sampling needs one instance without a group, a query of amounts alone, not FIRST, and more than
+        `min_cluster_size` computes. Raises OverQuota, UsageError, and the errors of etcd, placement and the claim.
         """
         amounts = get_sampleable_amounts(self.order.query or '', self.order.count, self.order.weigh)
         if amounts is None or terms.group is not None:
@@ -384,7 +384,7 @@ class SampledPlacer:
     def _claim_best(self, free_shares: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
         """Claim on the best sampled compute; return {instance: candidate}, or {} if on none.
 
-        It queries MAX_QUERIES at most; after MAX_STALE_HINTS (not offered, or taken) it tries those offered so far.
+        It queries MAX_QUERIES computes at most. After MAX_STALE_HINTS wrong hints it only tries those offered so far.
         """
         weigh = self.order.weigh
         ranked = self.rng.sample(sorted(free_shares), len(free_shares))
@@ -409,7 +409,7 @@ class SampledPlacer:
         return choose(offer, [compute], self.order.weigh, self.rng).candidates
 
     def _claim_candidate(self, candidate: Candidate, terms: Terms) -> dict[str, Candidate]:
-        """Claim it: {instance: candidate}, or {} without room. OverQuota, UsageError, or as claim_what_fits()."""
+        """Claim: {instance: candidate}, or {} without room. OverQuota, UsageError, or errors as claim_what_fits()."""
         count_to_place([candidate], terms, self.order)  # OverQuota, UsageError
         instance = self.order.instance
         self.attempted += [instance] if instance not in self.attempted else []
@@ -417,10 +417,10 @@ class SampledPlacer:
 
 
 def get_sampleable_amounts(query: str, count: int, weigh: str) -> Resources | None:
-    """Return {class: amount} to ask a sampled compute for; None unless amounts alone, one instance, and not FIRST."""
+    """Return the query's {class: amount}; None if it has anything else, for several instances, and for FIRST."""
     return parse_plain_amounts(query) if count == 1 and weigh != FIRST else None
 
 
 def _compute_weight(free_share: float, weigh: str) -> float:
-    """Return the weight, 0 to 1: the used share for PACK, otherwise the free one."""
+    """Return the weight of a free share, 0 to 1: for PACK the used share, otherwise the free one."""
     return 1 - free_share if weigh == PACK else free_share
