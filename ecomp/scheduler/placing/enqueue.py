@@ -39,8 +39,8 @@ from ecomp.store.sharing import (
 class QueuePosition:
     """The state of a queued request; `before` counts the older ones of its flavor, `taker` is the compute taking it.
 
-    `lacks` is {compute: what it lacks} of those that take from queues; `unknown_reason` is why that is not known.
-    Without its flavor (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`.
+    `lacks` is {compute: what it lacks, or that it has room} of those that take from queues, {} if `unknown_reason` says
+    why that is unknown. A request without its flavor is taken by no compute, one with a claim only by `claimed_on`.
     """
 
     flavor: str
@@ -105,7 +105,7 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
 
 
 def has_taker(store: Store) -> bool:
-    """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues."""
+    """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues; others are not read."""
     entries, _ = store.sample(keys.COMPUTES, keys.COMPUTES, TAKER_SAMPLE_SIZE)
     return any(parse_presence(entry.value).queues for entry in entries if entry.lease)
 

@@ -1,8 +1,8 @@
 """Explain a refusal: what each compute lacks, and the smallest change that fits.
 
-It takes MAX_CALLS to placement in a cluster of any size. One call returns the free amounts of all providers that have
-any of one class free. A full provider is in no answer: a living compute's hint gives its size, others are read one by
-one while calls are left. The last calls read the limits of the nearest computes.
+It makes at most MAX_CALLS to placement in a cluster of any size. One call returns the free amounts of all providers
+that have any of one class free. A full provider is in no answer: a living compute's hint gives its size, others are
+read one by one while calls are left. The last calls read the limits of the nearest computes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ProviderFacts:
         living: Mapping[str, PresenceFacts],
         extra_used: Mapping[str, Sequence[Resources]],
     ) -> dict[str, Provider]:
-        """Read these providers while calls are left; other providers, and unlisted ones, are left out.
+        """Read these providers while calls are left; those not read or not listed are left out.
 
         `living` is {compute: presence}; `extra_used` is added to their usage. Raises placement's errors, and
         UnsupportedQueryError if too many aggregates are involved.
@@ -206,7 +206,7 @@ class ProviderFacts:
     def _infer_full(
         self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found_providers: Mapping[str, Provider]
     ) -> dict[str, Provider]:
-        """Return those that are full by their hint; a spare call marks disabled ones. {} if other traits matter."""
+        """Return those that are full by their hint; a spare call marks disabled ones. {} if the query names traits."""
         if self._trait_constraints - {NOT_DISABLED}:
             return {}  # hints do not contain traits
         full = {
@@ -226,7 +226,7 @@ class ProviderFacts:
         return full
 
     def _is_full(self, hint: Hint) -> bool:
-        """Return whether the hint or later calls show each of its requested classes used up, and none overcommitted."""
+        """Return True if hint and later calls show all requested classes it has, if any, used up, not exceeded."""
         free = [(amount.name, hint[amount.name].free_percent) for amount in self._amounts if amount.name in hint]
         return all(hundredths == 0 or (hundredths > 0 and name in self._exhausted_classes) for name, hundredths in free)
 
@@ -251,7 +251,7 @@ class ProviderFacts:
         return replace(provider, aggregates=aggregates, is_standalone=listings is None or listings.is_alone)
 
     def _count_reserved_calls(self, found_providers: Iterable[Provider]) -> int:
-        """Count the calls kept for is_offered(): ADVICE_CALLS, but 0 if no other query fits any provider found."""
+        """Count the calls kept for is_offered(): ADVICE_CALLS; 0 if there are providers, but no changed query fits."""
         has_providers = False
         for provider in found_providers:
             has_providers, cures = True, find_miss(self._constraints, provider).cures
@@ -301,7 +301,7 @@ class ProviderFacts:
         return found_providers
 
     def _read_limits(self, provider: Provider) -> Provider:
-        """Return the provider with its UNIT_LIMITS, read with one call; unchanged if it is gone."""
+        """Return the provider with its UNIT_LIMITS, unchanged if it is gone; takes one call, even if none is left."""
         self._calls_left -= 1
         self._known_providers.pop(provider.uuid, None)
         with suppress(NotFound):
@@ -317,7 +317,7 @@ class ProviderFacts:
 
 
 def _may_have(hint: Hint | None, name: str) -> bool:
-    """Return True unless a hint says that nothing of the class is free."""
+    """Return True unless there is a hint, and it lacks the class or has nothing of it free."""
     return hint is None or (name in hint and hint[name].free_percent > 0)
 
 
@@ -385,8 +385,8 @@ class Refusal:
 def list_reasons(store: Store, placement: Placement, refusal: Refusal, max_calls: int = MAX_CALLS) -> list[str]:
     """Return a line for each compute, the closest host, and the smallest change that fits.
 
-    Of more than MAX_LISTED_COMPUTES only the nearest have one. No change is advised if a compute has room again; with
-    `taken` the change is a smaller --count. An unsupported query gives one line. Raises etcd's and placement's errors.
+    Of more than MAX_LISTED_COMPUTES only the nearest have one; with --on only its own. No change is advised if one has
+    room again; with `taken` a smaller --count is. An unsupported query gives one line. Raises the backends' errors.
     """
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
@@ -490,7 +490,7 @@ def _examine(
     known_computes: Computes,
     refusal: Refusal,
 ) -> tuple[dict[str, str], list[Miss]]:
-    """Return {provider: what it lacks ('': no compute)} and the misses, of those read. Errors as facts.find()."""
+    """Return {provider: what it lacks ('': no compute)}, if read or unlisted, and misses. Errors as facts.find()."""
     takers = [candidate.compute for candidate in refusal.taken]
     extra_used: dict[str, list[Resources]] = {}
     for candidate in refusal.taken:
@@ -521,7 +521,7 @@ def _examine(
 
 
 def _describe_miss(result: Miss, display_name: str, taken_count: int) -> str:
-    """Describe what a compute lacks, without its name; `taken_count` members of the set fit."""
+    """Describe what a compute lacks, or that it has room, without its name; `taken_count` members of the set fit."""
     # Two hosts of one name are shown with their uuid, and then the command takes only the uuid.
     cure = f' (eschedule {_format_enable_command(result, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in result.failures)
