@@ -30,7 +30,7 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield a start's UsageErrors as text: of ratios; if `has_placement` and it answers, also of traits and classes."""
+    """Yield, as text, a start's UsageErrors about ratios and, if `has_placement` and it answers, traits and classes."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     try:
         provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
@@ -55,7 +55,7 @@ def find_missing_images(config: ComputeConfig) -> str:
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
-    """Collect the facts for health.check_machine(); an EcompError of libvirt becomes a reason."""
+    """Collect health.check_machine()'s facts; libvirt's errors become reasons. `has_placement`: see find_refusals()."""
     libvirt_state, no_libvirt, no_library = None, '', ''
     try:
         from ecomp.virt.libvirt_host import probe_libvirt
@@ -84,7 +84,7 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
-    """Read owner and uuid (None and '' if unreadable), and the free bytes, of a parent if the directory is missing."""
+    """Read owner and text of `uuid` (None, '' if unreadable), and the free bytes where the directory is or will be."""
     owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid

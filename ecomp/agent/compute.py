@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Save and log the end of each remembered instance without request, guest and living record. Raises etcd's errors.
+    """Save and log the end of each instance in `memory` without request, guest or living record. Raises etcd's errors.
 
     An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
-    would reserve its address at every start. A malformed record counts as living. Builds without a record are left out.
+    would reserve its address at every start. Malformed records, and builds without record or failure, count as living.
     """
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
@@ -73,7 +73,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Reserve missing addresses of active and stopped instances again, or others instead; log each, and BuildFailed."""
+    """Reserve missing addresses of active and stopped instances again, or other ones; log each and each BuildFailed."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
@@ -119,9 +119,9 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Open libvirt and start this machine's networks, metadata server, workers and scrubber; `at_exit` ends all.
+    """Open libvirt, start networks, metadata server and scrubber, make workers; `at_exit` ends all but the networks.
 
-    Nothing is changed before `admit` returns. Raises its errors and libvirt's; EcompError without a metadata server.
+    Nothing is changed before `admit` returns. Raises its errors, libvirt's and serve_metadata()'s.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -157,7 +157,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the inventory, measured unless `fake`, then set by `inventory:`; UsageError if a ratio lacks its class."""
+    """Return the measured inventory (`fake`: none), with `inventory:` replacing or adding classes; see add_ratios()."""
     measured = {}
     if not fake:
         measured = provider.make_inventory(
@@ -199,7 +199,8 @@ HOSTNAME_CHECK_MINUTES = 10
 class PlanningLoop:
     """Plans for one compute from begin() to drain(); run() tends the process's workers until stop().
 
-    `remote_checks` are periodic checks, by activity, in another thread than plans. on_planned() is called in each plan.
+    The periodic checks run first after `first_check_seconds`; those of `remote_checks`, {activity: check}, in another
+    thread than plans. on_planned() is called in each plan.
     """
 
     host: HostServices
@@ -236,12 +237,12 @@ class PlanningLoop:
         self._plan_job.schedule()  # for wake-ups before this
 
     def run(self, notify_alive: Callable[[], float]) -> None:
-        """Tend the workers of the whole process until stop(); notify_alive() returns seconds until its next call."""
+        """Tend the process's workers until stop(); each round calls notify_alive() for the longest wait in seconds."""
         while not self._is_stopping:
             self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
     def drain(self) -> None:
-        """Start nothing more, stop builds, and wait without a timeout for the tasks in flight."""
+        """Start nothing more, stop builds; tend the workers until no plan or task is in flight, without a timeout."""
         self._is_stopping = True
         self._plan_job.cancel()
         self._remote_job.cancel()
@@ -282,7 +283,7 @@ class PlanningLoop:
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
-        """Plan once; return when (monotonic) to plan again: inf if ending, after a back-off if an error was logged."""
+        """Plan once; return when (monotonic) to plan again, inf if ending. After a logged error checks are due, too."""
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -294,7 +295,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
-        """Start due tasks and checks; return when (monotonic) to plan again. Raises what step() and on_planned() do."""
+        """Start due tasks and checks if requests were read; return when (monotonic) to plan again. Raises as step()."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
@@ -332,7 +333,7 @@ class PlanningLoop:
         return math.inf
 
     def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
-        """Run a check unless ending; return False after a failure, which is reported unless the loop is now ending."""
+        """Run a check, unless ending; return False only after a failure, which is reported unless now ending."""
 
         def work() -> bool:
             check()
@@ -346,9 +347,9 @@ class PlanningLoop:
 class Environment:
     """The parts and settings of a process that all its computes share.
 
-    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Without
-    `is_familiar_etcd` (etcd is the remembered one) they are read-only from the start (rule 10). They write the revision
-    `accepted_revision`, at which etcd was accepted, to etcd; 0: none, or written already. `first_seen_revision`: see
+    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. With
+    `is_familiar_etcd` etcd is the remembered or first one; else they are read-only from the start (rule 10). They write
+    `accepted_revision`, at which etcd was accepted, to etcd (0: none, or written already). `first_seen_revision`: see
     Puller. The first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an
     etcd connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
     """
@@ -399,7 +400,7 @@ class Compute:
     def register(self) -> None:
         """Check that this compute may run here, save its identity, register it in placement, and make its parts.
 
-        Then it corrects the memory by etcd, and DHCP by the memory. In an unfamiliar etcd it only makes the parts.
+        It also corrects the memory by etcd, and DHCP by the memory. In an unfamiliar etcd it only makes the parts.
         Raises Conflict if another ecompute is this compute, or a compute that is not alive has guests here; UsageError
         for a wrong configuration. Errors of etcd, placement and the hypervisor are raised.
         """
@@ -462,7 +463,7 @@ class Compute:
             self.queues = PullLoop(puller, self._failures, threads)
         token, audits = hash_token(self._token), self._environment.audits
         self.answerer = AuditAnswerer(
-            self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads
+            self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._check_removable, threads
         )
 
     def start(self) -> None:
@@ -506,7 +507,7 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def on_requests(self, state: Entries) -> None:
-        """Replace this compute's requests, and schedule a plan."""
+        """Replace this compute's requests, for plans and takes, and schedule a plan."""
         self._requests = state
         self.daemon.on_state(state)
         if self.queues is not None:
@@ -587,7 +588,7 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _publish_room(self) -> None:
-        """Publish the room hint; None before requests are read, and while disabled, ending or read-only."""
+        """Set the presence's room hint; None before requests are read, and while disabled, ending or read-only."""
         held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
         self._presence.add_fields(
@@ -598,8 +599,8 @@ class Compute:
         """Return False while this compute ends or is read-only."""
         return not self.daemon.is_ending()
 
-    def _may_remove(self, instance: str) -> bool:
-        """Return False while read-only, or if `instance` ('': none) is remembered; raise etcd's errors."""
+    def _check_removable(self, instance: str) -> bool:
+        """Check etcd's identity, raising errors; return False if read-only or `instance` ('': none) is remembered."""
         self._store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 

@@ -83,7 +83,7 @@ class Process:
     def register(self) -> None:
         """Lock the state directory, recognise etcd or adopt a first one, and register each compute.
 
-        Raises UsageError if a system limit is too low, and errors of Identity, etcd, placement and Compute.register().
+        Raises UsageError if a system limit is too low; errors of Identity, KnownEtcd, backends and Compute.register().
         """
         config, at_exit = self.config, self.at_exit
         _check_limits(self.count or 1)
@@ -194,7 +194,7 @@ class Process:
             compute.daemon.stop()
 
     def _register_one(self, number: int) -> None:
-        """Make and register the compute `number` (from 1); with `count` its state has a subdirectory of its own."""
+        """Make and register the compute `number` (from 1); with `count` its state directory is <state>/<number>."""
         config, state, store = self.config, self._state, self._store
         with ExitStack() as stack:
             if self.count is not None:
@@ -221,7 +221,7 @@ class Process:
                 candidate.on_requests(changed.get(candidate.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
-        """Pass presence keys to the offers, and to computes whose own key changed or is missing."""
+        """Pass presence keys to the offers (with `queues:`), and to computes whose own key changed or is missing."""
         if self.config.queues:
             self._offers.on_computes(state)
         before, self._presence_state = self._presence_state, state
@@ -260,7 +260,7 @@ class Process:
 
 
 def _check_limits(compute_count: int) -> None:
-    """Raise UsageError for a system limit too low for this many computes, as a library or a thread would fail."""
+    """Raise UsageError if a soft limit is too low for this many computes: a library or thread would fail later."""
     for limit, base, further, unit, where in REQUIRED_LIMITS:
         minimum = base + further * (compute_count - 1)
         soft, _ = resource.getrlimit(limit)
@@ -288,7 +288,7 @@ def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
-    """Log a warning for each plain-text backend and exposed secret file, and a vulnerable etcd; ignore its errors."""
+    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd; etcd's errors are ignored."""
     for host in list_cleartext_hosts(config.etcd, config.placement):
         text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
         log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)
