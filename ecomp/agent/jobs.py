@@ -153,7 +153,7 @@ class FailureLog:
     def attempt(
         self, activity: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
-        """Return the result of `work`; None after any Exception, which is reported unless moot.
+        """Return the result of `work`; None after any Exception, which is reported unless is_moot() is then true.
 
         Success is reported, too. What is not an EcompError is logged each time, with its traceback.
         """
@@ -172,7 +172,7 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried; `other_activity` takes over its failure of a backend."""
+        """Forget an activity that is not retried; `other_activity`, unless failing, takes over a backend's failure."""
         with self._lock:
             loss = self._failing.pop(activity, None)
             if loss is not None and loss.is_backend:
@@ -245,13 +245,13 @@ class DaemonThreadPool:
             self._work.put(work)
 
     def close(self) -> None:
-        """Let the threads end after the work that was submitted."""
+        """Let the threads end after the work that was submitted; later work may never be called."""
         with self._lock:
             for _ in range(self._threads):
                 self._work.put(None)
 
     def _run(self) -> None:
-        """Call queued work until there is a None in the queue; log its exceptions. The body of a thread."""
+        """Call queued work until there is a None in the queue; log its Exceptions. The body of a thread."""
         while (work := self._work.get()) is not None:
             with self._lock:
                 self._idle, self._queued = self._idle - 1, self._queued - 1
@@ -267,7 +267,7 @@ class DaemonThreadPool:
 class ScheduledJob:
     """Calls `work` in a thread of `pool`, one run at a time.
 
-    `work` returns when (monotonic) it is due again, or inf. If it raises or finds no thread, it is RETRY_SECONDS later.
+    `work` returns when (monotonic) it is due again, or inf. If it raises, or has no thread, it is due in RETRY_SECONDS.
     """
 
     def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
@@ -306,7 +306,7 @@ class ScheduledJob:
             self._start_or_wait()
 
     def _start_or_wait(self) -> None:
-        """Submit the job if it is due, else set its timer; the caller holds `Threads.changed`."""
+        """Submit the job if due; else, or without a thread, set its timer. The caller holds `Threads.changed`."""
         now = time.monotonic()
         if self._due <= now:
             self._due, self.is_busy = math.inf, True

@@ -24,7 +24,7 @@ from ecomp.store.client import Entry
 
 
 class Work(NamedTuple):
-    """A planned task, with its request and that key's revision as of the plan; the key may be gone since."""
+    """A planned task, and what the plan saw: request and revision (the key may be gone), guest, addresses by MAC."""
 
     task: Task
     revision: int
@@ -145,7 +145,7 @@ class Planner:
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Defer work that was begun to a later step, because no thread is available; log `reason`."""
+        """Defer work that was begun but has no thread, with a back-off; log `reason`."""
         self._finish(work)
         self.failures.report_failure(work.instance, EcompError(reason))
         self.deferrals.defer(work.instance)
@@ -235,7 +235,7 @@ class Planner:
             del self._in_flight[work.instance]
 
     def _process_finished(self) -> None:
-        """Note what finished since the last step: refusals, resumed guests, requests to shut down."""
+        """Note what finished since the last step: refusals, starts after a reboot, requests to shut down."""
         while not self._finished.empty():
             work, finished_at = self._finished.get()
             if work.task.kind is Kind.REFUSE:
@@ -305,7 +305,7 @@ class Planner:
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
         """Save which instances are unhandled since the reboot; report an OSError as a failure.
 
-        An instance is handled once its guest runs, its record is not active, or its request is gone.
+        An instance is handled once its request is gone or, unless `busy`, its guest runs or its record is not active.
         """
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
@@ -318,7 +318,7 @@ class Planner:
             self.failures.report_success(SAVING_UNHANDLED)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
-        """Parse changed requests, update what they hold; refuse new ones, but no tombstones, beyond MAX_REQUESTS."""
+        """Parse changed requests, sum `held_resources`; refuse new ones, except tombstones, beyond MAX_REQUESTS."""
         before = self._wishes
         self._wishes = {}
         prefix = keys.request_prefix(self._instances.compute)
@@ -347,7 +347,7 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the records, and the instances whose record cannot be read, which is reported. Raises Unreachable.
+        """Return the existing records, and instances whose record is unreadable, which is reported. Raises Unreachable.
 
         Neither has busy instances, names that are no uuids, or malformed records of instances to be destroyed.
         """
@@ -373,7 +373,7 @@ class Planner:
         return records, unreadable
 
     def _read_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return a guest's addresses by MAC; {} after a logged error. Raises Unreachable."""
+        """Return a guest's addresses by MAC; {} after an error, which is reported. Raises Unreachable."""
         activity = READING_ADDRESSES % instance
         try:
             addresses = self._instances.hypervisor.find_addresses(instance)
@@ -386,7 +386,7 @@ class Planner:
         return addresses
 
     def _end_without_request(self, instance: str) -> None:
-        """End a build whose request was deleted, no-op for others; keep a finished guest; log errors."""
+        """End a build whose request was deleted, but keep a built guest; no-op for others. Errors are reported."""
         try:
             self._instances.end_without_request(instance, self._instances.hypervisor.list_guests().get(instance))
         except Superseded:
