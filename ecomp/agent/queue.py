@@ -66,7 +66,7 @@ SILENT_CACHE_SECONDS = 5.0
 
 
 class _Offer(NamedTuple):
-    """A queued request, when it was heard of (monotonic), and the computes' order to take it."""
+    """A queued request, when this process first saw it (monotonic), and the rank of each compute to take it."""
 
     place: WaitingEntry
     heard_at: float
@@ -123,7 +123,7 @@ class Offers:
         self.accepted_revision = find_accepted_revision(state.values())
 
     def find_silent(self, placement: Placement) -> list[str]:
-        """List uuids not proven alive, SILENT_CACHE_SECONDS old at most; log a new list. Raises placement's errors."""
+        """Return computes not proven alive, cached SILENT_CACHE_SECONDS; log a new list. Raises placement's errors."""
         with self._silent_lock:
             now = time.monotonic()
             if now - self._silent_read_at > SILENT_CACHE_SECONDS:
@@ -186,7 +186,7 @@ class Offers:
         return next_time
 
     def is_open(self, place: WaitingEntry, compute: str) -> bool:
-        """Return whether the compute may take the request now; False while a compute of this process is taking it."""
+        """Return whether the compute may take the request now; False while one here takes it, True without an offer."""
         if place.entry.key in self._in_flight:
             return False
         offer = self._offers.get(place.entry.key)
@@ -373,7 +373,7 @@ class Taker:
     def _move(self, place: WaitingEntry, taker_revision: int) -> tuple[bool, int]:
         """Move the request to our /hosts key; return whether it is there, and the revision of our taker key.
 
-        Raises Conflict if its group excludes this compute; other errors of etcd are raised.
+        Raises Conflict if its group excludes this compute. UnknownOutcome is resolved; other errors of etcd are raised.
         """
         waiting = place.entry
         queue_key, instance = waiting.key, waiting.instance
@@ -431,11 +431,10 @@ class Puller:
     """Chooses and takes requests for one compute; only on_hosts() is thread-safe.
 
     `may_take` returns False while nothing may be taken. `registered_inventory`, if not None, is the free room at first,
-    if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain. A
-    request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any compute is
-    silent, old requests are left alone, too: those from before the newest acceptance of etcd, or from before this
-    compute first saw or accepted etcd (`first_seen_revision`). The silent compute may have taken them before etcd and
-    placement were restored.
+    if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain or
+    disk. A request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any
+    compute is silent, requests not newer than the newest acceptance of etcd, or than when this compute first saw or
+    accepted etcd (`first_seen_revision`), are left alone, too. A silent compute may have taken them before a restore.
     """
 
     taker: Taker
@@ -469,7 +468,7 @@ class Puller:
         self._needs_cleanup = True
 
     def on_hosts(self, state: State) -> bool:
-        """Note this compute's requests; return whether some came or went other than by our moves: the room is stale."""
+        """Note this compute's requests; return whether others than those we moved came or went: the room is stale."""
         requested = {keys.get_last_part(key) for key in state}
         with self._lock:
             changed = (requested ^ (self._requested or set())) - self._own_moves
@@ -478,7 +477,7 @@ class Puller:
         return bool(changed)
 
     def reset(self) -> None:
-        """Have the next step read the room and release left claims: call this after a step that raised an error."""
+        """Have the next step read the room and release dead attempts' claims. Call this after a step that raised."""
         self._room_read_at, self._needs_cleanup, self._next_take = -math.inf, True, None
 
     def step(self) -> float:
@@ -552,7 +551,7 @@ class Puller:
         return ROOM_INTERVAL_SECONDS
 
     def _choose_next(self, backlog: Backlog) -> WaitingEntry | None:
-        """Choose the request to take next; None if none is open and fits. Read a stale room first, or if none fits."""
+        """Choose the next request, or None. If any is open, read the room if stale or, at intervals, if none fits."""
         if not any(self.offers.is_open(other, self._compute) for other in backlog.entries.values()):
             return None  # without a call to placement
         if self.registered_inventory is not None and self._requested == set():
@@ -581,7 +580,7 @@ class Puller:
         return place
 
     def _check_fit(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Return whether the request still fits this compute; first read the room if it is old, or else old traits."""
+        """Return whether the request still fits here; first read the room if it is old, or the traits if they are."""
         age = time.monotonic() - self._room_read_at
         if age > MAX_ROOM_AGE_SECONDS:
             self._read_room(backlog)
@@ -597,7 +596,7 @@ class Puller:
         return DISABLED not in traits
 
     def _choose_place(self, backlog: Backlog) -> WaitingEntry | None:
-        """Return a random one of the first open requests that fit the last room, not deferred or refused; or None."""
+        """Return a random one of the first `_choice_size` requests that are open and fit, not deferred or refused."""
         self._fits_by_query = queue.check_flavors(backlog.flavors, self._room, self._fits_by_query)
         takes = self._fits_by_query | {
             query: False for query, (provider, _) in self._refusals.items() if provider == self._room
@@ -644,7 +643,7 @@ class Puller:
         self._room_read_at, self._has_read_traits = started_at, True
 
     def _is_held_elsewhere(self, place: WaitingEntry) -> bool:
-        """If another compute's claim made a take fail, read placement; return whether another still holds a claim."""
+        """Return whether another compute still holds a claim that made a take fail. Read placement only if one did."""
         instance = place.entry.instance
         if instance not in self._claimed_elsewhere:
             return False  # a take finds out: its claim expects that nothing is held
@@ -654,11 +653,11 @@ class Puller:
         return instance in self._claimed_elsewhere
 
     def _is_older(self, place: WaitingEntry) -> bool:
-        """Return whether the request is older than `first_seen_revision` or any acceptance of etcd, see the class."""
+        """Return whether the request is no newer than `first_seen_revision` or the newest acceptance, see the class."""
         return place.revision <= max(self.first_seen_revision, self.offers.accepted_revision)
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
-        """Return whether a silent compute may run the request, taken before a restore. Raises placement's errors."""
+        """Return whether the request _is_older(), and a silent compute may run it. Raises errors of placement."""
         return self._is_older(place) and bool(self.offers.find_silent(self._placement))
 
     def _check_group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
@@ -685,7 +684,7 @@ class Puller:
             return False
 
     def _find_excluded(self, chosen: WaitingEntry, backlog: Backlog) -> list[WaitingEntry]:
-        """Read the queued requests' groups; return `chosen` and all others with a malformed or excluding one."""
+        """Read the queued requests' groups; return `chosen`, and others whose group is malformed or excludes them."""
         waiting = [(place, place.entry.group) for place in backlog.entries.values() if place.entry.group is not None]
         groups, unreadable = sharing.load_groups(self._store, {own.name for _, own in waiting})
         excluded = [
@@ -696,7 +695,7 @@ class Puller:
         return [chosen, *(place for place in excluded if place is not chosen)]
 
     def _take_if_fits(self, place: WaitingEntry, backlog: Backlog) -> bool:
-        """Take the request if it still fits; return whether it was taken. If its flavor is gone, defer all of those."""
+        """Take the request if it still fits; return whether it was taken. Defer all requests of a removed flavor."""
         if self._take(place, 0, partial(self._check_fit, place, backlog)):
             return True
         flavor, now = place.entry.flavor.name, time.monotonic()
@@ -710,8 +709,8 @@ class Puller:
     def _take(self, place: WaitingEntry, taker_revision: int, still_fits: Callable[[], bool]) -> bool:
         """Take the request, or note why that failed; return whether it is ours now.
 
-        NoCapacity, ClaimedElsewhere and PlacementRefusal are noted, the latter and a used uuid by _on_refusal(). Other
-        errors of etcd and placement are raised. In any case the request is deferred.
+        NoCapacity and ClaimedElsewhere are noted; PlacementRefusal and a used uuid go to _on_refusal(). Other errors of
+        etcd and placement are raised. In any case the request is deferred.
         """
         waiting = place.entry
         instance = waiting.instance
@@ -760,7 +759,7 @@ class Puller:
             log.error('instance %s is not taken from its queue: %s', instance, reason[:MAX_REASON_CHARACTERS])
 
     def _skip(self, places: Iterable[WaitingEntry], backlog: Backlog) -> None:
-        """Defer `places` by a back-off up to MAX_SKIP_SECONDS; forget the back-offs of requests not in the backlog."""
+        """Defer `places` by a back-off up to MAX_SKIP_SECONDS; forget what is noted of requests not in the backlog."""
         queued = {place.entry.instance for place in backlog.entries.values()}
         self._skips = {name: delay for name, delay in self._skips.items() if name in queued}
         self._claimed_elsewhere &= queued
