@@ -27,7 +27,7 @@ MAX_SKIPPED_CHECKS = 10
 
 
 class GenerationReader:
-    """Reads providers' generations; with `reads_all` those of all providers in one call."""
+    """Reads providers' generations, with `reads_all` those of all providers in one call. Raises placement's errors."""
 
     def __init__(self, placement: Placement, reads_all: bool) -> None:
         self._placement, self._reads_all = placement, reads_all
@@ -36,7 +36,7 @@ class GenerationReader:
         self._valid_until = 0.0
 
     def read_generation(self, compute: str) -> int | None:
-        """Return the provider's generation (None: no provider), cached if `reads_all`. Raises placement's errors."""
+        """Return the generation, None without a provider; with `reads_all` GENERATIONS_CACHE_SECONDS old at most."""
         if not self._reads_all:
             try:
                 return providers.read_generation(self._placement, compute)
@@ -51,21 +51,21 @@ class GenerationReader:
 
 
 class LastGoodCheck:
-    """The generation of the last check without differences, and the checks that it may replace."""
+    """The generation at the last check without differences, and how many checks may still be skipped because of it."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
         self._skips_left = 0
 
     def use_skip(self, generation: int | None) -> bool:
-        """Return whether an unchanged generation (None: never) replaces a check; count down MAX_SKIPPED_CHECKS."""
+        """Use a skip; return False if none is left, or if `generation` is None or differs from the recorded one."""
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1
         return True
 
     def record(self, generation: int | None) -> None:
-        """Note the generation before a check without differences; None: there were differences."""
+        """Note the generation before a check without differences, else None; allow MAX_SKIPPED_CHECKS skips."""
         self._generation, self._skips_left = generation, MAX_SKIPPED_CHECKS
 
 
@@ -78,14 +78,14 @@ CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 def find_orphans(
     consumers: Collection[str], requested: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
-    """Return the consumers without request, attempt and guest; a guest still uses the resources. Pure."""
+    """Return the consumers that have no request, attempt or guest; a guest still uses the resources. Pure."""
     return set(consumers) - set(requested) - set(guests) - set(in_flight)
 
 
 def confirm_sightings(
     previous_sightings: Mapping[str, float], sighted: Collection[str], now: float
 ) -> tuple[dict[str, float], set[str]]:
-    """Return first sightings (monotonic) of `sighted`, and names seen for CONFIRMATION_SECONDS or more. Pure."""
+    """Return {name: first sighting} of `sighted` alone, and those seen for CONFIRMATION_SECONDS or more. Pure."""
     first_sightings = {consumer: previous_sightings.get(consumer, now) for consumer in sighted}
     return first_sightings, {
         consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
@@ -93,7 +93,7 @@ def confirm_sightings(
 
 
 class ClaimKeeper:
-    """Releases orphaned claims on one compute; without `takes_from_queues` claims for queued requests, too."""
+    """Releases orphaned claims on one compute. Claims of queued requests are kept only with `takes_from_queues`."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
@@ -108,7 +108,7 @@ class ClaimKeeper:
     def check_claims(
         self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
     ) -> None:
-        """Release, and log, orphans first seen CONFIRMATION_SECONDS before `now` (monotonic).
+        """Release, and log, the claims of orphans first seen CONFIRMATION_SECONDS or more before `now` (monotonic).
 
         Skipped, MAX_SKIPPED_CHECKS times in a row at most, if `generation` (read before; None: not known) is unchanged
         and each consumer of the last check has a guest or a request in `requests`. Raises errors of both backends.
@@ -142,7 +142,7 @@ class ClaimKeeper:
             self._first_sightings.pop(consumer, None)
 
     def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
-        """Return the consumers that hold nothing here, or have a request or attempt, which is read from etcd."""
+        """Return the consumers that hold nothing here, or have a request or attempt. Reads etcd."""
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
         computes_of = {consumer: held.allocations for consumer, held in holding.items()}
         return elsewhere | find_requested_instances(self._store, computes_of, include_queued=self._takes_from_queues)

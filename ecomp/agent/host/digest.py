@@ -47,7 +47,7 @@ def read_digest(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:
-    """Return {relative path: a mark that changes at each write} of the *.part files that no process is writing."""
+    """Return {relative path: mark that a write changes} of *.part files, also one level down, without a writer."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
@@ -66,7 +66,7 @@ class AuditAnswerer:
 
     `store` has no guard, and a connection of its own, because a long answer must not delay the writes of instances.
     `may_remove` is called with an instance before something of it is removed, and with '' before a part file is removed
-    or a digest written; it raises an EcompError if etcd is unfamiliar.
+    or a digest written (its result is then ignored); it raises an EcompError if etcd is unfamiliar.
     """
 
     compute: str
@@ -101,7 +101,7 @@ class AuditAnswerer:
             self._job.schedule()
 
     def _answer_all(self) -> float:
-        """Answer new audits of this compute once, logging errors, and revoke leases of finished ones; return inf."""
+        """Answer new audits of all or this compute once; log errors; revoke leases of finished audits; return inf."""
         audits = self._audits
         new, self._answered_keys = audits.keys() - self._answered_keys, set(audits)
         for key in sorted(new):
@@ -153,7 +153,7 @@ class AuditAnswerer:
             raise EcompError('the audit has finished')
 
     def _remove_leftovers(self, entry: Entry) -> list[str]:
-        """Remove what still is a leftover; log and return a line about each. Or return one about a malformed list."""
+        """Remove what still is a leftover; log and return a line about each, or return one about a malformed list."""
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
@@ -200,7 +200,7 @@ class AuditAnswerer:
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
-        """Remove a part file unless it was written since the digest, or is being written; return what was done."""
+        """Remove a part file unless its mark changed, or it is being written; return what was done. Raises OSError."""
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it has changed since the audit listed it, or is gone'
         path = self.state / leftover.name
