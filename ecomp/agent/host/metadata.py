@@ -38,7 +38,7 @@ SEED_TIMEOUT_SECONDS = 60.0
 def make_seed_reader(
     config: ComputeConfig, is_served: Callable[[], bool]
 ) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() as a function of the MAC, which asks `is_served` each time; None without NoCloud disks."""
+    """Return read_seed() as a function of the MAC, which calls `is_served` each time; None with `metadata: network`."""
     if config.metadata == 'network':
         return None
     return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
@@ -91,8 +91,8 @@ def serve_metadata(
 ) -> Callable[[], None]:
     """Start a metadata server if none answers, at its address on the guests' bridge; return a function to repeat that.
 
-    Both may raise EcompError. Without a bridge that libvirt made both do nothing; if `is_required`, that is logged.
-    `at_exit` stops our server, and removes the address if ecompute added it.
+    Call and function may raise EcompError. Without a bridge that libvirt made both do nothing; if `is_required`, the
+    call logs that. `at_exit` stops our server, and removes the address if ecompute added it.
     """
     bridge = libvirt.find_bridge()
     if bridge is None:
@@ -193,7 +193,7 @@ def make_command(program: str, guest_directory: Path) -> list[str]:
 def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
     """Open mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
 
-    Both are empty if there is no such file. Raises UsageError if other users can write it or it cannot be opened.
+    Both are empty if there is no such file. Raises UsageError if check_owner() refuses it, or it cannot be opened.
     """
     path = directory / 'mdserver.conf'
     try:
@@ -273,7 +273,7 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
-        """Write a file for each MAC of an instance; null keys or user-data mean those of mdserver.conf.
+        """Write a file for each MAC of an instance; keys or user-data of None mean those of mdserver.conf.
 
         Removes an earlier report. Another instance's file of the MAC is overwritten, but BuildFailed is raised if that
         instance is in list_current() or its file is being written; OSError if a write fails.
@@ -292,7 +292,7 @@ class GuestData:
                     self._pending_writes.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
-        """Remove an earlier report, and write the file of each MAC; OSError if that fails."""
+        """Remove an earlier report (errors are logged), and write the file of each MAC; OSError if a write fails."""
         self.remove_report(request.instance)  # the guest of an undone build may have reported
         ssh_keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
@@ -329,7 +329,7 @@ class GuestData:
             return set()
 
     def read_refusals(self) -> dict[str, str]:
-        """Return {MAC: reason} of guests that the server refused; {} for all if one file cannot be read."""
+        """Return {MAC: printable reason, maybe cut off} of refused guests; {} if any of the files cannot be read."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
             paths = self.directory.glob(f'*{REFUSAL_SUFFIX}')
             return {
@@ -344,7 +344,7 @@ class GuestData:
                 (self.directory / f'{mac}{REFUSAL_SUFFIX}').unlink(missing_ok=True)
 
     def read_report(self, instance: str) -> GuestReport:
-        """Read a guest's report of cloud-init's end, empty if malformed; may raise OSError."""
+        """Read a guest's report of cloud-init's end, empty if malformed or too long; OSError, also if missing."""
         with self._get_report_path(instance).open('rb') as file:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 

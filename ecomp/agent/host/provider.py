@@ -47,7 +47,7 @@ class MachineUsage:
 
 
 def measure_machine(directory: Path, instances: Collection[str]) -> MachineUsage:
-    """Measure this machine, the disk of `directory`, and the guests' share; OSError if the directory is missing."""
+    """Measure this machine, the disk of `directory`, and what `instances` use; OSError if the directory is missing."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(directory))
     return MachineUsage(
@@ -74,7 +74,7 @@ def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dic
     """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
     Reserved is what others use, rounded up, and of DISK_GB also `image_cache_gib`, or what images use if that is more.
-    Our own guests are not, because placement counts them as allocated.
+    What our guests use is not reserved, because placement counts it as allocated. No VCPU is reserved.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
@@ -106,7 +106,7 @@ def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementIn
 
 
 def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
-    """Make a class's inventory from bytes: total in units rounded down, at least 1; reserved rounded up, 0 to total."""
+    """Make a class's inventory in units: `total` rounded down, at least 1; `reserved` rounded up, from 0 to total."""
     whole = max(total // unit, 1)
     # Rounded up, because a partly used unit cannot be allocated.
     return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
@@ -151,7 +151,7 @@ Names = frozenset[str]
 class Registration:
     """Keeps this compute's provider in placement as configured; raises placement's errors.
 
-    A `detected_traits` name that placement does not know is left out; of `configured_traits` it is a UsageError.
+    An unknown CUSTOM_ trait is created. Another unknown trait is left out if detected, a UsageError if configured.
     """
 
     placement: Placement
@@ -179,9 +179,9 @@ class Registration:
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Make and correct the provider, and enable it unless an operator disabled it.
 
-        Once is_closing(), traits, aggregates and inventory are left as they are. The inventory is written last, so a
-        right inventory means that an earlier run was complete. Raises EcompError if provider.json cannot be written,
-        UsageError if placement does not know a configured trait.
+        Once is_closing() is true, traits, aggregates and inventory are left as they are. The inventory is written last,
+        so a right inventory means that an earlier run was complete. Raises EcompError if provider.json cannot be
+        written, UsageError if placement does not know a configured trait.
         """
         is_right = providers.has_inventory(self.placement, self.compute, self.inventory)
         is_new = is_right is None and providers.ensure_provider(self.placement, self.compute)
@@ -202,7 +202,7 @@ class Registration:
             self.created_generation = generation if is_new else None
 
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
-        """Register again if the provider was changed outside ecomp, unless is_closing().
+        """Register again, and log that, if the provider was changed or removed outside ecomp, unless is_closing().
 
         Skipped if `generation` (read before; None: not known) is the last good one, MAX_SKIPPED_CHECKS times at most.
         """
@@ -232,7 +232,7 @@ class Registration:
                 log.warning('%s: allocations use %s, but the capacity is %s. Try: eschedule audit', name, amount, total)
 
     def _compare_provider(self) -> bool:
-        """Read the provider; return whether inventory, traits and aggregates are as configured. Note `is_disabled`."""
+        """Read the provider; return whether it is as configured. Update `is_disabled`, unless the inventory differs."""
         if not providers.has_inventory(self.placement, self.compute, self.inventory):
             return False
         current = {kind: providers.read_names(self.placement, self.compute, kind) for kind in self._list_kinds()}
@@ -254,7 +254,7 @@ class Registration:
         return status.apply_start(names) if kind == TRAITS else names
 
     def _update_names(self, is_closing: Callable[[], bool]) -> bool:
-        """Write traits and aggregates, and provider.json; return whether the provider changed. See _create_traits()."""
+        """Write traits, aggregates and provider.json, after _create_traits(); return whether the provider changed."""
         self._create_traits()
         changed = False
         for kind in self._list_kinds():

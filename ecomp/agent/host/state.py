@@ -9,7 +9,7 @@
 <state>/boot   the machine's boot id, and the instances, one a line, that were here before that boot and have not been
                handled since
 
-Only save() writes a new uuid and token, so a start that is refused before changes neither. The memory of instances may
+Only Identity.save() writes uuid and token, so a start refused earlier changes neither. The memory of instances may
 be older than etcd, if the disk was full, so etcd's records take precedence.
 """
 
@@ -85,7 +85,7 @@ class Memory:
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
         """Save an instance; a `request` of None means the saved one.
 
-        No-op for a tombstone or without request. A `failure` means that it is being removed; None drops an earlier one.
+        No-op for a tombstone, without request, or if unchanged. With a `failure` it is being removed; None drops that.
         """
         with self._lock_instance(record.instance):
             previous = self._entries.get(record.instance)
@@ -97,7 +97,7 @@ class Memory:
                 self._save(entry)
 
     def repair(self, request: Request, record: Record) -> None:
-        """Save an instance that lives by its record, if its file is missing, not written, or says `building`.
+        """Save an active or stopped instance if its file is missing, could not be written, or says `building`.
 
         Entries with a failure and malformed files are not changed.
         """
@@ -272,7 +272,7 @@ class Identity:
         return self._read_or_make('token')
 
     def save(self) -> None:
-        """Save uuid and token, once nothing can refuse this start; remove all *.part files. May raise OSError."""
+        """Save uuid and token once nothing can refuse this start; set the mode, remove *.part files. Raises OSError."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -369,7 +369,7 @@ class KnownEtcd:
         return self._read_number(self._first_seen_path)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save etcd's first-seen revision; if etcd has 1.1's acceptance, remove that file. May raise EcompError."""
+        """Save etcd's first-seen revision; remove 1.1's file `accepted` if etcd has its number. Raises EcompError."""
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
@@ -398,14 +398,14 @@ class KnownEtcd:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the last write."""
+        """Stop the thread after the last write, and wait for it; no-op if it was not started."""
         self._stopped.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
-        """Write the last scheduled state, every WRITE_INTERVAL_SECONDS at most, until stop(); log failures once."""
+        """Write the last scheduled state, every WRITE_INTERVAL_SECONDS at most, until stop(); log new failures only."""
         written, has_failed, is_last = KnownCluster(), False, False
         while not is_last:
             self._changed.wait()
