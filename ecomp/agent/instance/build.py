@@ -20,7 +20,7 @@ class WorkerDied(EcompError):
 
 
 class Cancelled(Exception):
-    """The build was cancelled, by a destroy or stop_builds(), and undone."""
+    """The build was cancelled, by a changed request or stop_builds(), and undone or never begun."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Step:
 
 
 class Destroy(Step):
-    """Removes a guest and its disk. No-op if there is neither."""
+    """Removes a guest's domain, disk, seed and console log, where they exist."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         """Remove the domain, then its disk: a running guest may still write to its disk."""
@@ -81,10 +81,9 @@ class SwitchOff(Step):
 
 
 class RemoveLeftovers(Step):
-    """Deletes the seed and console log of a guest whose domain and disk are gone."""
+    """Deletes the seed and console log of a guest whose domain and disk are gone; no-op if one has reappeared."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Delete these files, unless the guest has reappeared."""
         if self.instance not in hypervisor.list_guests():
             hypervisor.delete_disk(self.instance)
 

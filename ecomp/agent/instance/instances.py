@@ -270,9 +270,9 @@ class Instances:
         """Build the guest once placement confirms its claim (rule 2), and record it as active.
 
         No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
-        is completed. Unreachable is raised, not counted. Any other unknown EcompError is counted and raised, before
-        attempt MAX_ATTEMPTS. That attempt and all other failures end the instance in error, without raising. A
-        cancelled build raises Superseded.
+        is completed. Unreachable is raised, uncounted. Any other unknown EcompError is counted and raised. The
+        MAX_ATTEMPTS-th of these, and every known failure (an OSError, too), ends the instance in error without raising.
+        A cancelled build raises Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -377,7 +377,8 @@ class Instances:
     def refuse(self, wish: InvalidRequest, revision: int, guest: Guest | None) -> None:
         """End a malformed request in error, unless that would remove a guest.
 
-        The reason becomes the fault of an active, stopped or destroying instance. A key without a uuid is only logged.
+        The reason becomes the fault of an active, stopped, destroying or just built instance. Another guest that may
+        have run, or has no record, is kept. For it, and for a key without a uuid, the reason is only logged.
         """
         instance, reason = wish.instance, wish.reason
         if not keys.is_uuid(instance):
@@ -405,7 +406,7 @@ class Instances:
         """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
 
         No-op if the instance is not `building` or has a request. An instance without a record may have ended long ago:
-        nothing is written to etcd, and only its claim and what it has on this host are removed.
+        nothing is written to etcd. Unless its guest is built, its claim and what it has on this host are removed.
         """
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
@@ -431,7 +432,7 @@ class Instances:
         self._release_claim(instance)
 
     def end_vanished(self, instance: str, revision: int) -> None:
-        """End an instance as `gone`: its domain and disk were removed outside ecomp. Release its claim."""
+        """End an instance as `gone` whose domain and disk were removed outside ecomp; remove leftovers and claim."""
         record = self.records.get_existing(instance)
         self._remove(instance, RemoveLeftovers(instance, self.compute))
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=DOMAIN_AND_DISK_GONE), revision)
@@ -458,7 +459,7 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record `ready`, or cloud-init's failure, and the host keys; EcompError if the report is unreadable."""
+        """Record `addressed`, the first host keys, and `ready` or cloud-init's failure; EcompError if unreadable."""
         previous, now = self.records.get_existing(instance), self.now()
         try:
             report = self.guest_data.read_report(instance)
@@ -534,7 +535,7 @@ class Instances:
     ) -> None:
         """Record and remember a guest that exists; a lost record and a difference from its claim become faults.
 
-        With `start_if_off`, a guest that is off is started, unless its claim differs.
+        With `start_if_off`, a guest that is off is started, unless its claim differs. Missing addresses are reserved.
         """
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
@@ -643,7 +644,7 @@ class Instances:
         retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
-        """Record a phase of a power action, with 0 `attempts`, and remember it; False if it was recorded before."""
+        """Record and remember an action's phase, 0 `attempts`, and stopped for SHUT_OFF; False if recorded before."""
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:

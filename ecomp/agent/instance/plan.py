@@ -114,7 +114,7 @@ def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
 def _plan_power(
     power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: ShutdownAction | None
 ) -> tuple[Kind, str] | None:
-    """Return the next step of a requested power action; None if it is done or must wait.
+    """Return the next step of a requested power action; None if it is done, must wait or has no guest.
 
     A guest that is off: DONE for STOP, else START. A running guest that was not asked to shut down: DONE for START, or
     for a reboot with SHUT_OFF recorded. Other running guests: SWITCH_OFF or None by `shutdown_action`, else SHUTDOWN.
@@ -219,8 +219,8 @@ OBSERVED_FAULTS = (
 def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return the fault to record for a guest that was active before; None if there is none.
 
-    An observed fault replaces the recorded one. If none is observed, a recorded one that is not of OBSERVED_FAULTS is
-    kept (a failed start: until the guest runs), and CRASHED while the guest is off.
+    An observed fault replaces the recorded one. If none is observed, a recorded one with a part that is not of
+    OBSERVED_FAULTS is kept (a failed start: until the guest runs), and CRASHED while the guest is off.
     """
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
