@@ -170,7 +170,7 @@ class JobExecutor:
         has_reported = False
 
         def checkpoint() -> None:
-            """Raise Cancelled if a cancel of this job has come, and drop all other messages."""
+            """Raise Cancelled if a cancel of this job has come (EOFError: the pipe is closed); drop other messages."""
             # STOPPING_STEPS are not cancelled, and their threads must not read messages that are for other jobs.
             while not isinstance(job, STOPPING_STEPS) and self._pipe.poll():
                 message = self._pipe.recv()
@@ -447,7 +447,7 @@ class Workers:
                     worker.outbox.put(('job', ticket.number, ticket.job))
 
     def _find_next(self, worker: _Worker) -> _Ticket | None:
-        """Find the next job: of STOPPING_STEPS, else (unless stop-only) with no image in flight. Needs the lock."""
+        """Find a job: a stopping step, else (unless stop-only) one whose image is not in flight. Needs the lock."""
         stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
         if stopping is not None or worker.is_stop_only:
             return stopping

@@ -58,7 +58,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, read (and migrated) if not cached; None if absent. Raises Unreadable if malformed."""
+        """Return the record, cached or read (and migrated); None if absent. Unreadable if malformed at its new key."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -94,7 +94,7 @@ class Records:
         self._cache.pop(instance, None)
 
     def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
-        """Forget, and return, the cached instances whose record another process changed or removed.
+        """Forget, and return, the cached instances in `wishes` whose record another process changed or removed.
 
         An unchanged active or stopped one is saved in the state directory if it could not be saved there before.
         """
@@ -324,7 +324,7 @@ def decide_republish(
 
     None if etcd has its end, another compute's record, a malformed request or a tombstone. Drop if it was started, and
     is neither here nor requested. An accepted destroy is published as a tombstone. Another request is published only if
-    etcd has none, or if the remembered power action differs.
+    etcd has none, or if the remembered power action differs. A claim is made only for a domain or disk here.
     """
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
@@ -414,7 +414,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd has queued; False on a conflict, True also if it is gone or malformed."""
+    """End an instance that an older etcd queues; False on a conflict or lost answer, True if gone or malformed."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -472,7 +472,7 @@ class _EtcdState:
         return False
 
     def end(self, record: Record) -> bool:
-        """Write the last record and delete request and address; False on a conflict or lost answer."""
+        """Write the last record, delete request and address, release shared keys; False on a conflict or no answer."""
         with suppress(UnknownOutcome):
             removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
             return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
@@ -496,7 +496,7 @@ def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
 
 
 def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Carry out `step`, recording faults of claim and name; a new request deletes `queued`. False on a conflict."""
+    """Carry out `step`, recording faults of claim and name; a new request deletes `queued`. False: to be repeated."""
     record = step.record
     if step.claim is not None:
         fault = _ensure_claim(placement, step.claim)
