@@ -261,7 +261,7 @@ def list_bad(directory: Path) -> list[str]:
 
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this .part file, and keep it so in the block; True for other files."""
+    """Yield whether no process writes this download, and keep it so in the block; True for other .part files."""
     try:
         lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:
@@ -446,8 +446,8 @@ class ImageCache:
 
         The last one has the URL's image, or the cached one if its server gives no answer. The cached image may come
         first, for use while its server is asked. If that has a newer one, None follows: the caller removes its disk,
-        because the new image may need the room. `checkpoint` is called at least once a second. The server is not asked
-        if another process began to ask it after `requested_at` (monotonic).
+        because the new image may need the room. `checkpoint` is called at least once a second. A cached image's server
+        is not asked if it gave no answer lately, or another process began to ask it after `requested_at` (monotonic).
         """
         try:
             bare, pin = split_pin(check_image(url))

@@ -184,9 +184,9 @@ class Connections:
         return resolved
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or it is etcd's or placement's.
+        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or etcd or placement is there.
 
-        It also refuses our own address, unless `image_sources:` lists exactly this one.
+        Those two are refused at `port` only. Our own address is refused unless `image_sources:` lists exactly this one.
         """
         reason = find_address_refusal(host, address, self._egress.sources)
         if reason is None and self._resolves_to_control(port, address):
@@ -202,7 +202,7 @@ class Connections:
             raise AddressRefused(f'{host} is {address}', reason)
 
     def _resolves_to_control(self, port: int, address: Address) -> bool:
-        """Resolve etcd and placement; return whether one is there (one on loopback is at every own address)."""
+        """Resolve etcd and placement; return whether one with this port is there (on loopback: at any own address)."""
         target_addresses = set(expand_address(address))
         for host, control_port in self._egress.control_endpoints:
             if control_port == port:

@@ -405,8 +405,8 @@ class Transfer:
     """A check of the image of `url`, and its download to `part` if the cached one is outdated.
 
     `pin` is the SHA-256 of the content, None for any. `reserve(descriptor, size, ahead)` is called before the file
-    grows to `size` bytes and returns the size that it may grow to, at most `ahead` more. `asked_at` is the time of
-    start() (monotonic). Without a `cached_version` it always downloads.
+    grows to `size` bytes; it returns the size allowed, from `size` to `size + ahead`. `asked_at` is the time of start()
+    (monotonic). Without a `cached_version` it always downloads.
     """
 
     url: str
@@ -430,7 +430,7 @@ class Transfer:
         self._total_bytes: int | None = None
 
     def start(self) -> None:
-        """Start the check. await_check() and run() follow it, and abandon() in any case."""
+        """Start the check; run() starts the download. await_check() and run() follow, and abandon() in any case."""
         self.asked_at = time.monotonic()
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
@@ -490,7 +490,7 @@ class Transfer:
             raise self._result
 
     def _run(self) -> None:
-        """Run _fetch() in the thread: keep its result or error, close the source, end the waits."""
+        """Run _fetch(), after a pause with a cached image: keep its result or error, close the source, end waits."""
         if self.cached_version is not None:
             time.sleep(HEAD_START_SECONDS)
         try:
@@ -584,7 +584,7 @@ class Transfer:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _recheck(self, version: Version) -> bool:
-        """Ask if the server still has this version; True without ETag and date or an answer. Raises BuildFailed."""
+        """Ask if the server has this version; True if unknown (no ETag and date, or no answer). Raises BuildFailed."""
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):
