@@ -39,7 +39,7 @@ class Hypervisor(Protocol):
         """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute."""
 
     def is_running(self, instance: str) -> bool:
-        """Return whether a domain of this instance with our owner mark runs."""
+        """Return whether a domain of this instance with the owner mark of any compute runs."""
 
     def list_missing_bases(self) -> Mapping[str, str]:
         """Return {instance: path of the base volume} of the overlays whose base volume is missing."""
@@ -75,10 +75,10 @@ class Hypervisor(Protocol):
         """Force our guest off if it runs, and wait until it is off; its domain stays defined."""
 
     def destroy(self, instance: str, compute: str) -> None:
-        """Destroy and undefine our domain and wait until it is gone; leave a foreign one alone."""
+        """Destroy and undefine our domain and wait until it is gone; leave one that ecompute did not create alone."""
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed, overlay and console log where they exist; Conflict while a domain uses them."""
+        """Remove seed, overlay and console log if present; Conflict if the guest runs or another domain uses them."""
 
     def get_console_path(self, instance: str) -> Path | None:
         """Return the file with a copy of the guest's serial console; None for the fake."""

@@ -33,7 +33,7 @@ class GuestAgents:
         self._answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return {MAC: IPv4 address} of the last answer, or {}, and query again, without waiting; lower-case `macs`."""
+        """Return {MAC: IPv4 address} by the last query, and query again; {} before its answer. Lower-case `macs`."""
         answer = self._answers.get(instance)
         if answer is not None and not answer.done():
             return {}
@@ -157,7 +157,7 @@ class Domains:
         return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
 
     def is_guest_running(self, instance: str) -> bool:
-        """Return whether our domain of this instance runs or is paused; never wait for its start."""
+        """Return whether the instance's domain, of any compute, runs or is paused; never wait for its start."""
         use = self._connection.use(f'looking for domain {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
@@ -280,7 +280,7 @@ class Domains:
         raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
     def read_interfaces(self, instance: str) -> Mapping[str, xml.InterfaceLink]:
-        """Return {MAC: InterfaceLink} of our domain's interfaces, in order; {} without a domain."""
+        """Return {MAC: InterfaceLink} of the interfaces of the domain with this uuid, in order; {} without it."""
         use = self._connection.use(f'reading the interfaces of {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             return xml.parse_interfaces(connection.lookupByUUIDString(instance).XMLDesc())

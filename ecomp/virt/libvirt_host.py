@@ -355,7 +355,7 @@ class Libvirt:
             networks.set_metadata_address(bridge, present)
 
     def find_bridge(self) -> str | None:
-        """Return the first of our networks' bridges that libvirt made, or None; EcompError if one before is missing."""
+        """Return our networks' first bridge made by libvirt, or None; EcompError if a network before it is missing."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
