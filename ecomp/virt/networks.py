@@ -37,7 +37,7 @@ IP_TIMEOUT_SECONDS = 10
 
 
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
-    """Return {MAC: IPv4 address} from this host's ARP table for these MACs on their bridges.
+    """Return {MAC: IPv4 address}, none link-local, from this host's ARP table for `bridges`, {MAC: bridge}.
 
     A MAC with several addresses is left out and logged, because one of these claims is false. Raises EcompError.
     libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
@@ -102,7 +102,7 @@ def set_metadata_address(bridge: str, present: bool) -> None:
 
 
 def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
-    """Return the address entries of all interfaces, or of this one; [] if it is missing."""
+    """Return the `addr_info` entries with an address, of all interfaces or of this one; [] if it is missing."""
     links = [link for link in _query_ip('address', 'show') if interface in (None, link['ifname'])]
     return [entry for link in links for entry in link['addr_info'] if 'local' in entry]
 
@@ -160,8 +160,7 @@ class Networks:
         """Reserve an address for this MAC: its current one, else `preferred`, else a free one.
 
         Returns None if libvirt serves no DHCP there. Raises BuildFailed('scheduled', …) if the network is missing, no
-        address is free, another instance has the MAC, this one has another MAC there, or after MAX_TRIES. Safe to call
-        concurrently: libvirt rejects a duplicate, and the loser tries again.
+        address is free, another instance has the MAC, this one has another MAC there, or after MAX_TRIES lost races.
         """
         use = self._connection.use(f'reserving an address on network {network}')
         with use as connection, raise_build_failed(RESERVE_STAGE, f'network {network}: '):
@@ -405,7 +404,7 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
     """Call notify(reason), in a thread, within milliseconds of a new or renewed lease; return a stop function.
 
-    Also calls it for an unreadable status file and each file's first change. OSError if `directory` cannot be watched.
+    Each file's first write counts, too, and so does an unreadable file. OSError if `directory` cannot be watched.
     """
     last_leases: dict[Path, object] = {}
 

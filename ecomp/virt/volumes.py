@@ -180,7 +180,7 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; while that is missing or inactive, set it up and retry; raise other errors."""
+        """Run `action` on the pool; if that is missing or off, set it up and retry for POOL_SETUP_TIMEOUT_SECONDS."""
         deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
         while True:
             try:
@@ -239,7 +239,7 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Let libvirt reread the directory; retry for REFRESH_TIMEOUT_SECONDS while a volume is made; or libvirtError."""
+    """Let libvirt reread the directory; while a volume is made, retry for REFRESH_TIMEOUT_SECONDS. libvirtError."""
     deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:
