@@ -165,7 +165,7 @@ class FakeHypervisor:
         return None
 
     def reserve_address(self, instance: str, mac: str, _network: str, _preferred: str | None = None) -> str | None:
-        """Return an address in 10.0.0.0/8 by MAC alone; BuildFailed('scheduled', …) if another instance has the MAC."""
+        """Reserve the address 10.<hash of the MAC>; BuildFailed('scheduled', …) if another instance has the MAC."""
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
@@ -212,7 +212,7 @@ class FakeHypervisor:
         return self._guests.get(instance, _make_empty_guest(instance))
 
     def _get_own_guest(self, instance: str, compute: str) -> Guest:
-        """Return the guest, as _get_guest() does; Conflict if it is another compute's."""
+        """Return the guest, as _get_guest() does, also one of no compute; Conflict if it is another compute's."""
         guest = self._get_guest(instance)
         if guest.compute not in (None, compute):
             raise Conflict(f'domain {instance} belongs to compute {guest.compute}: it is left as it is')

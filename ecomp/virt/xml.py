@@ -403,6 +403,7 @@ class Dhcp:
         return next((reservation for reservation in self.reservations if reservation.mac == mac), None)
 
     def can_give(self, address: IPv4Address) -> bool:
+        """Return whether the address, reserved or leased or not, is in a range and not of `own_addresses`."""
         return address not in self.own_addresses and any(first <= address <= last for first, last in self.ranges)
 
 
@@ -438,7 +439,7 @@ def read_dhcp(xml: str) -> Dhcp:
 def _explain_unfit(
     root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
 ) -> tuple[str, str]:
-    """Return Dhcp.problems: why no guest can run there and why none gets IPv4, each with a fix or ''."""
+    """Return why no guest can run there, and why none gets IPv4 ('' unless `is_served`), each with a fix or ''."""
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
