@@ -1,4 +1,1 @@
-"""The placement client: HTTP to OpenStack's placement, one microversion, errors by code.
-
-https://docs.openstack.org/api-ref/placement/
-"""
+"""The placement client: HTTP to OpenStack's placement, one microversion, errors by code."""

@@ -87,8 +87,8 @@ def replace_allocations(
 ) -> None:
     """Replace what an instance holds, in one call, all or nothing; {} releases it.
 
-    `generation` is the consumer's as read; None: it must hold nothing. Raises NoCapacity (another claim was faster),
-    UnknownOutcome, or GenerationConflict (it holds something else, or too many claims compete for the provider).
+    `generation` is the consumer's as read; None: the instance must hold nothing. Raises NoCapacity (another claim was
+    faster), UnknownOutcome, or GenerationConflict (the consumer has changed, or many claims compete for a provider).
     """
     body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
@@ -112,8 +112,8 @@ def replace_set_allocations(
 def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     """Release what an instance holds if it is still as read; return False if it was changed.
 
-    If it held nothing, return True without a call. It sends a PUT of {} with the generation: a DELETE would also remove
-    a newer claim. Raises UnknownOutcome.
+    If it held nothing, return True without a call. The call is a PUT of {} with the generation: a DELETE would also
+    remove a newer claim. Raises UnknownOutcome.
     """
     if not held.allocations:
         return True
@@ -165,9 +165,10 @@ def claim(  # noqa: PLR0913
 ) -> None:
     """Claim until each instance holds what is requested, with a new enough generation.
 
-    `check` is called before each repetition after a conflict or a lost answer, and raises Conflict once the instances
-    no longer belong to this attempt. `read_min_generation` returns, after each claim, the highest generation at which a
-    claim of these instances was released (0 if no other attempt can have claimed): the new generation must be above it.
+    `check` is called after a conflict (but the last) or a lost answer. It raises Conflict once the instances no longer
+    belong to this attempt. `read_min_generation` is called after each claim, which stays if it raises. It returns the
+    highest generation at which a claim of these instances was released, 0 if no other attempt can have claimed. The
+    claim is repeated until its generation is higher.
 
     An earlier claim is replaced under its generation, so a late release by its owner gets a 409. It is never released
     first: placement forgets a consumer with its last allocation and counts from 1 again, so a late release could meet
@@ -178,7 +179,7 @@ def claim(  # noqa: PLR0913
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
         NoCapacity, Unreachable, Conflict: from replace_allocations() and `check`.
         GenerationConflict: after MAX_TRIES. A ConsumerConflict of a set may be about one instance whose consumer was
-            left empty; alone, that instance can be claimed.
+            left empty; alone, that instance is claimed after EMPTY_CONSUMER_SECONDS.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
     generations: dict[str, int | None] = dict.fromkeys(requested_allocations)
@@ -249,9 +250,10 @@ def release(
 ) -> dict[str, bool | None]:
     """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
 
-    Generations are read first; then `find_kept` returns which of those that hold something are wanted, and the others
-    are released under the generations read (rule 11). Before that, `note_generations` gets these, so that no claim uses
-    them again (ecomp.store.sharing); omit it if no process claims again. The first error is raised, with some released.
+    In each batch of MAX_RELEASE_BATCH generations are read; then `find_kept` returns which of those that hold something
+    are wanted. `note_generations` gets the generations of the others, so that no claim uses them again (see
+    ecomp.store.sharing; omit it if no process claims again). Under these generations the others are released (rule 11).
+    The first error is raised, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
@@ -277,8 +279,8 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
 def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
     """Return whether a consumer holds exactly our claim with `sent_generation`, which had no answer.
 
-    False for None: another attempt may have claimed the same, and its late release would delete the claim until the
-    generation has changed once more.
+    False for None: another attempt may have made the same claim, and could release it late. The repetition of our claim
+    changes the generation, which prevents that.
     """
     is_next = sent_generation is not None and held.generation == sent_generation + 1
     return is_next and describe_difference(requested_allocations, held.allocations) is None

@@ -35,7 +35,7 @@ Parsed = TypeVar('Parsed')
 
 
 def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
-    """Parse a provider's summary as {class: Room}; raise one of PARSE_ERRORS."""
+    """Parse the resources of a provider's summary as {class: Room}; raise one of PARSE_ERRORS."""
     return {
         name: Room(check_integer(amounts['capacity']), check_integer(amounts['used']))
         for name, amounts in resources.items()
@@ -88,10 +88,10 @@ def set_inventory(
 ) -> int | None:
     """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}; return its new generation.
 
-    `known_generation` is the provider's, or None to read it. Then `is_cancelled` is called; if it returns True, nothing
-    is written and None is returned. A process that cancels later also writes later: if that write comes first, this one
-    is refused and `is_cancelled` called again. Raises GenerationConflict after MAX_TRIES, Conflict if a class in use
-    would be removed, NotFound, UnknownOutcome.
+    `known_generation` is the provider's; None, or a repetition, reads it. Then `is_cancelled` is called; if it returns
+    True, nothing is written and None is returned. A process that cancels later also writes the inventory later: if it
+    still writes first, this write is refused, and `is_cancelled` is called again. Raises GenerationConflict after
+    MAX_TRIES, Conflict if a class in use would be removed, NotFound, UnknownOutcome.
     """
 
     def write() -> int | None:
@@ -145,7 +145,7 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
 
 
 def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Compare the inventory: exactly the classes, at least the fields, of `expected`; None if there is no provider."""
+    """Return whether the inventory has exactly these classes, with at least these fields; None without a provider."""
     try:
         current = read_raw_inventory(placement, provider)
     except NotFound:
@@ -200,7 +200,7 @@ def read_provider_name(placement: Placement, provider: str) -> str | None:
 
 
 def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[str, dict[str, Room]]:
-    """Read the room by class of the providers that exist: one call, and two for each that has no free VCPU."""
+    """Return {provider: {class: Room}} of those that exist: one call, and two for each without a free VCPU."""
     roomy = placement.get_parsed(
         '/allocation_candidates?resources=VCPU:1',
         lambda data: {uuid: parse_rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
@@ -233,7 +233,7 @@ def delete_provider(placement: Placement, provider: str) -> bool:
 
 
 def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
-    """Return a provider's room by class; raise NotFound."""
+    """Return a provider's room by class, of which only VCPU may be `is_fully_reserved`; raise NotFound."""
     # Only VCPU is reserved completely as a sign: its ecompute was stopped in order.
     return {
         name: Room(held.capacity, held.used, name == 'VCPU' and held.is_fully_reserved)
@@ -264,7 +264,7 @@ def read_names(placement: Placement, provider: str, kind: str) -> Names:
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
     """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False, unwritten, if equal.
 
-    `update` is called again after a lost race. Raises NotFound, PlacementRefusal (unknown trait), GenerationConflict.
+    After a lost race `update` is called again. Raises NotFound, PlacementRefusal, UnknownOutcome, GenerationConflict.
     """
 
     def write() -> bool:
@@ -291,7 +291,7 @@ def create_missing_traits(placement: Placement, traits: Collection[str]) -> Name
 
 
 def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Return those traits, of one or more, that placement neither knows nor could create."""
+    """Return which of `traits`, one or more, placement neither knows nor could create."""
     return _list_uncreatable(frozenset(traits) - _read_known_traits(placement, traits))
 
 
@@ -309,7 +309,7 @@ def _list_uncreatable(missing: Names) -> Names:
 
 
 def _read_known_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Return those of one or more traits that placement knows."""
+    """Return which of `traits`, one or more, placement knows."""
     return _parse_names(placement, placement.get(f'/traits?name=in:{",".join(sorted(traits))}'), TRAITS)
 
 
@@ -337,7 +337,7 @@ class UnknownNames(NamedTuple):
 def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
-    """Read placement's classes or traits; describe the query's unknown ones, suggesting also `more_suggestions`."""
+    """Read placement's names of the kinds in the query; describe unknown ones, suggesting also `more_suggestions`."""
     classes = _read_classes(placement) if query_names.classes else frozenset()
     traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
@@ -378,8 +378,8 @@ def list_all(placement: Placement) -> dict[str, ProviderListing]:
 def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]:
     """Return the providers with a free unit of a class, and the rest of their trees.
 
-    One call at any number of providers. Their inventories have capacities and usages but no limits of an amount;
-    `aggregates` and `is_alone` are unknown. Raises PlacementRefusal for an unknown class.
+    This is one call. In the inventories `total` is the capacity, and only `used` is also read; `aggregates` is empty
+    and `is_standalone` True for all. Raises PlacementRefusal for an unknown class.
     """
     data = placement.get(f'/allocation_candidates?resources={class_name}:1')
     try:
@@ -389,7 +389,10 @@ def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Find the providers that satisfy one constraint (in_tree: no call); PlacementRefusal for unknown names."""
+    """Find the providers that satisfy a constraint; PlacementRefusal for unknown names.
+
+    root_required is asked as `required`; in_tree returns its own uuids, without a call.
+    """
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
@@ -406,10 +409,7 @@ def read_provider(
     aggregates: bool,
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
-    """Read a provider, or None if it does not exist; raise Unreachable.
-
-    Without `traits` or `aggregates` those are empty; `used` is its usages, None to read them.
-    """
+    """Read a provider, or None; without `traits` or `aggregates` those are empty. `used` None reads usages, too."""
     from ecomp.model.explain import Provider  # imported here: a claim does not need it
 
     try:
