@@ -123,7 +123,7 @@ class Placement:
         GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
         Conflict: 409 for a duplicate name or something in use. NoCapacity: any other 409.
         Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or a foreign answer.
-        UnknownOutcome: a write had no answer, a 5xx, or a 200 without a generation.
+        UnknownOutcome: a write had no complete answer, a 5xx, or a 200 of JSON without a generation.
         EcompError: any other status, such as 401, 403 or 406.
     """
 
@@ -165,7 +165,7 @@ class Placement:
             raise self.make_foreign_error() from error
 
     def read_server_info(self) -> ServerInfo:
-        """Ask for placement's newest microversion and clock (it needs no database); Unreachable without a version."""
+        """Ask for placement's newest microversion and clock, which needs no database; Unreachable without a version."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
@@ -184,7 +184,7 @@ class Placement:
         return self._connections.make_foreign_error()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Send a POST, PUT or DELETE once, with any `body` as JSON; UnknownOutcome without a valid answer."""
+        """Send a POST, PUT or DELETE once, with any `body` as JSON; raise the class's errors."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
@@ -206,7 +206,7 @@ class Placement:
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:
-        """Call the callback of `slow`, once, if the block takes longer than the seconds of `slow`."""
+        """Call the callback of `slow`, once and during the block, if that takes longer than the seconds of `slow`."""
         if self._slow is None:
             yield
             return
@@ -220,7 +220,7 @@ class Placement:
             timer.cancel()
 
     def _make_error(self, answer: Answer, no_answer_error: type[Unreachable]) -> EcompError:
-        """Make an answer's error: `no_answer_error` for a 5xx, Unreachable if it is foreign."""
+        """Make the class's error for an answer: `no_answer_error` for a 5xx, Unreachable for a foreign answer."""
         status = answer.status_code
         if status >= 500:
             return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)

@@ -82,7 +82,7 @@ def _read_token(path: Path, placement: str) -> str:
 
 
 class AnswerLimits(NamedTuple):
-    """Limits of one answer's bytes and seconds, retries included."""
+    """The bytes that each answer may have, and the seconds of a call until its answer is read, retries included."""
 
     size_bytes: int
     seconds: float
@@ -191,7 +191,7 @@ class Connections:
         return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
 
     def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
-        """Return the error for a late answer, which names the limit: the timeout, or `deadline` (monotonic) if past."""
+        """Return the error for a late answer; it names the call's limit if `deadline` is past, or the timeout."""
         if time.monotonic() < deadline:
             return error_type(f'{self.name} gave no answer within {self._timeout[1]:g} s', self.name)
         return error_type(f'{self.name} gave no complete answer within {self._limits.seconds:g} s', self.name)
@@ -258,7 +258,7 @@ class Connections:
         return self.make_foreign_error(no_answer_error)
 
     def _take_connection(self) -> http.client.HTTPConnection:
-        """Return an open idle connection younger than MAX_IDLE_SECONDS, else connect; Unreachable if that fails."""
+        """Return an open connection, idle for less than MAX_IDLE_SECONDS, else connect; Unreachable if that fails."""
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()
