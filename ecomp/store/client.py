@@ -40,9 +40,9 @@ from ecomp.store.messages import (
 class Guard:
     """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
 
-    A linearizable reply is compared with the state known before its request. After a refusal
-    check_reply() and raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity. It
-    is called from any thread and must be quick.
+    A linearizable reply is compared with the state known before its request. After a refusal check_reply() and
+    raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity. It is called from any
+    thread and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -80,7 +80,7 @@ class Guard:
             self._learn(self._known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Learn from a reply of a member that may lag; return False, refusing nothing, if it is foreign or older."""
+        """Learn cluster and revision of a member that may lag; return False, refusing nothing, if foreign or older."""
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
@@ -163,8 +163,8 @@ def find_requested_instances(
     """Return those instances that have an attempt in flight, a queued request or a request key.
 
     `computes_by_instance` names the computes whose request keys count. Requests move from /requests and /queues to
-    /hosts, so /hosts is read last: otherwise a request that moves in between would be missed. `include_queued` is False
-    if the compute that would take queued requests is dead.
+    /hosts, so /hosts is read last: otherwise a request that moves in between would be missed. Without
+    `include_queued` queued requests do not count: the compute that would take them is dead.
     """
     pending = (
         read_pending_instances(store) if include_queued else list_attempted_instances(store.snapshot(keys.ATTEMPTS))
@@ -208,8 +208,8 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
 def delete_if_unchanged(store: Store, key: str, revision: int) -> bool:
     """Delete the key of an attempt or a taker; return False if it is gone or has another revision.
 
-    It makes up to MAX_WITHDRAW_TRIES, and returns False also if a try without an answer deleted the key. A try deletes
-    rather than reads: no delivery succeeds without the key. Raises UnknownOutcome if no try had an answer.
+    After a lost answer it deletes again, in up to MAX_WITHDRAW_TRIES, because no delivery succeeds without the key. It
+    returns False also if a try without an answer deleted the key. Raises UnknownOutcome if no try had an answer.
     """
     for remaining_tries in reversed(range(MAX_WITHDRAW_TRIES)):
         try:
@@ -233,7 +233,7 @@ MAX_TRANSACTION_OPERATIONS = 128
 
 @dataclass(frozen=True)
 class Entry:
-    """A key: `revision` wrote it last, `created` created it; `lease` is 0 for none.
+    """A key: `revision` wrote it last, `created` created it (not compared); `lease` is 0 for none.
 
     `dropped` is the size in bytes of a value that a follower does not keep; `value` is empty then.
     """
@@ -329,7 +329,7 @@ class Store:
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
-        """Return {key: Entry} of the keys that exist, all at one revision, in transactions that fit into an answer."""
+        """Return {key: Entry} of the keys that exist, all at one revision, in as many transactions as necessary."""
         entries_by_key: dict[str, Entry] = {}
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
         while start < len(requested_keys):
@@ -363,7 +363,7 @@ class Store:
         return Snapshot(revision, entries)
 
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """Return up to `limit` entries of a prefix from `start` on, wrapping around, and the number of all its keys."""
+        """Return up to `limit` entries of a prefix from key `start` on, wrapping around, and the number of its keys."""
         begin, middle = _encode_key(prefix), _encode_key(start)
         ranges = [Range(middle, get_prefix_range_end(begin), limit), Range(begin, middle, limit)]
         reply = self._read(Transaction(success=ranges), about=(prefix,))
@@ -413,7 +413,7 @@ class Store:
             try:
                 reply = self._write(request, [operation.key for operation in operations])
             except NoSpace as error:
-                if self._may_have_been_written([*conditions, *([fencing] if fencing else [])], operations):
+                if self._check_if_written([*conditions, *([fencing] if fencing else [])], operations):
                     raise UnknownOutcome(f'etcd may have written this change before it became full: {error}') from error
                 raise
             if reply.succeeded:
@@ -431,14 +431,12 @@ class Store:
                     f'{fencing.key} expired or was changed: nothing is written until ecompute restores it'
                 )
 
-    def _may_have_been_written(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]
-    ) -> bool:
-        """Return whether a write that etcd refused for lack of space may have been committed.
+    def _check_if_written(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> bool:
+        """Check whether a write that etcd refused for lack of space may have been committed.
 
         etcd checks its space before it proposes a write and when it applies it. The second time it reports an error and
         writes nevertheless: all writes in flight while it becomes full. https://github.com/etcd-io/etcd/issues/16659
-        Only a condition that the operations make false can tell: False without one, True if etcd cannot be read.
+        Only a condition that the operations make false shows this: False without one, True if etcd cannot be read.
         """
         # Any other may be false for another reason: a full etcd refuses before it compares.
         invalidated = [
