@@ -45,8 +45,8 @@ class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
-    line when etcd is lost, is back, or keeps ending the stream. In both cases it gets a line if etcd has
-    compacted unread revisions, except at a start from revision 1. `oldest_revision` is the first that etcd keeps, or 1.
+    line when etcd is lost, is back, or keeps ending the stream. In both cases it gets a line if etcd has compacted
+    unread revisions, unless it starts from 1. `oldest_revision`, the first that etcd keeps, is 1 before that is known.
 
     Iteration raises EcompError if etcd refuses, or was restored or replaced, and Unreachable if etcd does not answer
     the first request. Without `follow` it also raises Unreachable if etcd does not answer later, or if the stream broke
@@ -75,7 +75,7 @@ class History:
 
     @property
     def next_revision(self) -> int:
-        """The first revision that was not yielded yet."""
+        """The first revision that was not read yet."""
         return self._next_revision
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class History:
             self._check_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
-        """Yield the changes of one stream; return True once all of the past was read."""
+        """Yield the changes of one stream; return True once all of the past was read, False to begin another."""
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self._next_revision if self._follow else self._last_revision or self._next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)
@@ -120,12 +120,12 @@ class History:
             if past.is_quiet:
                 if self._last_revision not in (0, first):
                     return False
-                if not self._has_missing_changes():
+                if not self._check_for_missing_changes():
                     return True
                 past.restart()
         return False
 
-    def _has_missing_changes(self) -> bool:
+    def _check_for_missing_changes(self) -> bool:
         """Ask etcd whether an existing key was written at the next revision or later."""
         store = Store(self._config)  # the other connection is busy with the stream
         try:
@@ -156,9 +156,9 @@ class History:
                 yield [_make_change(event) for event in events]
 
     def _handle_failure(self, failure: _StreamError, tries: int) -> None:
-        """Handle failure number `tries` since the last change: report it once, or raise Unreachable without `follow`.
+        """Handle failure number `tries` since the last change: without `follow` raise Unreachable after MAX_TRIES.
 
-        Raises after MAX_TRIES. Does not report the first: etcd may have restarted, and _check_etcd() reports its loss.
+        With `follow` report one of them, but not the first: etcd may have restarted, and _check_etcd() reports a loss.
         """
         where = f'etcd at {self._store.endpoints}'
         if not self._follow and tries > MAX_TRIES:
@@ -252,8 +252,8 @@ def _read_answers(
     """Yield the answers to one watch for at most STREAM_SECONDS, or until etcd cancels it.
 
     With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
-    after `max_silence_seconds` without a useful answer. It is also raised if the stream breaks or ends early. Another
-    thread reads the answers, so that the consumer can be interrupted.
+    after `max_silence_seconds` without a change or an answer from `end_revision` or later. It is also raised if the
+    stream breaks or ends early. Another thread reads the answers, so that the consumer can be interrupted.
     """
     request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
     call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)

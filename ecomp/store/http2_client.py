@@ -97,8 +97,8 @@ class Transport:
     def reserve(self, deadline: float) -> Iterator[None]:
         """Reserve the connection for this thread; wait until `deadline` for other threads and for the connection.
 
-        An endpoint that accepts no connection gets at most the timeout divided by the number of endpoints. Raises
-        CallFailure: unsent if it could not be reserved; else for an OSError or H2Error of the body, which breaks it.
+        An endpoint that accepts no connection gets at most timeout / number of endpoints. Raises CallFailure: as unsent
+        without a usable connection, UNAVAILABLE for an OSError or H2Error of the body, which breaks the connection.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
@@ -138,7 +138,7 @@ class Transport:
     def receive(self, deadline: float) -> list[Any]:
         """Return the next events and send h2's replies to them; raise OSError or H2Error.
 
-        After `deadline` it returns only events that have arrived already; TimeoutError if there are none.
+        After `deadline` it returns only what has arrived; TimeoutError if nothing has. After a GOAWAY later calls fail.
         """
         assert self._socket is not None
         seconds = deadline - time.monotonic()

@@ -78,7 +78,7 @@ class Removal(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A condition on the revision of a key's last change, which is 0 if there is no key."""
+    """A condition on the revision of a key's last change, 0 without a key; `result` is EQUAL or GREATER."""
 
     key: bytes
     result: int
@@ -250,7 +250,7 @@ def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambd
 
 
 def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
-    """Parse data[position:end]; raise ValueError or IndexError. A list has 20,000 messages: each step counts."""
+    """Parse data[position:end]; raise ValueError or IndexError. It must be fast: a list has 20,000 messages."""
     values = shape.defaults.copy()
     for name in shape.repeated:
         values[name] = []
@@ -471,7 +471,7 @@ def is_unsent(error: CallFailure) -> bool:
 
 
 def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
-    """Return whether to try the next endpoint: if a repeatable call had no answer, or another was not sent."""
+    """Return whether to try the next endpoint: after no answer if `is_repeatable`, else only if it was not sent."""
     if not is_repeatable:
         return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
