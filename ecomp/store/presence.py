@@ -92,9 +92,9 @@ class PresenceLease:
         return False
 
     def renew_and_check(self, is_renewal_due: bool = True) -> None:
-        """Renew the lease and check the keys that are due; with `is_renewal_due` one more key, each in turn.
+        """Renew the lease and check the keys that are due (all if it had expired), and one more if `is_renewal_due`.
 
-        That key may have changed without an event. Never raises: failed checks are repeated with the next renewal.
+        That key, each in turn, may have changed without an event. Never raises: the next renewal repeats failed checks.
         """
         with self._lock:
             due, self._due, members = self._due, {}, list(self._members)
@@ -262,7 +262,7 @@ class Presence:
             self.schedule_check()
 
     def stop(self) -> None:
-        """Delete the key and stop. If etcd is away, log a warning: the lease expires."""
+        """Delete the key, which Store.fence still requires, and stop; without etcd log a warning: the key expires."""
         self._stopped.set()
         try:
             if self._presence_lease.leave(self) and self._revision:
@@ -295,7 +295,7 @@ class Presence:
             self._on_lost(reason)
 
     def _update_value(self) -> bool:
-        """Publish the current value; return False if the key is not as it was put, or etcd is full."""
+        """Publish the current value; return False if the key has changed, etcd is full, or an answer is lost."""
         value = self._value
         put = Put(self._key, dump(value), self._lease_id)
         try:

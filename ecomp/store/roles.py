@@ -2,7 +2,7 @@
 
 etcd takes the common name of a client certificate as the user (--client-cert-auth). etcd3's messages cannot express a
 user without a password, so each gets a random one that is not kept. Only this module uses etcd3's generated code and
-gRPC.
+gRPC, and importing it sets environment variables for them.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class EntryCache:
         self._reported_keys &= self.entries.keys()
 
     def store(self, entry: Entry) -> Entry | None:
-        """Store an entry; return it as it is kept, or None if not even its key is."""
+        """Store an entry, logging a dropped value; return the entry as it is kept, or None if not even its key is."""
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
             return previous
@@ -112,6 +112,7 @@ class EntryCache:
 
 
 def _estimate_bytes(value: bytes) -> int:
+    """Return the bytes that a value counts for once parsed, see BYTES_PER_PART."""
     return len(value) + BYTES_PER_PART * value.count(b',')
 
 
