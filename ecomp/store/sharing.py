@@ -60,7 +60,7 @@ def release_name(store: Store, name: str | None, instance: str, record_lease: in
     """Return the change that deletes an instance's name, or moves it to its record's lease.
 
     `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
-    the name. The change is empty if there is no name, or it is free or belongs to another instance.
+    the name. The change is empty without a name, or if its key is missing, malformed or another instance's.
     """
     entry = store.get(keys.name(name)) if name else None
     if entry is None or not _is_held_by(entry, instance):
@@ -194,7 +194,7 @@ def write_final_record(
 
     `removed_keys` are deleted, too; without `release_shared` the shared keys stay. The lease lasts `lease_seconds`
     (None: as long as records of this state are kept), and so does the name of an instance in the state error. The lease
-    of its earlier record in that state is revoked. Returns commit_with_shared()'s result. Raises the store's errors.
+    of an earlier record in the state error is revoked. For result and errors see commit_with_shared().
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
@@ -242,7 +242,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that adds an instance to its group, against any rule, if it is no member; raise Unreadable."""
+    """Return the change that makes an instance a group's member on `compute`, against any rule; raise Unreadable."""
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -262,7 +262,7 @@ def commit_with_shared(
     """Commit with a change of shared keys, which is made again while those keys change.
 
     Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
-    and of `make_change`. `lease`, which was granted for this transaction, is revoked if nothing was written.
+    and of `make_change`. `lease`, granted for this transaction, is revoked if certainly nothing was written.
     """
     try:
         shared_conditions, shared_operations = make_change()
@@ -368,9 +368,8 @@ def released_to_json(generations: Mapping[str, int]) -> str:
     """Encode the generations of released claims, {instance: generation}, as a note.
 
     Placement counts the generation of a consumer from 1 again once the consumer has no allocation. A process that read
-    the generation earlier, and releases late, could release a later claim with the same number. Therefore the
-    generation is noted before a claim is released. A new claim for such an instance is repeated until its generation is
-    higher.
+    the generation earlier, and releases late, could release a later claim with the same number. So the generation is
+    noted before a claim is released, and a new claim for the instance is repeated until its generation is higher.
 
     Each note is a key on its own lease, so writing one needs no read and no comparison. It holds {"version",
     "generations"} for the instances whose uuids begin with the 2 digits in the key.
@@ -388,8 +387,8 @@ def released_from_json(value: bytes) -> dict[str, int]:
 class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says below which compute an instance's keys are. A single lookup reads its keys at living computes,
-    64 computes a transaction, and lists all keys only if it has none there. With an index lookups share one listing.
+    Nothing in etcd says below which compute an instance's keys are. Without an index lookups read the keys at
+    living computes, 64 a transaction, and list all keys only if none is there. With an index they share one listing.
     """
 
     def __init__(
@@ -406,7 +405,7 @@ class KeyIndex:
 
 
 def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
-    """Find the instance's keys below any compute; empty if none. Callers read the queues first: it may leave one."""
+    """Find the instance's keys below any compute; empty if none. It may leave a queue, so read the queues first."""
     return find_at_living_computes(store, instance) or find_by_listing(store, instance)
 
 
@@ -431,7 +430,7 @@ def find_at_living_computes(
 
 
 def has_unfinished_record(store: Store, instance: str) -> bool:
-    """Return whether any record of the instance is unfinished; ValueError if one is malformed."""
+    """Return whether the instance has a record in a state other than gone or error; ValueError if malformed."""
     key_index = read_index(store)
     # All records, whichever computes have a request; with requests, also records written since the listing.
     record_keys = {*_list_record_keys(key_index, instance), *key_index.records.get(instance, ())}
@@ -474,6 +473,7 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
 
 
 def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
+    """Return resolve_places() for one instance; None if `entries` has none of its keys."""
     return resolve_places(store, entries.items()).get(instance)
 
 
@@ -491,6 +491,6 @@ def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[s
 
 
 def _list_record_keys(key_index: KeyIndex, instance: str) -> list[str]:
-    """Return the keys at which the computes with a request have, or will have, their record."""
+    """Return the keys at which the computes with a request have, or will have, their record, and that of ecomp 1.0."""
     request_keys = key_index.requests.get(instance, ())
     return [*(keys.record(key.split('/')[2], instance) for key in request_keys), keys.old_record(instance)]
