@@ -56,7 +56,7 @@ EMPTY_USER_DATA = b'#cloud-config\n{}\n'
 
 
 class CanaryPlan(NamedTuple):
-    """What all canaries share; `keys` None are those of mdserver.conf; `not_entered_reason` '' means a login."""
+    """What all canaries share. `keys` None: those of mdserver.conf. `not_entered_reason`: '' if a login is planned."""
 
     query: str
     image: str
@@ -68,7 +68,7 @@ class CanaryPlan(NamedTuple):
 def parse_plan(ctx: Context) -> CanaryPlan:
     """Read the plan without asking a server; UsageError if an argument or key file is invalid.
 
-    With a key or --identity `stage` is by default READY, and only that has a login. Otherwise it is by default BOOTED.
+    By default `stage` is READY with a key or --identity, else BOOTED. Only READY with one of them has a login.
     """
     query, *image = ctx.words
     plan = CanaryPlan(
@@ -135,7 +135,7 @@ def _boot_and_enter(
 ) -> Canary:
     """Wait for the plan's stage, log in if planned, and return what the canary reached.
 
-    `seconds` counts from this call. If ssh fails or times out, it is None, and `failed_stage` is set. Without reported
+    `seconds` counts from this call. If the login fails, `seconds` is None, `failed_stage` is ENTERED. Without reported
     host keys the login is skipped, and `reason` says so. Raises errors of the wait, check_login(), `check_interrupted`.
     """
     started = time.monotonic()
@@ -160,7 +160,7 @@ def _boot_and_enter(
 
 
 def _record_failure(ctx: Context, canary: Canary, instance: str, error: Exception) -> Canary:
-    """Return the canary with its last stage, if readable, and its failure; print the console at a timeout."""
+    """Return the canary with its last stage (`requested` if unreadable) and failure; at a timeout print its console."""
     entries = None
     with suppress(EcompError):
         entries = find(ctx.store, instance)
@@ -189,8 +189,8 @@ def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapaci
 def _destroy_canary(ctx: Context, instance: str, reason_if_absent: str) -> str:
     """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
-    It waits --timeout seconds at most, then removes the record of a gone canary. It never raises an Exception. If etcd
-    has no such instance, it returns `reason_if_absent`.
+    It waits --timeout seconds at most. A gone canary's record is removed. It never raises an Exception. If etcd has no
+    such instance, it returns `reason_if_absent`.
     """
     try:
         destroy(ctx.store, instance)
@@ -224,9 +224,9 @@ class Canaries:
         """Run a canary on each host that is up, or only on that of --on; print and return all results.
 
         The results are in the order of `hosts`; that of a host that is not up has only a reason. After an interrupt no
-        canary starts, and those in flight are destroyed. A second one leaves these, with `leftover_reason`. Before the
-        first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or invalid query,
-        and the errors of etcd and placement.
+        canary starts, and those in flight are destroyed. A second interrupt leaves them, with `leftover_reason`; hosts
+        without a canary may then have no result. Before the first canary it raises NotFound for an unknown flavor,
+        UsageError for an incomplete or invalid query, resolve_compute()'s errors for --on, and etcd's and placement's.
         """
         ctx, options = self._ctx, self._ctx.options
         if options.flavor is not None:
@@ -254,7 +254,7 @@ class Canaries:
         return [results[host.compute] for host in selected_hosts if host.compute in results]
 
     def _run_threads(self, computes: Sequence[str]) -> None:
-        """Run pending canaries in daemon threads until all have results, or a second interrupt."""
+        """Run pending canaries in daemon threads and print their results, until all are there or a second interrupt."""
         threads = [
             threading.Thread(target=self._run_pending, name='canary', daemon=True)
             for _ in self._pending[:MAX_CONCURRENT_CANARIES]

@@ -112,10 +112,9 @@ def wait_and_report(
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. In the
-    table form an address is printed if the stage implies one; the document of other forms is left to the caller. Ctrl-C
-    and EcompErrors: see Outcomes.wait(). `instance_index` has recent places of instances, `power_by_instance` pending
-    power changes; `resolve_instance` may add such changes.
+    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. The table
+    form prints an address if the stage implies one; the caller prints the document of other forms. Ctrl-C and errors:
+    see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
     """
     from ecomp.scheduler.changes.wait import Wait, wait_for_stage
 
