@@ -56,8 +56,7 @@ MAX_QUOTED_WORDS = 5
 class Context:
     """One running command: its arguments, its output, and connections made on first use.
 
-    Connections take most of a command's time. Messages, but not data, replace each uuid in `display_names`: by the word
-    that the user typed for the instance, or by the compute's host name.
+    Messages, but not data, replace each uuid in `display_names`: by the word typed for the instance, or the host name.
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
@@ -88,7 +87,7 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print `text` or, with -f json/yaml, the first value (all if `is_array`); no-op without values."""
+        """Print `text`, unless '', or with -f json/yaml the first value (all if `is_array`); no-op without values."""
         from ecomp.cli.tables import format_document
 
         if values and self.form == TABLE:
@@ -178,7 +177,7 @@ class Context:
         """Return the uuid of the instance that a word means; from now on messages show the first word typed for it.
 
         A whole uuid is not checked. Raises NotFound, UsageError (several uuids begin with the word), Conflict (the
-        instance has another name), Unreadable (the name's key is malformed).
+        instance has another name), Unreadable (the name's key is malformed), and errors of etcd.
         """
         from ecomp.scheduler.queries.find import resolve
 
@@ -198,7 +197,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The places of all instances, read once; None for a single word, or if etcd cannot be reached."""
+        """The keys of all instances, listed once; None for fewer than two words, or if etcd cannot be reached."""
         if len(self.words) < 2:
             return None
         from ecomp.store.sharing import read_index
@@ -218,7 +217,7 @@ class Context:
         return known_computes
 
     def name_computes(self) -> ComputeNames:
-        """Return `computes`, so that messages use host names; instead of an EcompError NO_COMPUTES (only uuids)."""
+        """Return `computes`, so that messages use host names; NO_COMPUTES, without names, if reading them fails."""
         from ecomp.model.host import NO_COMPUTES
 
         try:
@@ -227,7 +226,7 @@ class Context:
             return NO_COMPUTES
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for each word (None: the command's), print EcompErrors; return results and first exit code."""
+        """Call `find` for `words` or ctx.words, print EcompErrors; return results and the first error's code or 0."""
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))
@@ -317,8 +316,7 @@ class Outcomes:
     ) -> int:
         """Submit each word; with --wait, `wait` for words with a true result; print -f's document; return exit code.
 
-        Ctrl-C during a wait: see wait(). Ctrl-C during a submit raises EcompError: the current word may have
-        been accepted, and later words were not sent.
+        Ctrl-C in a wait: see wait(). Earlier Ctrl-C raises EcompError: a word may be accepted, later ones are not sent.
         """
         pending = list(self.results)
         accepted = list[str]()
@@ -336,7 +334,7 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each word and remove it from `pending`; print and record EcompErrors.
+        """Call `work` for each word and remove the word from `pending`; print and record EcompErrors.
 
         Any other exception is raised, and leaves its word in `pending`.
         """
@@ -390,5 +388,5 @@ class Outcomes:
 
 
 def extract_status(record: Record) -> Mapping[str, object]:
-    """Return the fields that a wait reports of a record."""
+    """Return what a wait reports of a record: instance, name, state and address."""
     return {field: getattr(record, field) for field in EMPTY_STATUS}

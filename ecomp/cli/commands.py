@@ -107,7 +107,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; raise UsageError, whose text is printable.
 
     For --help before any `--` the name is HELP, and the words are those of the command to explain. For --version the
-    name is VERSION. In both cases the rest of the line is not checked.
+    name is VERSION. In both cases the rest of the line, with its options, is ignored.
     """
     try:
         return _parse(argv)

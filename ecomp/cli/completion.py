@@ -1,7 +1,7 @@
 """Make completion scripts for bash, zsh and fish from the rows of the commands. Pure.
 
-Commands, options and stages are constant; other names are queried from etcd at each TAB, so a script offers only those
-that a shell reads as one word.
+Commands, options and stages are constant. Other names are queried from etcd at each TAB; a script offers only those
+that a shell reads as one word (SAFE_CHARACTERS).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_word_kind(command: Command) -> str:
 
 
 def find_value_kind(field: str, row: Option) -> str:
-    """Return what completes a value: '=' and choices, FILES, FREE_TEXT, a key of LISTING_COMMANDS, '' for none."""
+    """Return what completes a value: '=' with choices, FILES, FREE_TEXT, a key of LISTING_COMMANDS; '' if no value."""
     choices_by_metavar = {
         'STATE': sorted({QUEUED, *STATES}),
         'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
@@ -333,12 +333,12 @@ def _format_option(field: str, row: Option) -> list[str]:
 
 
 def _format_lookup(kind: str) -> str:
-    """Return fish's -a with the words of a kind of LISTING_COMMANDS, queried at each TAB."""
+    """Return fish's option -a, which lists the names of this kind, a key of LISTING_COMMANDS, at each TAB."""
     return f"-a '(__eschedule_asked {LISTING_COMMANDS[kind]})'"
 
 
 def _format_complete(condition: str, *parts: str) -> str:
-    """Return a `complete` line; a last part without - is a summary: its first sentence, cut to 60 characters."""
+    """Return a `complete` line; the last of several parts, if without -, is a summary, cut to 60 characters."""
     *rest, last = parts
     if rest and not last.startswith('-'):
         summary = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")
