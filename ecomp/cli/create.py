@@ -97,9 +97,9 @@ def _create(ctx: Context) -> int:
 
 
 def _place(ctx: Context, order: Order) -> int:
-    """Place the order and report it, with --wait wait; return the exit code.
+    """Place the order, remember the cluster's size, report the result, with --wait wait; return the exit code.
 
-    3 without capacity, 1 at Ctrl-C before the report, 7 if the outcome is unknown; create()'s other errors are raised.
+    The code is 3 without capacity, 1 at Ctrl-C during create(), 7 if the outcome is unknown. Other errors are raised.
     """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.queries.find import ask_placement
@@ -158,9 +158,10 @@ def _report_and_wait(
 ) -> int:
     """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    With --wait a table is printed before the wait, a document after it. The connection to etcd is closed. Returns the
-    exit code of the wait, 0 without a wait, 6 at Ctrl-C. If stdout cannot be written, it raises an EcompError that
-    begins with `output_error_prefix`; without this prefix, and for the document after a wait, the OSError is raised.
+    With --wait a table is printed before the wait, a document after it; for a document `host` is set in `instances`.
+    The connection to etcd is closed. Returns the wait's exit code, 0 without a wait, 6 at Ctrl-C (after printing the
+    instances if they were not). If stdout cannot be written, an EcompError that begins with `output_error_prefix` is
+    raised; without this prefix, and for the document after a wait, the OSError is raised.
     """
     is_put = False
 
@@ -218,9 +219,9 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
-    """Queue the order for its flavor, with --wait wait; return the exit code: 3 over quota, 1 at Ctrl-C before that.
+    """Queue the order for its flavor and report it, with --wait wait; return the exit code.
 
-    Other errors of enqueue() are raised. A new order needs no answer of placement.
+    The code is 3 over quota, 1 at Ctrl-C until queued; other errors are raised. A new order works without placement.
     """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry

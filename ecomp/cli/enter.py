@@ -1,4 +1,4 @@
-"""Commands that enter a guest: ssh, which trusts only reported host keys, and the console, by ssh or `reach`."""
+"""Commands that enter a guest: ssh, which trusts only reported or accepted host keys, and the console, by `reach`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _open_console(ctx: Context) -> int:
 def _print_log(ctx: Context) -> int:
     """Print the console, all or the last --lines; with --follow until Ctrl-C, which returns 0.
 
-    Raises NotFound without a console or its file, Unreachable if `reach` fails, EcompError if it is not installed.
+    Raises NotFound without a console or its file, Unreachable if `reach` fails, EcompError if its program is missing.
     """
     import subprocess  # imported late, here and below: it is slow to load
 
@@ -172,7 +172,7 @@ def _print_log(ctx: Context) -> int:
 
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
-    """Read the last MAX_LAST_LINES of the console in LAST_LINES_TIMEOUT_SECONDS; [] if that fails, never an error."""
+    """Return the last MAX_LAST_LINES of the console but the empty ones; fewer or [] after a timeout or an error."""
     from ecomp.scheduler.queries.hosts import find_host_name
 
     if record.console is None:
@@ -194,7 +194,7 @@ def _run_command(
     on_tick: Callable[[], None] = lambda: None,
     with_stderr: bool = False,
 ) -> tuple[int, bytes]:
-    """Run a command; return its exit code, negative after a timeout, and its output, with stderr if `with_stderr`.
+    """Run a command; return its exit code (negative: timeout or signal) and output, with stderr if `with_stderr`.
 
     The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES. `on_tick` is called about once a second; what it raises
     kills the command and is raised. Raises FileNotFoundError.
