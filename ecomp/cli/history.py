@@ -1,6 +1,6 @@
 """Explain placements (`why`), draw how long stages took (`timeline`), and print `events`.
 
-A stage lasts from the time of the one before it; later boots have only the stages of a boot. The first two stages are
+A stage's duration counts from the stage before it. Later boots have only the stages of a boot. The first two stages are
 timed by eschedule's clock, the others by the compute's, so a duration may be negative.
 """
 
@@ -71,7 +71,8 @@ class Explanation:
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
     """Read why the instance is on its compute or, if it waits in a queue, why none takes it.
 
-    `placement` is called and queried only for a queued instance. Raises Unreadable (the group) and errors of both.
+    `placement` is called only for a queued instance; errors of its queries become `waiting.unknown_reason`. Raises what
+    `placement` raises, Unreadable (the group) and errors of etcd.
     """
     from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
     from ecomp.store.sharing import load_group
@@ -90,7 +91,7 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
-    """Return the JSON document of `eschedule why`; unknown parts are None."""
+    """Return the JSON document of `eschedule why`; parts that are unknown or absent are None."""
     record, choice, group = explanation.record, explanation.choice, explanation.group
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
     document['host'] = explanation.computes.find_hostname(record.compute)
@@ -100,7 +101,7 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
 
 
 def _list_other_members(explanation: Explanation) -> dict[str, str]:
-    """Return {instance: compute, '' in a queue} of the group's other members; {} without one."""
+    """Return {instance: compute, '' in a queue} of the group's other members; {} without a group."""
     members = {} if explanation.group is None else explanation.group.members
     return {instance: compute for instance, compute in members.items() if instance != explanation.record.instance}
 
@@ -134,7 +135,7 @@ def format_explanation(explanation: Explanation) -> str:
 
 
 def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
-    """Return why no compute has taken the instance from its queue, a sentence each."""
+    """Return sentences on why no compute has taken the instance from its queue; [] if no reason is known."""
     if queue_wait.taker is not None:
         return [f'{naming.format_name(queue_wait.taker)} is taking the request']
     if queue_wait.is_flavorless:
@@ -312,7 +313,7 @@ def timelines_to_dict(records: Sequence[Record], number: int | None = None) -> d
 
 
 def _compute_percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the value at a fraction from 0 to 1, by nearest rank; `values` must not be empty."""
+    """Return the value at a fraction (above 0, up to 1), by nearest rank; `values` must not be empty."""
     return sorted(values)[math.ceil(fraction * len(values)) - 1]
 
 
@@ -335,7 +336,8 @@ def _format_seconds(seconds: float) -> str:
 def _print_events(ctx: Context) -> int:
     """Print past events, all or the last --lines, and with --watch new ones until Ctrl-C; return 0.
 
-    Raises UsageError for -f other than table and json, NotFound if a given instance has no event.
+    Raises UsageError for -f other than table and json, resolve()'s errors for a word, and without --watch, at the end,
+    NotFound if a given instance has no event.
     """
     from ecomp.model.events import event_to_dict
     from ecomp.scheduler.queries.find import resolve
@@ -386,9 +388,9 @@ def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history; if it starts at etcd's first revision, first print how far back it goes.
+    """Yield the events of a history; if it starts at revision 1, first print how far back it goes.
 
-    New events without a time get the current one. The names of computes are read again after a change of a compute.
+    New events without a time get the current one. After a new change of a compute the computes' names are read again.
     """
     from ecomp.model import keys
     from ecomp.model.events import make_events
@@ -419,7 +421,7 @@ def _report_since(ctx: Context, since: int) -> None:
 
 
 class EventFormatter:
-    """Formats events in order. One without a name gets the last name of its instance, without a time the last time."""
+    """Formats events in order. Without a name an event gets its instance's last name, without a time the last time."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

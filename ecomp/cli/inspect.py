@@ -72,7 +72,7 @@ FILTERS = {
 
 
 def _print_address(ctx: Context) -> int:
-    """Print the address, return 0; or print why there is none, return 1 if it failed, else 6. NotFound has a hint."""
+    """Print the address, return 0; or print why not, return 1 if the instance failed, else 6. NotFound has a hint."""
     ctx.connect()
 
     from ecomp.scheduler.queries.find import find_living
@@ -121,7 +121,7 @@ def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Com
 def _list(ctx: Context) -> int:
     """Print the chosen instances; return 1 if a record is malformed, else 0.
 
-    Raises NotFound for an unknown host name and, if no instance is chosen, for an unknown uuid in --host or --group.
+    Raises NotFound for an unknown host name and, if no instance is chosen, for an unknown --group or uuid in --host.
     With --watch uuid and group are not checked; the table is redrawn until Ctrl-C, then 0 is returned.
     """
     ctx.connect()
@@ -241,7 +241,7 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 
 def _wait(ctx: Context) -> int:
-    """Wait for the stage of each instance and print its status; return the exit code, 4 if one is being destroyed."""
+    """Wait for each instance's stage; print addresses or the document; return the exit code, 4 if one is destroyed."""
     from ecomp.cli.change import wait_and_report
     from ecomp.scheduler.queries.find import find_living
 

@@ -176,7 +176,7 @@ def make_finding_listing(
 
 
 def _summarize(report: Report) -> list[str]:
-    """Return lines on absent computes and unserved queues, the fix of each finding, and the number of findings."""
+    """Return lines on absent computes and unserved queues, each different fix once, and the number of findings."""
     called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
