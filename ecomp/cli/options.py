@@ -172,10 +172,9 @@ def _normalize_if_uuid(word: str) -> str:
 def _make_word_parser(
     min_count: int, max_count: int, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
-    """Make a parser that applies `parse_word` to min to max words; for another number UsageError with `complaint`.
+    """Make a parser that applies `parse_word` to each word; UsageError with `complaint` for too few or too many words.
 
-    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota. The message
-    begins with the command.
+    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota.
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
@@ -667,7 +666,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Parse a command line into words and options; UsageError if it is invalid.
 
     Options may stand anywhere before `--`. Everything after `--` is a word, as are - and negative numbers. A unique
-    beginning of a long option is enough. After the first word `log`, -f is --follow.
+    beginning of a long option is enough. After the first word `log`, -f is --follow. find_info_option() must be ''.
     """
     words: list[str] = []
     values: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def _list_flavors(ctx: Context) -> int:
 
 
 def _show_flavors(ctx: Context) -> int:
-    """Print the named flavors; return 4 if one does not exist, 1 if any is malformed, else 0."""
+    """Print the named flavors; return 4 if one does not exist or is malformed, 1 if another is malformed, else 0."""
     from ecomp.scheduler.operations.sharing import list_flavors, make_no_such_flavor
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
@@ -126,7 +126,7 @@ def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], s
 
 
 def make_flavor_listing(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
-    """List each flavor and where it is stored; `flavors` has both by name."""
+    """List each flavor and where it is stored; `flavors` is {name: (flavor, source)}."""
     rows = []
     for name, (flavor, source) in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
@@ -151,7 +151,7 @@ def make_group_listing(groups: Sequence[Group], known_computes: Computes, names:
 def make_member_listing(
     groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str], is_array: bool
 ) -> Listing:
-    """List members and their computes; `names` are by uuid. JSON is an array, or unless `is_array` the first group."""
+    """List members and computes; `names` are by uuid. JSON: all groups if `is_array`, else the first (one at least)."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
@@ -166,7 +166,7 @@ def make_member_listing(
 
 
 def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
-    """Return {"name", "policy", "strict", "members": [{"instance", "name", "compute", "host"}]}; None if unknown."""
+    """Return name, policy, strict and "members": [{"instance", "name", "compute", "host"}], None for unknown values."""
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
         {
