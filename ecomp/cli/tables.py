@@ -28,8 +28,7 @@ MIN_COLUMN_WIDTH = 4
 class ColumnWidths(NamedTuple):
     """The widths that a column can have, in characters, and the rank by which it is omitted.
 
-    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells. If this is too wide,
-    the columns with the largest `rank` are omitted; those of rank 0 stay.
+    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells.
     """
 
     full: int
@@ -41,8 +40,8 @@ class ColumnWidths(NamedTuple):
 def fit_columns(column_widths: Sequence[ColumnWidths], width: int) -> dict[int, int]:
     """Return by index the columns that fit into `width`, each with its width.
 
-    Among equal ranks the last is omitted first. If those of rank 0 are still too wide, the widest are cut down to
-    MIN_COLUMN_WIDTH, so the result may be too wide.
+    The largest `rank` is omitted first, of equal ranks the last; rank 0 stays. If that is still too wide, the widest
+    columns are cut down to MIN_COLUMN_WIDTH, so the result may be too wide.
     """
     indexes = list(range(len(column_widths)))
     while True:
@@ -133,11 +132,12 @@ def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def _count_common_prefix(first: str, second: str) -> int:
+    """Return how many characters are equal at the start of two texts of equal length."""
     return next((index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
 
 
 def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each ISO 8601 timestamp to `YYYY-MM-DD HH:MM`; omit other texts."""
+    """Map each ISO 8601 timestamp in UTC (Z) to `YYYY-MM-DD HH:MM`; omit other texts."""
     return {text: f'{text[:10]} {text[11:16]}' for text in texts if _TIMESTAMP.fullmatch(text)}
 
 
@@ -230,7 +230,7 @@ class Details(NamedTuple):
 
 
 class OutputStyle(NamedTuple):
-    """The format of an output: `columns` () means the usual, `sort` '' the given order, `width` None no cuts."""
+    """The format of an output: `columns` () are the usual ones, `sort` '' keeps the order, `width` None cuts none."""
 
     form: str = TABLE
     columns: Sequence[str] = ()
@@ -244,7 +244,7 @@ class OutputStyle(NamedTuple):
 def render_listing(listing: Listing, style: OutputStyle) -> str:
     """Render a listing without a final line break; UsageError for an unknown column.
 
-    In JSON and YAML all columns are rendered, and a `document` is not sorted.
+    In JSON and YAML `style.columns` are ignored, and a `document` is not sorted.
     """
     rows = listing.rows
     if style.sort:
@@ -300,7 +300,7 @@ def format_document(value: object, form: str) -> str:
 
 
 def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
-    """Format the rows as CSV, bare values or a table; bare values omit rows without any."""
+    """Format the rows as CSV, bare values or a table; bare values omit rows without a value."""
     if style.form == CSV:
         headings = [[_format_value(column.name) for column in columns]] * style.header
         return _format_csv([*headings, *(list(map(_format_value, row)) for row in rows)])
@@ -363,6 +363,7 @@ def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], sty
 
 
 def _prepend_heading(heading: str, cells: Sequence[str], style: OutputStyle) -> list[str]:
+    """Return the cells with the escaped heading before them, but without one for --no-header."""
     return [*[make_printable(heading)] * style.header, *cells]  # headings may be resource classes from placement
 
 

@@ -159,7 +159,7 @@ def watch(
 
 
 def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
-    """Return a drawing with `errors` below it, fitted to any terminal: a long table loses its end first."""
+    """Return a drawing and `errors` below it; on a terminal clear the screen first, and cut the table to the height."""
     messages = [
         *map(make_printable, drawing.messages),
         *(f'the table is out of date because reading failed; retrying: {make_printable(error)}' for error in errors),
