@@ -87,7 +87,7 @@ class Layout:
         return f'elab-{self.name}-{place}'
 
     def get_mac(self, place: str) -> str:
-        """Return the fixed MAC of the place's br0: otherwise the MAC would change with each port, unlike ARP caches."""
+        """Return the fixed MAC of the place's br0. Otherwise a new port could change it, and ARP caches be stale."""
         return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else parse_host_number(place):02x}'
 
     def _make_subnet(self, third: int) -> IPv4Network:
@@ -100,7 +100,7 @@ def list_host_names(count: int) -> list[str]:
 
 
 def parse_host_number(host: str) -> int:
-    """Parse the i of the name hv<i>; ValueError if no number follows hv."""
+    """Return the i of hv<i>. The prefix may be missing; ValueError if the rest is not a number."""
     return int(host.removeprefix('hv'))
 
 
@@ -134,7 +134,7 @@ def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Netwo
 def render_backends(host: str, etcd_port: int, placement: str, certificate_directory: str = '') -> str:
     """Render the sections etcd and placement of a configuration, with a client certificate and a token.
 
-    `placement` is a URL. `certificate_directory` has a trailing slash; '' means the directory of the file.
+    `host` is YAML, `placement` a URL. `certificate_directory` has a trailing slash; '' means the directory of the file.
     """
     names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
     files = ''.join(f'  {key}: {certificate_directory}{name}\n' for key, name in names.items())
@@ -193,7 +193,7 @@ def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> di
 
 
 def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
-    """Return compute.yaml with each amount of its inventory at most that in `maximum`; other lines stay."""
+    """Return compute.yaml with the amount in each line `  CLASS: AMOUNT` at most that in `maximum`; others stay."""
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
         lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',

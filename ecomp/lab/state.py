@@ -92,7 +92,7 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab; after a reboot it has no processes. NotFound if it is missing, EcompError for a bad lab.json."""
+    """Load the lab; after a reboot it has no processes. NotFound without lab.json, EcompError if that is unusable."""
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -121,7 +121,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
     """Load the lab or choose its network, and save lab.json with at least `host_count` hosts; make nothing else.
 
     The caller holds the lab's lock. None means the current number, 3 for a new lab; a lab never shrinks. Raises
-    UsageError if a new lab's directory has foreign files, which remove_directory() would delete, and EcompError.
+    UsageError if a new lab's directory has foreign files (remove_directory() would delete them), EcompError or OSError.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -145,7 +145,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 
 
 def check_removable(directory: Path) -> None:
-    """Raise EcompError if a mount is below a lab's directory: its files would be deleted. proc_pid_mountinfo(5).
+    """Raise EcompError if a mount is below a lab's directory: removal would delete the mount's files.
 
     No-op for a symbolic link whose target has no lab.json. The lab's own mounts are in its namespaces, invisible here.
     """
@@ -153,16 +153,16 @@ def check_removable(directory: Path) -> None:
         return
     top = directory.resolve()
     for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
-        # A space, tab, newline or backslash is an octal escape.
+        # A space, tab, newline or backslash is an octal escape: proc_pid_mountinfo(5).
         mount_point = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
         if top in mount_point.parents:
             raise _make_removal_error(directory, f'{mount_point} is a mount')
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a lab's directory and a link to it; if `directory` is a link without lab.json behind it, only the link.
+    """Remove a lab's directory; for a link, remove the link, and its target only if that has a lab.json.
 
-    lab.json is removed last: it shows that a directory behind a link is a lab's. Raises EcompError.
+    lab.json is removed last, so that a repetition still removes a link's target. Raises EcompError, also if missing.
     """
     try:
         if _belongs_to_lab(directory):
@@ -181,7 +181,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def _belongs_to_lab(directory: Path) -> bool:
-    """Return whether files there are a lab's: behind a link, to another disk for instance, only with a lab.json."""
+    """Return False for a link to a place without lab.json, whose files may be foreign; True for any other path."""
     return not directory.is_symlink() or (directory / RECORD_NAME).exists()
 
 
@@ -191,7 +191,7 @@ def _make_removal_error(directory: Path, reason: str) -> EcompError:
 
 
 def find_lab_name() -> str:
-    """Return the name of the lab whose directory contains the working directory, else $ECOMP_CONFIG, else `lab`."""
+    """Find ROOT's directory that contains the working directory, or else $ECOMP_CONFIG; return its name, or `lab`."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
     with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
@@ -215,7 +215,7 @@ def list_labs(root: Path = ROOT) -> list[Lab]:
 def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Lock a directory, made if missing; if another process has the lock, call `on_busy` and wait without a limit.
 
-    The kernel releases the lock when the process ends, even by a kill. Raises OSError for an unusable directory.
+    Not reentrant. The kernel releases the lock when the process ends, even by a kill. OSError for a bad directory.
     """
     directory = directory.resolve()  # for a dangling link its target is made
     while True:
