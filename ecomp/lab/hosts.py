@@ -70,7 +70,7 @@ security_driver = "none"
 
 
 class LabHost:
-    """A host of a lab; its methods make what is missing, and raise EcompError on failure."""
+    """A host of a lab; prepare(), start_… and wait_… make only what is missing. EcompError or OSError on failure."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab = lab
@@ -85,7 +85,10 @@ class LabHost:
         return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the missing namespace, directories and configuration; copy libvirt's filters, even if they exist."""
+        """Make the missing namespace, directories and configuration; copy libvirt's filters, even if they exist.
+
+        Deletes libvirt's runtime state if the namespace was missing. Makes missing MOUNTS targets on the machine, too.
+        """
         if machine.ensure_host(self.lab.layout, self.name):
             # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -109,11 +112,11 @@ class LabHost:
         _write_once(self.directory / 'mdserver.conf', render_mdserver_conf())
 
     def _prepare_kvm(self) -> None:
-        """Make a /dev/kvm for the host that QEMU can open, if only root can open the machine's own.
+        """Make a /dev/kvm for the host that QEMU can open, unless all users may open the machine's own.
 
         Without udev the device belongs to root, and in a container its group is a number of the outer machine. libvirtd
         can open it as root, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again for every
-        guest, which takes seconds, on a busy machine a minute. Without KVM or permission nothing is made.
+        guest, which takes seconds, on a busy machine a minute. Without KVM or permission no device is made.
         """
         node = self.directory / 'dev/kvm'
         node.parent.mkdir(mode=0o700, exist_ok=True)  # only for the host: no user of the machine needs it
@@ -126,7 +129,7 @@ class LabHost:
     def publish_uuid(self) -> bool:
         """Copy the uuid in the host's compute.yaml to the compute.yaml beside its certificate, for its role in etcd.
 
-        Returns False, and copies nothing, if the host's compute.yaml has no uuid, as an earlier elab made it.
+        Returns False, and copies nothing, if the host's compute.yaml has no uuid: earlier versions of elab wrote none.
         """
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
@@ -146,7 +149,7 @@ class LabHost:
                 machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
-        """Wait for libvirtd, then define and start its network `default`; EcompError after START_SECONDS."""
+        """Wait for libvirtd, then define and start a missing network `default`; EcompError after START_SECONDS."""
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
         machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
@@ -196,7 +199,7 @@ class LabHost:
     def is_ecompute_ready(self) -> bool:
         """Return True if ecompute runs and has written its presence since start_ecompute().
 
-        If start_ecompute() found it running or was not called, any presence counts.
+        Any presence counts if start_ecompute() was not called, found ecompute running or etcd unreachable.
         """
         return (
             self.lab.find_running(f'{self.name} ecompute') is not None

@@ -1,8 +1,8 @@
 """Programs, processes and network namespaces of a lab on this machine, by iproute2.
 
 A process is identified by pid and start time, so that a reused pid is not mistaken for it. The bridge of the lab's LAN
-is in the control namespace, because Docker's FORWARD rules on the machine would apply to it, and only one interface and
-one route may appear outside the namespaces.
+is in the control namespace: Docker's FORWARD rules on the machine would apply to the bridge there. Only one interface
+and one route may appear outside the namespaces.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RecordProcess = Callable[[str, Process], None]
 
 
 def make_python_path() -> str:
-    """Make a PYTHONPATH by which a server in another directory imports this ecomp and mdserver."""
+    """Make a PYTHONPATH with this ecomp and mdserver (if there is one) before the current PYTHONPATH's directories."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
     tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
     return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
@@ -112,9 +112,9 @@ def start(
     """Start a server in a new session; it runs its program once `record_process` has returned.
 
     So no unrecorded server runs, even if this process is killed. Without `record_process` it runs immediately. Output
-    is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
-    EcompError if it cannot be started or ends immediately, OSError if `log` cannot be opened, and errors of
-    `record_process`. A missing program is noticed only by wait_for().
+    is appended to `log`, whose directory is the working directory. `env` is added to this process's environment;
+    `umask` -1 means its own. Raises EcompError if the server cannot be started or ends immediately, OSError if `log`
+    cannot be opened, and errors of `record_process`. A missing program is noticed only by wait_for().
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -208,7 +208,7 @@ def require_root(command: str) -> None:
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
-    """Raise UsageError that names the missing `programs`, {program: Debian package}, and Python `modules`, if any."""
+    """Raise UsageError if `programs`, {program: Debian package}, or Python `modules` are missing, and name these."""
     missing_programs = [program for program in programs if not shutil.which(program, path=get_search_path())]
     packages = sorted({programs[program] for program in missing_programs})
     missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -250,9 +250,9 @@ def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make what is missing of the control namespace, its bridge, the machine's link and route to it; EcompError.
+    """Make what is missing of the control namespace, its bridge, the machine's link and route to it.
 
-    Raises Conflict before anything is made if the machine has another route to the lab's network.
+    Raises EcompError: a Conflict, before anything is made, if the machine has another route to the lab's network.
     """
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
@@ -274,10 +274,7 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """Make what is missing of a host's namespace, LAN bridge (for `bridge: br0`), routes and fence rules.
-
-    Returns True if the namespace was missing. Raises EcompError.
-    """
+    """Make what a host lacks of namespace, bridge br0, routes, fence rules; return True if it lacked the namespace."""
     was_missing = _ensure_namespace(layout, host)
     space, control = layout.get_namespace(host), layout.get_namespace(CONTROL)
     _ensure_bridge(layout, host, str(layout.get_address(host)))
@@ -318,7 +315,7 @@ def has_interface(layout: Layout, place: str, name: str) -> bool:
 
 
 def list_namespaces(name: str) -> list[str]:
-    """List the existing namespaces that have names of a lab's hosts or control, also those missing from lab.json."""
+    """List, sorted, the existing namespaces that are named as a lab's hosts or control, also if lab.json lacks them."""
     lines = run(['ip', 'netns', 'list']).splitlines()
     namespaces = (line.split()[0] for line in lines if line.strip())
     return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
