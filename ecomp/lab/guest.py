@@ -149,7 +149,6 @@ echo 'ecomp-guest: power button' >/dev/ttyS0
 poweroff -f
 """
 
-
 PROGRAMS = {
     'apt-get': 'apt',
     'dpkg-deb': 'dpkg',
@@ -168,7 +167,7 @@ SECTOR_BYTES = 512
 
 
 def make_image(output: Path, say: Callable[[str], None]) -> None:
-    """Write the image to `output` as qcow2; an existing file is replaced atomically.
+    """Download a kernel, and write the image to `output` as qcow2; an existing file is replaced atomically.
 
     Raises UsageError for an unusable path or missing programs, and EcompError if a step fails.
     """
@@ -240,7 +239,7 @@ def _find_static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """Return True for a 64-bit little-endian ELF program without PT_INTERP segment (elf(5)), else False."""
+    """Return True for a 64-bit little-endian ELF program without PT_INTERP (elf(5)); struct.error if truncated."""
     if program[:6] != b'\x7fELF\x02\x01':
         return False
     start = struct.unpack_from('<Q', program, 32)[0]
@@ -249,7 +248,7 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """Download and unpack packages in `work`; return the kernel, and (name, content) of its MODULES."""
+    """Download and unpack packages in `work`; return the kernel's path, and (name, content) of its MODULES."""
     packages = _find_kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'
@@ -286,7 +285,7 @@ def _find_dependencies(package: str, prefix: str) -> list[str]:
 
 
 def _read_module(path: Path) -> bytes:
-    """Return the module's content, unpacked if it ends in .xz, .gz or .zst. UsageError for .zst if zstd is missing."""
+    """Return the module's content, unpacked for suffix .xz, .gz or .zst. UsageError for .zst if zstd is missing."""
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])

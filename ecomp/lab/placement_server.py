@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Load placement, which then accepts only the host `names`, if any, and the token in any `token_file`."""
+    """Load placement; with `names` it accepts only these as Host, with `token_file` only the token in that file."""
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 
@@ -60,7 +60,7 @@ def application(*names: str, token_file: str | None = None) -> Application:
 
 
 def restrict_hosts(application: Application, names: Collection[str]) -> Application:
-    """Wrap `application` to answer 421 if a request's Host is not among `names`; one without Host is accepted.
+    """Wrap `application` to answer 421 if a request has a Host that, without its port, is not among `names`.
 
     A malicious web page can point its own host name here and is then of the same origin (DNS rebinding).
     """
@@ -80,8 +80,8 @@ def restrict_hosts(application: Application, names: Collection[str]) -> Applicat
 def require_token(application: Application, token_file: Path) -> Application:
     """Wrap `application` to answer 401 without the token in the file, which is read for each request.
 
-    Other requests get the token `admin`, which placement without authentication takes as the administrator. Placement
-    takes other X- headers as the client's identity, so a client's own X- headers are dropped.
+    Accepted requests get the token `admin`, which placement without authentication takes as the administrator. It takes
+    other X- headers as the client's identity, so a client's own X- headers are dropped.
     https://docs.openstack.org/placement/latest/configuration/config.html
     """
 
