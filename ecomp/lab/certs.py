@@ -9,7 +9,7 @@
 
 A run makes missing certificates and replaces those that expire within a month; without a name it checks all in DIR.
 With --enable etcd enforces their roles. Each run determines again what has to change, so it can be repeated after a
-kill. It reads everything that may be refused before any change. Concurrent runs wait for each other.
+kill. It refuses bad input before it changes anything. Concurrent runs wait for each other.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -87,11 +87,11 @@ class _Signer:
 def make_certificates(
     directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, include_others: bool = False
 ) -> None:
-    """Make the missing or unusable certificates, tokens and configurations of `cluster`; report each certificate made.
+    """Make the missing or unusable certificates of `cluster`, with tokens and configurations; report each certificate.
 
     A certificate is unusable if it expires within MIN_REMAINING_DAYS of `now` (UTC) or does not fit its key, names or
-    authority. `include_others` adds all other clients in `directory`. Waits for another process's lock. Raises
-    UsageError for an invalid name or uuid or without a server name, EcompError if the authority or a file is unusable.
+    authority. `include_others` adds all other clients in `directory`. Existing configurations stay. Waits for another
+    process's lock. Raises UsageError for a bad name or uuid or no server name, EcompError for an unusable file.
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):
@@ -144,7 +144,7 @@ def _make_all(
 
 
 def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
-    """Make the certificate in `place`, with the directory's name as its common name, and copy `token` to it."""
+    """Make the certificate in `place` unless it is usable, and copy `token`. `place.name` is the common name."""
     _make_certificate(place, 'client', place.name, (), signer, now, say)
     _write_if_changed(place / 'token', token.read_bytes())
 
@@ -159,7 +159,7 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
-    """Load the authority, or make and report it if ca.crt is missing. EcompError if not valid at `now`, or OSError."""
+    """Load the authority; if ca.crt is missing, make and report it. EcompError if unusable at `now`, or OSError."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
@@ -202,7 +202,7 @@ def _make_certificate(  # noqa: PLR0913
 ) -> None:
     """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names` (a client has none).
 
-    Writes ca.crt in any case. Reports a certificate made, and the names of the old one that it lacks.
+    The order of `names` counts. Writes ca.crt in any case. Reports a new certificate, and the old names that it lacks.
     """
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
@@ -277,7 +277,7 @@ def _make_builder(
 
 
 def _is_address(name: str) -> bool:
-    """Return whether it is an IP address without a zone (%)."""
+    """Return whether the name is an IP address without a zone (%)."""
     try:
         ip_address(name)
     except ValueError:
@@ -315,7 +315,8 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     """Have etcd restrict each certificate in `directory` to its role, and write a missing /cluster; report each step.
 
     Raises UsageError if a uuid is missing or a duplicate, or no operator has a certificate, Conflict if etcd has
-    records of an earlier version, Denied if no operator may do this, and another EcompError if etcd fails.
+    records of an earlier version, Denied if no operator may do this, and another EcompError if etcd fails. Living
+    computes and users of etcd without a certificate in `directory` only cause a warning.
     """
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
@@ -366,12 +367,12 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List the names of the directories of a kind, such as `compute-`, that have a certificate, sorted."""
+    """List, sorted, the directories with a certificate whose names begin with `kind`, such as `compute-`."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
 def _read_computes(directory: Path) -> dict[str, str]:
-    """Read {name: uuid} of the computes that have a certificate; UsageError if a uuid is missing or a duplicate."""
+    """Read {directory's name: uuid} of computes with a certificate; UsageError if a uuid is missing or a duplicate."""
     uuids: dict[str, str] = {}
     for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'

@@ -2,7 +2,7 @@
 
 A lab has etcd, placement, an image server and DHCP in a namespace (`make_lab_servers`); `elab control` runs etcd and
 placement in the foreground. With certificates (ecomp.lab.certs) etcd and the stunnel before placement require a
-certificate of each client. Only on localhost certificates are optional.
+certificate of each client. Certificates are optional only on localhost.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
     # Not at every start: it could lose what was written just before the last end.
     command += ['--force-new-cluster'] if begun_marker.exists() else []
 
-    def is_healthy(_: Process) -> bool:
+    def check_health(_: Process) -> bool:
         if not is_etcd_healthy(urls[0], certs):
             return False
         begun_marker.unlink(missing_ok=True)
         return True
 
     files = {} if (data / 'etcd/member').exists() else {begun_marker: ''}
-    return LabServer('etcd', command, data / 'etcd.log', is_healthy, files=files)
+    return LabServer('etcd', command, data / 'etcd.log', check_health, files=files)
 
 
 def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
@@ -247,7 +247,7 @@ CERTIFICATE_FILES = {
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The local address, ports and data directory of etcd and placement; `certs` is that of `elab certs`, if any."""
+    """The address, ports and data directory of etcd and placement; `certs` is the directory of `elab certs`, if any."""
 
     etcd_port: int
     placement_port: int

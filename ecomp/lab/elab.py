@@ -85,7 +85,7 @@ reach: {reach}
 
 
 def start_control(lab: Lab) -> None:
-    """Make and start what is missing of the control plane, wait, write schedule.yaml; EcompError if a server fails."""
+    """Make and start what the control plane lacks, wait, write schedule.yaml once; EcompError if a server fails."""
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
@@ -284,7 +284,7 @@ def _run_up(options: argparse.Namespace) -> int:
         with _report_step('control plane'):
             start_control(lab)
         hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
-        _reduce_shares(hosts)
+        _reduce_inventories(hosts)
         with _report_step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
             # All are started before the first wait, because each libvirtd probes its own QEMU.
             for host in hosts:
@@ -306,8 +306,8 @@ def _run_up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _reduce_shares(hosts: Sequence[LabHost]) -> None:
-    """If hosts join, reduce the older hosts' shares, report it and end their ecomputes; guests continue."""
+def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
+    """If hosts are new, reduce the others' inventories, report which, and end their ecomputes; guests continue."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -393,7 +393,7 @@ def _run_list(_: argparse.Namespace) -> int:
 
 
 def _make_row(lab: Lab) -> tuple[str, ...]:
-    """Make a lab's row of `elab list`: up if etcd, placement, all libvirtds and ecomputes run, partly up, or down."""
+    """Make a lab's row of `elab list`: up if etcd, placement, libvirtds and ecomputes run, partly up if some."""
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
@@ -489,7 +489,7 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
-    """Hold the lab's lock in a context; if another elab has it, report that and wait without a limit."""
+    """Return a context with the lab's lock; if another elab has the lock, report that, and wait without a limit."""
     return state.hold_lock(
         state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another `elab` command to end')
     )
