@@ -1,4 +1,4 @@
-"""Read mdserver.conf: an INI file as in 2019, typed and complete. Errors name each bad key and its line.
+"""Read mdserver.conf, an INI file in the format of 2019, into a Config. Errors name each bad key and its line.
 
 The example file explains the keys. Paths are relative to the file.
 """
@@ -53,7 +53,7 @@ def _parse_port(value: str, _: Path = Path()) -> int:
 
 
 def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    """Return a reader of a path, whose value `convert` makes; ValueError, with `description`, for an empty text."""
+    """Return a reader: it returns `convert(path)`, or raises ValueError with `description` for an empty text."""
 
     def read(value: str, base: Path) -> T:
         if not value:
@@ -70,7 +70,7 @@ def _check_user_data(path: Path) -> Path:
 
 
 def _make_field(default: T, read: Reader[T], name: str = '') -> T:
-    """Return a field that is set by the key of its name, or of `name`, in [mdserver]."""
+    """Return a field that is set by the key `name` in [mdserver], '' for the key of its own name."""
     new_field: T = field(default=default, metadata={'read': read, 'name': name})
     return new_field
 
@@ -79,8 +79,8 @@ def _make_field(default: T, read: Reader[T], name: str = '') -> T:
 class Config:
     """The configuration of mdserver; most fields are set by a key of [mdserver].
 
-    `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `user_data` and
-    `public_keys`, pairs of name and line, are for guests without their own. `neighbours`, not a key, is the ARP table.
+    `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `public_keys`, pairs
+    of name and line, and the file `user_data` are for guests without their own. `neighbours`, no key, is the ARP table.
     """
 
     listen_address: str = _make_field('169.254.169.254', _parse_address)
@@ -99,7 +99,7 @@ FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Con
 
 
 def load(path: Path | None) -> Config:
-    """Read the configuration in the file `path` (None: the defaults); close a /proc/self/fd/N. Raises ConfError."""
+    """Read the configuration in `path` (None: the defaults); of a path /proc/self/fd/N, close N. Raises ConfError."""
     if path is None:
         return Config()
     named_path, descriptor = path, None
@@ -120,7 +120,7 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
-    """Return the configuration in `text` of file `path`; ConfError names all wrong keys, or the first syntax error."""
+    """Return the configuration in `text` of file `path`; ConfError names the errors of syntax, else all wrong keys."""
     # Raw: a key's comment may contain '%'. No section has defaults for others, so [DEFAULT] is an unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:
@@ -177,7 +177,7 @@ def check_public_key(text: str) -> str:
 
 
 def parse_address_port(text: str, default: int) -> tuple[str, int]:
-    """Parse `ADDRESS[:PORT]`; the port defaults to `default`. Raises ValueError."""
+    """Parse `ADDRESS[:PORT]`, IPv4; the port defaults to `default`. Raises ValueError."""
     address, colon, port = text.partition(':')
     return _parse_address(address), _parse_port(port) if colon else default
 
@@ -201,7 +201,7 @@ def _check_key_name(name: str) -> str:
 
 
 def _find_line_numbers(text: str) -> dict[tuple[str, str | None], int]:
-    """Return {(section, key or None): line number}, which configparser does not keep."""
+    """Return {(section, key or None for its header): line number}, which configparser does not keep."""
     line_numbers: dict[tuple[str, str | None], int] = {}
     section = ''
     key_indent: int | None = None

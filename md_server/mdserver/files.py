@@ -1,7 +1,7 @@
-"""Identify a client by its address: DHCP lease and neighbour table give its MAC, and the MAC ecompute's file.
+"""Identify a client by its address: DHCP lease and neighbour table give its MAC, which names ecompute's file.
 
-mdserver.conf supplies what that file leaves open. Everything is read again for each request, so nothing is stale; only
-the addresses that have a lease, which every connection needs, are cached for a second.
+mdserver.conf, read once, supplies what that file leaves open. The files are read again for each request, so nothing is
+stale. Only the addresses that have a lease, which every connection needs, are cached for a second.
 
 This process, or its monitor (see there), executes one of five requests:
 
@@ -52,7 +52,7 @@ OpenedFile = tuple[str, 'int | OSError']
 
 
 class Files:
-    """The files about guests. `ask` executes requests, carry_out() if it is None. OSError if the monitor is gone."""
+    """The files about guests. `ask` executes requests, carry_out() if `ask` is None. OSError if the monitor is gone."""
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[OpenedFile]] | None = None) -> None:
         self._config = config
@@ -94,9 +94,9 @@ class Files:
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Store why the guests with these MACs were refused; '' means that they were answered, stored once.
+        """Store why the guests with these MACs were refused; '', for an answer, removes the stored refusal.
 
-        A failure to write is ignored; OSError only if the monitor is gone.
+        A guest's repeated answers do nothing. A failure to write is ignored; OSError only if the monitor is gone.
         """
         for mac in macs:
             if refusal or mac not in self._answered_macs:
@@ -116,7 +116,7 @@ class Files:
             raise BrokenFileError(f'{name}: {error}') from error
 
     def fill_in_defaults(self, guest: Guest, address: str = '') -> Guest:
-        """Return the guest with its own keys and user-data, or mdserver.conf's (ValueError if bad), and `address`."""
+        """Return the guest with `address`, and mdserver.conf's values instead of None. ValueError for bad user-data."""
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._open_user_data())
@@ -124,13 +124,13 @@ class Files:
         return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, report: bytes) -> None:
-        """Store a guest's first ready report, ASCII; FileNotFoundError without the guest, or another OSError."""
+        """Store a guest's ready report (ASCII) unless it has one. FileNotFoundError without the guest, or OSError."""
         for _, opened in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
 
     def is_on_bridge(self, bridge: str, address: str) -> bool:
-        """Return whether a client that just connected is on this bridge. Raises BrokenFileError."""
+        """Return whether the neighbour table has the address on this bridge, as of a new client. BrokenFileError."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:

@@ -53,8 +53,8 @@ class Lease:
 class Guest:
     """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address, `instance` its uuid.
 
-    `public_keys` are pairs of a unique name and an OpenSSH line. If `public_keys` or `user_data` is None, those of
-    mdserver.conf apply or, once they are filled in, none.
+    `public_keys` are pairs of a unique name and an OpenSSH line. None, for `public_keys` or `user_data`, means those of
+    mdserver.conf; after Files.fill_in_defaults() it means that there are none.
     """
 
     instance: str
@@ -101,7 +101,7 @@ def parse_bridge(conf: bytes) -> str:
 
 
 def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
-    """Return the IPv4 reservations, with `expiry` 0, in dnsmasq's hosts file, from lines `MAC,ADDRESS[,NAME]` alone."""
+    """Return the IPv4 reservations, `expiry` 0, in dnsmasq's hosts file; only lines `MAC,ADDRESS[,NAME]` count."""
     rows = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
     return [Lease(row[1], row[0], 0, bridge, True) for row in rows if is_mac(row[0]) and _is_ipv4(row[1])]
 
