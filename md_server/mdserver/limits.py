@@ -90,7 +90,7 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
         return self.connected and bool(super().writable())
 
     def is_late(self, now: float) -> bool:
-        """Return whether it receives for over REQUEST_TIMEOUT_SECONDS, or exists over CONNECTION_TIMEOUT_SECONDS."""
+        """Return whether over REQUEST_TIMEOUT_SECONDS (CONNECTION_… once received) have passed since `starts_at`."""
         is_receiving = not self.requests and not self.total_outbufs_len
         return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
 
@@ -120,7 +120,7 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
     def admit(self, channel: _Channel) -> float:
         """Return the monotonic time from which the connection may be read; infinity if not allowed.
 
-        A connection that is not allowed, and the oldest over the limit of its address, are marked to be closed.
+        Counts an allowed one as a request. Marks any other, and the oldest over the limit of its address, to be closed.
         """
         address, now = channel.addr[0], time.monotonic()
         if not self._is_allowed(address):

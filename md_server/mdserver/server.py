@@ -64,8 +64,8 @@ class App(bottle.Bottle):  # type: ignore[misc]
         super().__init__()
         self._log_limiter = limits.RateLimiter(limits.LOG_LINES_PER_SECOND, limits.LOG_LINE_BURST)
 
-    def can_log(self, address: str) -> bool:
-        """Return whether another line about this address may be logged now; if so, count it."""
+    def try_acquire_log_line(self, address: str) -> bool:
+        """Count a line about this address if it may be logged now, and return True; else return False."""
         return self._log_limiter.try_acquire(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
@@ -74,11 +74,11 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return f'{res.status_line}: {res.body}\n'
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Serve as bottle does, and log the request at DEBUG if can_log()."""
+        """Serve as bottle does, and log the request at DEBUG if try_acquire_log_line()."""
 
         def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
-            if self.can_log(client):
+            if self.try_acquire_log_line(client):
                 # Quoted: the client chooses the path, which must not break the log line.
                 request_line = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
                 guest = f'instance={environ.get(INSTANCE_KEY, "-")}{environ.get(REASON_KEY, "")}'
@@ -107,7 +107,7 @@ def make_app(files: Files) -> bottle.Bottle:
             guest = files.fill_in_defaults(files.read_guest(mac), address)
         except guests.UnknownGuestError as error:
             environ[REASON_KEY] = f' ({error}: {error.detail})'
-            if isinstance(error, guests.ForgedAddressError) and app.can_log(address):
+            if isinstance(error, guests.ForgedAddressError) and app.try_acquire_log_line(address):
                 log.warning('REFUSED %s: %s: %s', address, error, error.detail)
             refusal = bottle.HTTPError(404, f'{error}')
         except (guests.BrokenFileError, OSError, ValueError) as error:
@@ -131,7 +131,7 @@ def make_app(files: Files) -> bottle.Bottle:
         return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
     def receive_report(instance: str) -> bottle.HTTPResponse:
-        """Store a guest's ready report: 404 for another instance's, 400 for too many fields."""
+        """Store a guest's first ready report; 404 for another instance's, 400 for too many fields, 500 if it fails."""
         _check_headers()
         mac, guest = identify_guest()
         if guest.instance != instance:
@@ -155,7 +155,7 @@ def make_app(files: Files) -> bottle.Bottle:
 
 
 def _check_headers() -> None:
-    """Raise HTTPError: 403 for a request by a proxy, 421 for one whose Host is a name."""
+    """Raise HTTPError: 403 for a request by a proxy, 421 if its Host is a name; without Host it is accepted."""
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
@@ -232,7 +232,7 @@ def _switch_user(name: str, ids: UserIds) -> None:
 
 
 def _resolve_user(name: str) -> UserIds:
-    """Return the ids of the user that --user names. Raises ConfError, also unless root."""
+    """Return the ids of the user that --user names. ConfError for root or an unknown user, or unless we are root."""
     try:
         ids = find_user(name)
     except ValueError as error:
@@ -360,7 +360,7 @@ def _print_unit(text: str) -> None:
 
 
 def _report_output_error(error: OSError) -> int:
-    """Report why nothing could be printed, unless the reader has gone; return the exit code."""
+    """Report why nothing could be printed, unless the reader has gone; redirect stdout to /dev/null; return 1."""
     # Otherwise Python would retry at its end and print an error.
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
