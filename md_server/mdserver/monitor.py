@@ -119,7 +119,7 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user name or number (its gid, too, if no user has it); ValueError if unknown or root."""
+    """Return the ids of a user name or number; an unused number is its own gid. ValueError if unknown or root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
