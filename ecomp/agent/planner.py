@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings
 from ecomp.agent.instance.instances import Instances, Shutdowns
-from ecomp.agent.instance.plan import Kind, Observations, Task, Wish, is_address_pending, is_unready, plan
+from ecomp.agent.instance.plan import Kind, Observations, ParsedRequest, Task, is_address_pending, is_unready, plan
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Deferrals, FailureLog
 from ecomp.errors import EcompError, Unreachable, Unreadable
@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
     task: Task
     revision: int
-    wish: Wish
+    parsed_request: ParsedRequest
     guest: Guest | None
     addresses: Mapping[str, Address]
 
@@ -38,15 +38,15 @@ class Work(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """The wish of a task that plan() makes for valid requests only."""
-        assert isinstance(self.wish, Request)
-        return self.wish
+        """The request of a task that plan() makes for valid requests only."""
+        assert isinstance(self.parsed_request, Request)
+        return self.parsed_request
 
     @property
     def refusal(self) -> InvalidRequest:
-        """The wish of a task that refuses an invalid request."""
-        assert isinstance(self.wish, InvalidRequest)
-        return self.wish
+        """The request of a task that refuses an invalid request."""
+        assert isinstance(self.parsed_request, InvalidRequest)
+        return self.parsed_request
 
 
 # The methods raise what those of Instances do.
@@ -107,7 +107,7 @@ class Planner:
         self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
         # The finished work with its time, from the worker threads to the next step. Fields below are the planner's.
         self._finished: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
-        self._wishes: dict[str, tuple[int, Wish]] = {}
+        self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
         self.held_resources: Resources | None = None
         self._unmanaged: set[str] = set()
@@ -179,8 +179,8 @@ class Planner:
         Raises errors of reading records; logs those of ending a build. After MAX_CLEANUP_SECONDS no more are ended.
         """
         busy = self.get_in_flight()
-        wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
-        changed = self._instances.records.recheck(wishes)
+        parsed_requests = {name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in busy}
+        changed = self._instances.records.recheck(parsed_requests)
         if changed:
             self.wake_up(f'another process changed the records of {", ".join(changed)}')
         if self.held_resources is None:
@@ -190,7 +190,7 @@ class Planner:
             key for key, entry in self._instances.memory.get_entries().items() if entry.record.state == BUILDING
         )
         deadline = time.monotonic() + MAX_CLEANUP_SECONDS
-        for instance in [other for other in unfinished if other not in busy and other not in self._wishes]:
+        for instance in [other for other in unfinished if other not in busy and other not in self._parsed_requests]:
             self._end_without_request(instance)
             if time.monotonic() > deadline:
                 break  # placement is slow or unreachable, and plans must not wait for it
@@ -247,21 +247,23 @@ class Planner:
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
         """Return the due work, as step() does, and log unmanaged guests; `busy` were in flight when step() began."""
-        self._read_wishes(state)
+        self._read_parsed_requests(state)
         records, unreadable = self._read_records(busy)
         without_address = [record.instance for record in records.values() if is_address_pending(record)]
         addresses = {instance: self._read_addresses(instance) for instance in without_address}
         # Nothing is done about an instance whose record is unknown.
-        wishes = {instance: wish for instance, (_, wish) in self._wishes.items() if instance not in unreadable}
+        parsed_requests = {
+            instance: parsed for instance, (_, parsed) in self._parsed_requests.items() if instance not in unreadable
+        }
         guests_with_record = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
         now = time.monotonic()
         active = {name for name, record in records.items() if record.state in (ACTIVE, STOPPED)}
         self._missing_since, vanished = confirm_sightings(self._missing_since, active - guests.keys(), now)
         self._shutdowns.forget_all_but(
-            {name for name, domain in guests.items() if domain.running and name in self._wishes}
+            {name for name, domain in guests.items() if domain.running and name in self._parsed_requests}
         )
         self._save_unhandled(records, guests, busy)
-        unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._wishes.keys()
+        unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._parsed_requests.keys()
         for stranger in sorted(self._unmanaged - unmanaged_before):
             log.warning(
                 'instance %s has a guest but no request: the guest is kept, but not managed. Try: eschedule audit',
@@ -276,7 +278,7 @@ class Planner:
             ready=self._instances.guest_data.find_ready() if any(map(is_unready, records.values())) else set(),
             now=self._instances.now(),
         )
-        tasks = plan(wishes, records, sightings)
+        tasks = plan(parsed_requests, records, sightings)
         for instance in self.deferrals.cancel_all_but(
             {planned.instance for planned in tasks} | self.get_in_flight().keys()
         ):
@@ -293,13 +295,13 @@ class Planner:
                 continue
             if task.instance in deferred:
                 continue
-            revision, wish = self._wishes[task.instance]
+            revision, parsed = self._parsed_requests[task.instance]
             refusal = self._refused_revisions.get(task.instance)
             if task.kind is Kind.REFUSE and (refusal == revision or (refusal and not keys.is_uuid(task.instance))):
                 continue  # logged once, even if it is written again; ecompute must not delete such a key
             if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests():
                 continue  # it has just come back
-            work.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
+            work.append(Work(task, revision, parsed, guests.get(task.instance), addresses.get(task.instance, {})))
         return work
 
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
@@ -309,7 +311,7 @@ class Planner:
         """
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
-        self._before_reboot = self._before_reboot.intersection(self._wishes) - (handled - busy)
+        self._before_reboot = self._before_reboot.intersection(self._parsed_requests) - (handled - busy)
         try:
             self._instances.memory.save_unhandled(self._before_reboot)
         except OSError as error:
@@ -317,31 +319,31 @@ class Planner:
         else:
             self.failures.report_success(SAVING_UNHANDLED)
 
-    def _read_wishes(self, state: Mapping[str, Entry]) -> None:
+    def _read_parsed_requests(self, state: Mapping[str, Entry]) -> None:
         """Parse changed requests, sum `held_resources`; refuse new ones, except tombstones, beyond MAX_REQUESTS."""
-        before = self._wishes
-        self._wishes = {}
+        before = self._parsed_requests
+        self._parsed_requests = {}
         prefix = keys.request_prefix(self._instances.compute)
         for key, entry in state.items():
             name = key.removeprefix(prefix)
             previous = before.get(name)
             if previous is not None and previous[0] == entry.revision:
-                self._wishes[name] = previous
+                self._parsed_requests[name] = previous
                 continue
             if previous is not None:
                 self.deferrals.cancel(name)  # the failure of an older request does not defer a new one
             parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped)
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
-            if previous is None and len(self._wishes) >= MAX_REQUESTS and not is_destroy:
+            if previous is None and len(self._parsed_requests) >= MAX_REQUESTS and not is_destroy:
                 parsed = InvalidRequest(
                     name, f'this compute already has {MAX_REQUESTS} instances, the maximum', get_holdings(parsed)
                 )
-            self._wishes[name] = entry.revision, parsed
-        wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]
+            self._parsed_requests[name] = entry.revision, parsed
+        parsed_requests = [parsed for _, parsed in self._parsed_requests.values() if isinstance(parsed, Request)]
         self.held_resources = sum_resources(
-            request.allocations.get(self._instances.compute, request.former_resources) for request in wishes
+            request.allocations.get(self._instances.compute, request.former_resources) for request in parsed_requests
         )
-        for name in before.keys() - self._wishes.keys():
+        for name in before.keys() - self._parsed_requests.keys():
             self._refused_revisions.pop(name, None)
             for activity in (READING_RECORD % name, READING_ADDRESSES % name):
                 self.failures.transfer(activity, CHECKING_CLAIMS)
@@ -352,7 +354,7 @@ class Planner:
         Neither has busy instances, names that are no uuids, or malformed records of instances to be destroyed.
         """
         records, unreadable = {}, set()
-        for instance, (_, wish) in self._wishes.items():
+        for instance, (_, parsed) in self._parsed_requests.items():
             # The worker thread of an instance in flight changes its record.
             if instance in busy or not keys.is_uuid(instance):
                 continue
@@ -363,7 +365,7 @@ class Planner:
                 raise
             except EcompError as error:
                 # A destroy needs only its request, and logs an unreadable record itself.
-                if not (isinstance(error, Unreadable) and isinstance(wish, Request) and wish.is_tombstone):
+                if not (isinstance(error, Unreadable) and isinstance(parsed, Request) and parsed.is_tombstone):
                     self.failures.report_failure(activity, error)
                     unreadable.add(instance)
                 continue

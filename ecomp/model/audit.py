@@ -409,7 +409,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
         requests, record = world.requests_by_compute.get(instance, {}).values(), world.records.get(instance)
         waiting = world.queue_entries.get(instance, {}).values()
         if instance in world.malformed_records or any(
-            isinstance(wish, InvalidRequest) for wish in (*requests, *waiting)
+            isinstance(parsed, InvalidRequest) for parsed in (*requests, *waiting)
         ):
             continue  # a malformed record or request may have the name
         entry = world.get_value(key)
@@ -455,11 +455,11 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
         sentence = f'{key} is malformed: {world.malformed_records[instance]}'
         yield Finding('record-unreadable', instance, sentence, keys=(key,))
         return
-    for compute, wish in world.requests_by_compute.get(instance, {}).items():
-        if isinstance(wish, InvalidRequest):
+    for compute, parsed in world.requests_by_compute.get(instance, {}).items():
+        if isinstance(parsed, InvalidRequest):
             key = keys.request(compute, instance)
             key = key if world.get_value(key) else keys.HOSTS + compute  # a key without an instance part
-            sentence = f'{key} is malformed: {wish.reason}'
+            sentence = f'{key} is malformed: {parsed.reason}'
             yield Finding('request-unreadable', instance, sentence, compute, keys=(key,))
             return
     record = world.records.get(instance)
@@ -526,14 +526,14 @@ def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Fi
     instance = record.instance
     held = world.allocations.get(instance, {})
     held_on = sorted(world.computes & held.keys())
-    wish = world.requests_by_compute.get(instance, {}).get(record.compute)
+    parsed = world.requests_by_compute.get(instance, {}).get(record.compute)
     if not held:
         yield Finding('allocation-missing', instance, f'{summary}, but placement has no claim for it', record.compute)
     elif len(held_on) > 1:
         yield Finding(
             'allocation-doubled', instance, f'{summary}, but placement has claims for it on {" and on ".join(held_on)}'
         )
-    elif isinstance(wish, Request) and (sentence := describe_difference(wish.allocations, held)):
+    elif isinstance(parsed, Request) and (sentence := describe_difference(parsed.allocations, held)):
         yield Finding('allocation-differs', instance, sentence, record.compute)
 
 
@@ -731,10 +731,10 @@ def _is_requested_or_living(world: AuditIndex, instance: str) -> bool:
 
 def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
     """Find valid requests, no tombstones, whose group is absent or, if valid, lacks the instance on their compute."""
-    for compute, wish in world.requests_by_compute.get(instance, {}).items():
-        if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
+    for compute, parsed in world.requests_by_compute.get(instance, {}).items():
+        if not isinstance(parsed, Request) or parsed.is_tombstone or parsed.group is None:
             continue
-        group = world.groups.get(wish.group.name)
+        group = world.groups.get(parsed.group.name)
         if group is None:
             detail = 'does not exist'
         elif not isinstance(group, Group) or group.members.get(instance) == compute:
@@ -742,7 +742,7 @@ def audit_membership(world: AuditIndex, instance: str) -> Iterator[Finding]:
         else:
             group_compute = group.members.get(instance)
             detail = f'has it on compute {group_compute}' if group_compute else 'does not have it'
-        name = wish.group.name
+        name = parsed.group.name
         sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
         yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
@@ -774,7 +774,7 @@ def audit_quotas(world: AuditIndex) -> Iterator[Finding]:
 def _count_requested(world: AuditIndex, project: str) -> dict[str, int]:
     """Return the usage of a project by its queued and delivered requests: {class: amount}."""
     waiting_requests = (waiting for places in world.queue_entries.values() for waiting in places.values())
-    requests = (wish for by_compute in world.requests_by_compute.values() for wish in by_compute.values())
+    requests = (parsed for by_compute in world.requests_by_compute.values() for parsed in by_compute.values())
     return sum_charges(project, (*waiting_requests, *requests), world.records.get)
 
 

@@ -483,8 +483,8 @@ class EtcdState:
     def format_instance(self, instance: str) -> str:
         """Return an instance's name from its record, else from a request; its uuid without one."""
         record = self.records.get(instance)
-        requests = (wish.get(instance) for wish in self.requests.values())
-        names = [record.name if record else None, *(wish.name for wish in requests if isinstance(wish, Request))]
+        requests = (parsed.get(instance) for parsed in self.requests.values())
+        names = [record.name if record else None, *(parsed.name for parsed in requests if isinstance(parsed, Request))]
         return next(filter(None, names), None) or instance
 
     @property

@@ -194,14 +194,14 @@ class AuditIndex:
     def is_in_work(self, instance: str) -> bool:
         """Return whether it is being built or destroyed; a tombstone means so unless the record is gone or in error."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
-        if any(isinstance(wish, Request) and wish.is_tombstone for wish in requests):
+        if any(isinstance(parsed, Request) and parsed.is_tombstone for parsed in requests):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
         """Return whether the instance has a record in which a requested power action is not completed."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
-        actions = [wish.power for wish in requests if isinstance(wish, Request) and wish.power]
+        actions = [parsed.power for parsed in requests if isinstance(parsed, Request) and parsed.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
     def list_absent_computes(self) -> dict[str, str]:

@@ -115,7 +115,7 @@ REPORTED = {
     ),
     'a compute that publishes ignores what was destroyed in a queue': make_bug(
         'ecomp.agent.instance.records:decide_republish',
-        drop_operand('was_destroyed', 'wish'),
+        drop_operand('was_destroyed', 'request'),
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(

@@ -378,10 +378,10 @@ names = st.sets(st.sampled_from('abcdefgh'))
 
 @given(names, names, names, names)
 def test_orphans_are_claims_without_request_guest_or_attempt(
-    held: set[str], wished: set[str], guests: set[str], in_flight: set[str]
+    held: set[str], requested: set[str], guests: set[str], in_flight: set[str]
 ) -> None:
-    assert find_orphans(held, wished, guests, in_flight) == {
-        name for name in held if name not in wished and name not in guests and name not in in_flight
+    assert find_orphans(held, requested, guests, in_flight) == {
+        name for name in held if name not in requested and name not in guests and name not in in_flight
     }
 
 

@@ -15,9 +15,9 @@ from ecomp.agent.instance.plan import (
     UNDEFINED,
     Kind,
     Observations,
+    ParsedRequest,
     ShutdownAction,
     Task,
-    Wish,
     find_fault,
     has_new_address,
     is_address_pending,
@@ -66,7 +66,7 @@ from ecomp.model.record import (
     Record,
 )
 
-# The whole decision table: every state of the record, with every guest, for every wish.
+# The whole decision table: every state of the record, with every guest, for every parsed.
 
 
 HERE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -80,7 +80,7 @@ REQUEST = Request(
 )
 TOMBSTONE = Request(INSTANCE, {}, image=None, user_id='u', project_id='p')
 MALFORMED = InvalidRequest(INSTANCE, 'not JSON')
-WISHES: dict[str, Wish] = {'asked': REQUEST, 'tombstone': TOMBSTONE, 'unreadable': MALFORMED}
+WISHES: dict[str, ParsedRequest] = {'asked': REQUEST, 'tombstone': TOMBSTONE, 'unreadable': MALFORMED}
 
 GUESTS = {
     'nothing': None,
@@ -114,19 +114,19 @@ def make_record(state: str, compute: str = HERE, address: str | None = '10.0.0.1
 
 
 def plan_instance(
-    wish: Wish, record: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
+    parsed: ParsedRequest, record: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
     observations = replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {})
     observations = replace(observations, addresses={INSTANCE: addresses} if addresses else {})
-    return plan({INSTANCE: wish}, {INSTANCE: record} if record else {}, observations)
+    return plan({INSTANCE: parsed}, {INSTANCE: record} if record else {}, observations)
 
 
-def get_expected_kind(wish: str, state: str | None, guest: str) -> Kind | None:
+def get_expected_kind(parsed: str, state: str | None, guest: str) -> Kind | None:
     if state == GONE:
         return Kind.CLEAR  # a uuid is never used twice, not even to be destroyed
-    if wish == 'unreadable':
+    if parsed == 'unreadable':
         return Kind.REFUSE
-    if wish == 'tombstone':
+    if parsed == 'tombstone':
         return Kind.DESTROY
     if state in (ACTIVE, STOPPED):
         # The records of both have no fault yet.
@@ -135,10 +135,10 @@ def get_expected_kind(wish: str, state: str | None, guest: str) -> Kind | None:
     return KIND_BY_STATE[state]
 
 
-@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES, GUESTS)))
-def test_plan_table(wish: str, state: str | None, guest: str) -> None:
-    tasks = plan_instance(WISHES[wish], make_record(state) if state else None, GUESTS[guest])
-    kind = get_expected_kind(wish, state, guest)
+@pytest.mark.parametrize(('parsed', 'state', 'guest'), list(product(WISHES, STATES, GUESTS)))
+def test_plan_table(parsed: str, state: str | None, guest: str) -> None:
+    tasks = plan_instance(WISHES[parsed], make_record(state) if state else None, GUESTS[guest])
+    kind = get_expected_kind(parsed, state, guest)
     assert [task.kind for task in tasks] == ([kind] if kind else [])
     for task in tasks:
         assert task.instance == INSTANCE
@@ -150,9 +150,9 @@ def test_guest_without_a_request_is_kept(guest: Guest | None) -> None:
     assert plan({}, {}, replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {})) == []
 
 
-@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
-def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> None:
-    tasks = plan_instance(WISHES[wish], make_record(state) if state else None, GUESTS[guest])
+@pytest.mark.parametrize(('parsed', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
+def test_only_a_tombstone_destroys(parsed: str, state: str | None, guest: str) -> None:
+    tasks = plan_instance(WISHES[parsed], make_record(state) if state else None, GUESTS[guest])
     assert Kind.DESTROY not in [task.kind for task in tasks]
 
 
@@ -240,12 +240,12 @@ def test_crash_is_remembered_while_the_guest_is_off() -> None:
 
 def test_vanished_instance_ends_and_missed_one_does_not() -> None:
     stopped = replace(make_record(STOPPED), fault=DOMAIN_AND_DISK_GONE)
-    wishes, records = {INSTANCE: REQUEST}, {INSTANCE: stopped}
-    assert plan(wishes, records, NO_OBSERVATIONS) == []
+    parsed_requests, records = {INSTANCE: REQUEST}, {INSTANCE: stopped}
+    assert plan(parsed_requests, records, NO_OBSERVATIONS) == []
     observations = replace(NO_OBSERVATIONS, vanished=[INSTANCE])
-    assert [task.kind for task in plan(wishes, records, observations)] == [Kind.VANISHED]
+    assert [task.kind for task in plan(parsed_requests, records, observations)] == [Kind.VANISHED]
     for guest in filter(None, GUESTS.values()):
-        tasks = plan(wishes, records, replace(observations, guests={INSTANCE: guest}))
+        tasks = plan(parsed_requests, records, replace(observations, guests={INSTANCE: guest}))
         assert Kind.VANISHED not in [task.kind for task in tasks]
 
 
@@ -286,16 +286,16 @@ def test_only_a_new_address_is_recorded(recorded: str | None, observed: dict[str
 
 
 def test_ready_report_is_recorded_once() -> None:
-    active, wishes = make_record(ACTIVE), {INSTANCE: REQUEST}
+    active, parsed_requests = make_record(ACTIVE), {INSTANCE: REQUEST}
     runs = replace(NO_OBSERVATIONS, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
-    tasks = plan(wishes, {INSTANCE: active}, runs)
+    tasks = plan(parsed_requests, {INSTANCE: active}, runs)
     assert [task.kind for task in tasks] == [Kind.READY]
     ready_record = active.enter_state(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
-    assert plan(wishes, {INSTANCE: ready_record}, runs) == []
+    assert plan(parsed_requests, {INSTANCE: ready_record}, runs) == []
     failed = replace(active, cloud_init=GuestFailure('init', 'it broke'))
-    assert plan(wishes, {INSTANCE: failed}, runs) == []
+    assert plan(parsed_requests, {INSTANCE: failed}, runs) == []
     # A guest that is off is first recorded as off; its ready report changes nothing.
-    off = plan(wishes, {INSTANCE: active}, replace(runs, guests={INSTANCE: GUESTS['is off']}))
+    off = plan(parsed_requests, {INSTANCE: active}, replace(runs, guests={INSTANCE: GUESTS['is off']}))
     assert [task.kind for task in off] == [Kind.POWER]
 
 

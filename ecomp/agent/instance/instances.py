@@ -81,11 +81,13 @@ from ecomp.virt import Hypervisor
 log = logging.getLogger(__name__)
 
 
-def load_holdings(store: Store, compute: str, wish: InvalidRequest) -> InvalidRequest:
+def load_holdings(store: Store, compute: str, parsed: InvalidRequest) -> InvalidRequest:
     """Return a malformed request with its holdings, read from etcd if empty; unchanged if its key is gone."""
-    entry = store.get(keys.request(compute, wish.instance)) if wish.holdings == Holdings() else None
+    entry = store.get(keys.request(compute, parsed.instance)) if parsed.holdings == Holdings() else None
     return (
-        wish if entry is None else wish._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
+        parsed
+        if entry is None
+        else parsed._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
     )
 
 
@@ -374,13 +376,13 @@ class Instances:
         self.records.end(record.enter_state(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
-    def refuse(self, wish: InvalidRequest, revision: int, guest: Guest | None) -> None:
+    def refuse(self, parsed: InvalidRequest, revision: int, guest: Guest | None) -> None:
         """End a malformed request in error, unless that would remove a guest.
 
         The reason becomes the fault of an active, stopped, destroying or just built instance. Another guest that may
         have run, or has no record, is kept. For it, and for a key without a uuid, the reason is only logged.
         """
-        instance, reason = wish.instance, wish.reason
+        instance, reason = parsed.instance, parsed.reason
         if not keys.is_uuid(instance):
             name = make_printable(keys.request(self.compute, instance), 200)
             log.error('%s: %s. Fix: remove this key with etcdctl', name, reason)
@@ -399,7 +401,9 @@ class Instances:
             return
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
-        record = record or make_refused_record(self.compute, load_holdings(self.store, self.compute, wish), self.now())
+        record = record or make_refused_record(
+            self.compute, load_holdings(self.store, self.compute, parsed), self.now()
+        )
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:

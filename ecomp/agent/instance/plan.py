@@ -24,7 +24,7 @@ from ecomp.model.order import (
 )
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
 
-Wish = Request | InvalidRequest
+ParsedRequest = Request | InvalidRequest
 
 
 class Kind(Enum):
@@ -80,31 +80,33 @@ class Observations:
     now: str
 
 
-def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], observations: Observations) -> list[Task]:
-    """Return the tasks to do now, in the order of `wishes`: at most one for each instance."""
+def plan(
+    parsed_requests: Mapping[str, ParsedRequest], records: Mapping[str, Record], observations: Observations
+) -> list[Task]:
+    """Return the tasks to do now, in the order of `parsed_requests`: at most one for each instance."""
     tasks = []
-    for instance, wish in wishes.items():
+    for instance, parsed in parsed_requests.items():
         record, guest = records.get(instance), observations.guests.get(instance)
-        task = _plan_end(wish, record)
+        task = _plan_end(parsed, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
-            assert isinstance(wish, Request)  # _plan_end() has returned a task for an InvalidRequest
-            task = _plan_power(wish.power, record, guest, observations.shutdown_actions.get(instance))
+            assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
+            task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance))
         task = task or _plan_upkeep(instance, record, observations)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     return tasks
 
 
-def _plan_end(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
+def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] | None:
     """Return the task (kind, reason) that ends an instance or its request; None if it lives.
 
     The first of CLEAR (state `gone`), REFUSE (malformed request), DESTROY (tombstone), CLEAR (state `error`).
     """
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
-    if isinstance(wish, InvalidRequest):
-        return Kind.REFUSE, wish.reason
-    if wish.is_tombstone:
+    if isinstance(parsed, InvalidRequest):
+        return Kind.REFUSE, parsed.reason
+    if parsed.is_tombstone:
         return Kind.DESTROY, 'its destroy was requested'
     if record is not None and record.state == ERROR:
         return Kind.CLEAR, 'the instance failed, and a uuid is never used twice'

@@ -93,12 +93,14 @@ class Records:
         """Drop the cached record."""
         self._cache.pop(instance, None)
 
-    def recheck(self, wishes: Mapping[str, Request | InvalidRequest]) -> list[str]:
-        """Forget, and return, the cached instances in `wishes` whose record another process changed or removed.
+    def recheck(self, parsed_requests: Mapping[str, Request | InvalidRequest]) -> list[str]:
+        """Forget and return cached instances in `parsed_requests` whose record another process changed.
 
         An unchanged active or stopped one is saved in the state directory if it could not be saved there before.
         """
-        to_check = {instance: cached for instance in wishes if (cached := self._cache.get(instance)) is not None}
+        to_check = {
+            instance: cached for instance in parsed_requests if (cached := self._cache.get(instance)) is not None
+        }
         if not to_check:
             return []
         own_keys = {self._get_keys(instance)[0] for instance in to_check}
@@ -117,11 +119,11 @@ class Records:
         for instance in changed:
             self.forget(instance)
         for instance in to_check.keys() - set(changed):
-            wish, record = wishes[instance], to_check[instance].record
-            if not isinstance(wish, Request) or wish.is_tombstone:
+            parsed, record = parsed_requests[instance], to_check[instance].record
+            if not isinstance(parsed, Request) or parsed.is_tombstone:
                 continue
             if record is not None and record.state in (ACTIVE, STOPPED):
-                self._memory.repair(wish, record)
+                self._memory.repair(parsed, record)
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
@@ -298,7 +300,7 @@ CLAIMED_ELSEWHERE = (
 class EtcdView:
     """etcd's data of an instance. `was_destroyed`: it was destroyed while it waited in a queue."""
 
-    wish: Request | InvalidRequest | None = None
+    request: Request | InvalidRequest | None = None
     record: Record | None = None
     was_destroyed: bool = False
 
@@ -328,20 +330,22 @@ def decide_republish(
     """
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None  # another compute's, or its end was written after it was remembered
-    if isinstance(etcd_view.wish, InvalidRequest) or (etcd_view.wish is not None and etcd_view.wish.is_tombstone):
+    if isinstance(etcd_view.request, InvalidRequest) or (
+        etcd_view.request is not None and etcd_view.request.is_tombstone
+    ):
         return None
     request, record = remembered.request, remembered.record
     if record.state == BUILDING and etcd_view.record is not None and etcd_view.record.state in (ACTIVE, STOPPED):
         record = etcd_view.record  # it reached that state, which could not be remembered here
-    if record.state == DESTROYING or (etcd_view.was_destroyed and etcd_view.wish is None):
+    if record.state == DESTROYING or (etcd_view.was_destroyed and etcd_view.request is None):
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
         return Publish(replace(request, allocations={}, image=None, former_resources=request.resources), record, None)
-    if etcd_view.wish is None and not has_domain_or_disk and 'started' in record.stages:
+    if etcd_view.request is None and not has_domain_or_disk and 'started' in record.stages:
         return Drop()
-    wish = request if etcd_view.wish is None else None
-    if etcd_view.wish is not None and request.power not in (None, etcd_view.wish.power):
-        wish = replace(etcd_view.wish, power=request.power)  # otherwise an older power action would be repeated
-    return Publish(wish, record, request if has_domain_or_disk else None)
+    parsed = request if etcd_view.request is None else None
+    if etcd_view.request is not None and request.power not in (None, etcd_view.request.power):
+        parsed = replace(etcd_view.request, power=request.power)  # otherwise an older power action would be repeated
+    return Publish(parsed, record, request if has_domain_or_disk else None)
 
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
@@ -349,11 +353,11 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
 
     Needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
     """
-    if not isinstance(etcd_view.wish, Request) or etcd_view.wish.is_tombstone:
+    if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone:
         return None
     if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
         return None
-    record = etcd_view.record or records.make_record(compute, etcd_view.wish, now)
+    record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
 
 
@@ -455,8 +459,8 @@ class _EtcdState:
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
         request_entry = self._entries.get(self.request_key)
-        wish = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
-        return EtcdView(wish, record, self.waiting_key in self._entries)
+        parsed = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
+        return EtcdView(parsed, record, self.waiting_key in self._entries)
 
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
@@ -510,7 +514,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
     name_conditions, operations = change or ([], [])
-    request, is_new = step.request, state.parse_view().wish is None
+    request, is_new = step.request, state.parse_view().request is None
 
     def make_shared() -> Change:
         """Return the changes of group and quota; a malformed one is left to the audit."""

@@ -296,17 +296,17 @@ class _Repairs:
     def _claim(self, finding: Finding) -> str:
         """Claim what a valid, unchanged request names; CHANGED_SINCE without one, for a tombstone or with a claim."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
-        wish = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
+        parsed = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
         # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
         held = allocations.read_consumer(self.placement, instance)
         entry = self.store.get(key)
-        if not isinstance(wish, Request) or wish.is_tombstone or held.allocations:
+        if not isinstance(parsed, Request) or parsed.is_tombstone or held.allocations:
             return CHANGED_SINCE
         if entry is None or entry.revision != self.world.get_revision(key):
             return CHANGED_SINCE
-        owner = wish.user_id, wish.project_id
-        allocations.replace_allocations(self.placement, instance, wish.allocations, *owner, held.generation)
-        return f'claimed again on {", ".join(sorted(wish.allocations))}'
+        owner = parsed.user_id, parsed.project_id
+        allocations.replace_allocations(self.placement, instance, parsed.allocations, *owner, held.generation)
+        return f'claimed again on {", ".join(sorted(parsed.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
         """Write the key of the instance's name; CHANGED_SINCE without a name, or if any living instance holds it."""
@@ -319,11 +319,11 @@ class _Repairs:
 
     def _join_group(self, finding: Finding) -> str:
         """Add the instance to its request's group; CHANGED_SINCE if it names none, or the instance is a member."""
-        wish = self.world.requests_by_compute[finding.subject][finding.compute]
-        if not isinstance(wish, Request) or wish.group is None:
+        parsed = self.world.requests_by_compute[finding.subject][finding.compute]
+        if not isinstance(parsed, Request) or parsed.group is None:
             return CHANGED_SINCE
-        conditions, operations = rejoin_group(self.store, wish.group, finding.subject, finding.compute)
-        done = f'the instance is in group {wish.group.name}'
+        conditions, operations = rejoin_group(self.store, parsed.group, finding.subject, finding.compute)
+        done = f'the instance is in group {parsed.group.name}'
         return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
 
     def _remove_from_group(self, finding: Finding) -> str:
