@@ -91,10 +91,13 @@ def destroy(
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
 
-    Its compute carries it out later; no-op if that is accepted already. A queued instance is dequeued here, and the
-    record of one in error without a request removed. `find_claiming_compute` asks placement which compute has a claim
-    for a queued instance ('': none), and may run it after a restore of etcd. Raises NotFound (gone or unknown),
-    Unreadable (a newer ecomp's record, or malformed without a request), and as retry_until_accepted().
+    Its compute carries it out later; no-op if that is accepted already. Here, a queued instance leaves its queue, and
+    an error record that has no request is removed. `find_claiming_compute` returns the compute that has a claim in
+    placement for a queued instance, or ''. After a restore of etcd that compute may be running it: the sentence says
+    so, and the compute then destroys it (see _prepare_dequeue()).
+
+    Raises NotFound (gone or unknown), Unreadable (record of a newer ecomp, or malformed and without a request), and as
+    retry_until_accepted(). After an unknown outcome, a missing instance counts as destroyed.
     """
 
     def read_and_write(is_unknown: bool) -> str | None:

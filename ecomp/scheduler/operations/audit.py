@@ -111,7 +111,10 @@ def audit(
 
 @contextmanager
 def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield a new audit's name and lease; then revoke the lease and delete its answers. After an error they expire."""
+    """Yield a new audit's name and lease; at the end, even after an error, revoke the lease and delete the answers.
+
+    An EcompError of this cleanup is ignored: what remains expires.
+    """
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease

@@ -218,8 +218,8 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
     """Release and note the instances' claims unless delivered or in use; return whether all are released.
 
     In use: another process took over the attempt, whose key had this `revision`, or a compute takes the instance from a
-    queue. Both are read after the generations (rule 11): a second eschedule writes its attempt before it claims, so its
-    key is seen or its claim moves a generation. Raises the errors of etcd and placement.
+    queue. Both are read after the generations (rule 11). A second eschedule writes its attempt, then claims: either we
+    see its key, or its claim has moved a generation and our release fails. Raises the errors of etcd and placement.
     """
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:

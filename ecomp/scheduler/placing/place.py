@@ -1,7 +1,8 @@
 """Claim places for the instances of an order, within its group and its quota; or plan it.
 
 The first places are left to older attempts in flight, which are counted before placement is queried. The places of a
-finished attempt are not offered. Nor are those of one that was counted and has claimed: usable places then stay free.
+finished attempt are not offered, nor those of an attempt that has claimed since it was counted: usable places then
+stay free.
 
 In a large cluster SampledPlacer places one instance without a group, if it can: a query about all computes takes time
 in proportion to their number. It reads a few presences from a random uuid on, and queries placement about the best
@@ -194,9 +195,9 @@ class Placer:
     def _choose_behind(
         self, contention: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
     ) -> list[Candidate] | None:
-        """Choose places that older attempts will hardly take; None if the offer is to be refreshed. May sleep.
+        """Choose places behind those left to older attempts; None if the offer is to be refreshed first. May sleep.
 
-        With too few places, return a random place for one instance, and `batch` for several.
+        If it is not and places are too few, return a random place for one instance, and `batch` for several.
         """
         weigh, lacking = self.order.weigh, len(batch)
         # Not shuffled: every attempt has to simulate the others in the same order.

@@ -176,9 +176,10 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
-    """Find an instance, also one that is gone; None without a trace in etcd, Unreadable if its record is malformed.
+    """Find an instance by its whole uuid, also one that is gone; None without a trace in etcd.
 
-    `key_index` has the keys of all instances, read a moment ago; an instance that it lacks is searched for.
+    `key_index` has the keys of all instances, read a moment ago; an instance that it lacks is searched for. Raises
+    Unreadable if the record is malformed.
     """
     places = find_at_living_computes(store, instance, key_index)
     if places is None:
