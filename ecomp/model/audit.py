@@ -595,7 +595,10 @@ def _audit_ended(world: AuditIndex, record: Record) -> Iterator[Finding]:
 
 
 def _audit_unrecorded(world: AuditIndex, instance: str) -> Iterator[Finding]:
-    """Audit an instance without a record: doubled requests, a domain without a record or, if unrequested, traces."""
+    """Audit an instance without a record.
+
+    If it is requested: doubled requests, and its domain on a requested compute; if not: any traces.
+    """
     requests = world.requests_by_compute.get(instance, {})
     if len(requests) > 1:
         yield _make_doubled_finding(world, instance)

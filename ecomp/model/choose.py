@@ -177,7 +177,10 @@ def _distribute(
 
 
 def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms` and return True; if they do not fit, only return False."""
+    """Add the allocations to the usage in `rooms`, return True; if one does not fit, add nothing, return False.
+
+    Ignores what has no Room.
+    """
     usages = [
         (room, name, amount)
         for provider, resources in allocations.items()

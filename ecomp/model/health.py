@@ -403,7 +403,7 @@ class ComputeFacts:
 
 
 def _check_answer(section: str, reason: str, facts: Backends) -> Iterator[Problem]:
-    """Report the failure of a section unless `reason` is '', with _find_cure() in place of a fix in `reason`."""
+    """Report the failure of a section unless `reason` is ''; _find_cure() replaces any fix that `reason` contains."""
     if reason:
         yield reason.partition('. Fix: ')[0], _find_cure(section, reason, facts)
 

@@ -73,7 +73,10 @@ class StoredValue(Protocol):
 
 
 def get_value_id(stored: StoredValue) -> tuple[int, int]:
-    """Return (revision, length), which identifies a value: one dropped as too large has length 0 until it fits."""
+    """Return (revision, length), which identifies a value.
+
+    A value dropped as too large has length 0, so it differs from the same value once that fits.
+    """
     return stored.revision, len(stored.value)
 
 

@@ -157,7 +157,10 @@ def _parse_key(part: str) -> str:
 
 
 def _parse_amounts(value: str) -> Iterator[Constraint]:
-    """Parse a value of `resources`, of each class the last amount; ValueError at the call if malformed."""
+    """Parse a value of `resources`, of each class the last amount.
+
+    ValueError, raised at the call, if it is not name:integer pairs; names and amounts, such as 0, are not checked.
+    """
     amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')
@@ -166,7 +169,10 @@ def _parse_amounts(value: str) -> Iterator[Constraint]:
 
 
 def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
-    """Yield a constraint for each trait; for a value with in: a single one, of any."""
+    """Yield a constraint for each trait, an exclusion for !; for a value with in: a single one, of any.
+
+    Names are not checked.
+    """
     if value.startswith('in:'):
         yield Requirement(key, _sort_unique(name.strip() for name in value.removeprefix('in:').split(',')))
         return

@@ -228,7 +228,7 @@ def get_opening_seconds(rank: int) -> float:
 
 
 def count_allowed_takers(seconds: float, taker_count: int) -> int:
-    """Return how many takers, at least 1, may take a request first seen so many seconds ago."""
+    """Return how many takers, at least 1, may take a request first seen `seconds` ago; these must not be negative."""
     doublings = min(int(seconds / WIDEN_SECONDS + 1e-6), 64)
     return max(min(INITIAL_TAKERS << doublings, taker_count), 1)
 
