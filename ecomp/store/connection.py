@@ -100,10 +100,10 @@ class Connection:
     ) -> Answer:
         """Return the answer of the first endpoint that gives one, within the timeout of the config.
 
-        `ask` is called with a member and the seconds it may take: at most once more than there are endpoints, or until
-        the timeout while etcd elects a leader or changes roles. A failed connection is replaced. A request that may
-        have arrived is repeated only if `no_answer_error` is Unreachable. `about` has its keys, for an error's text.
-        Raises Unreachable if the request did not arrive, `no_answer_error` if it may have, or else what
+        `ask` is called with a member and the seconds it may take. There is one try more than endpoints; while etcd
+        elects a leader or changes roles, tries go on until the timeout. A failed connection is replaced. A request that
+        may have arrived is repeated only if `no_answer_error` is Unreachable. `about` has its keys, for an error's
+        text. Raises Unreachable if the request did not arrive, `no_answer_error` if it may have, or else what
         translate_error() returns.
         """
         deadline = time.monotonic() + self.config.timeout

@@ -188,9 +188,9 @@ class Presence:
     no owner. A process with the same token takes the key over: after a restart immediately, after a reboot when the old
     lease expires. A lease that does not expire belongs to a copy of the state directory.
 
-    `on_lost` is called when the key has another owner (another token, or ours in a value that a copy wrote), or when
-    its lease expired and cannot be renewed. Once the key is free it is put again in one transaction,
-    and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
+    `on_lost` is called when the key has another owner (another token, or our token in a value that a copy of the state
+    directory wrote), or when its lease expired and cannot be renewed. Once the key is free it is put again in one
+    transaction, and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Presence:
             self._stopped.wait(LEASE_SECONDS / 30)
 
     def _read_entry(self) -> Entry | None:
-        """Read the key; raise Conflict if it has another owner."""
+        """Read the key, None if absent; raise Conflict if it is leased to another owner."""
         entry = self._store.get(self._key)
         if entry is None:
             return None
@@ -391,6 +391,6 @@ def _parse_holder(entry: Entry) -> dict[str, Any] | None:
 
 
 def _format_field(holder: Mapping[str, Any], name: str) -> str:
-    """Return a field of a foreign value for a one-line message; '?' if it is missing or unfit."""
+    """Return a field, of any type, of a foreign value as text; '?' if it is missing, long or unprintable."""
     text = str(holder.get(name, '?'))
     return text if len(text) < 256 and text.isprintable() else '?'

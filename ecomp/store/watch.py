@@ -271,7 +271,7 @@ class Follower:
             self._call.cancel()
 
     def _apply(self, events: Iterable[Any], watch: _PrefixWatch | None) -> None:
-        """Apply events to the kept entries and deliver the state; _Resync without a watch."""
+        """Apply events to the kept entries and deliver the state, even without events; _Resync if `watch` is None."""
         if watch is None:
             raise _Resync('a change arrived for an unknown watch')
         for event in events:
