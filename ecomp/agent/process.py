@@ -183,7 +183,10 @@ class Process:
         self.service.notify_stopping('tasks in flight finish; guests keep running')
 
     def _make_status(self) -> str:
-        """Return the status line for systemd."""
+        """Return the status line for systemd.
+
+        It has the guests' type and the inventory, or the number of computes; or else, that etcd is unfamiliar.
+        """
         if not self._environment.is_familiar_etcd:
             return 'read-only: etcd is not the one this compute knew. Try: journalctl -u ecompute'
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])

@@ -433,8 +433,9 @@ class Puller:
     `may_take` returns False while nothing may be taken. `registered_inventory`, if not None, is the free room at first,
     if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain or
     disk. A request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any
-    compute is silent, requests not newer than the newest acceptance of etcd, or than when this compute first saw or
-    accepted etcd (`first_seen_revision`), are left alone, too. A silent compute may have taken them before a restore.
+    compute is silent, a request is also left alone if it is not newer than the newest acceptance of etcd, or than
+    `first_seen_revision` (when this compute first saw or accepted etcd): a silent compute may have taken it before a
+    restore.
     """
 
     taker: Taker
@@ -468,7 +469,7 @@ class Puller:
         self._needs_cleanup = True
 
     def on_hosts(self, state: State) -> bool:
-        """Note this compute's requests; return whether others than those we moved came or went: the room is stale."""
+        """Note this compute's requests; if any came or went that we did not move, the room is stale: return True."""
         requested = {keys.get_last_part(key) for key in state}
         with self._lock:
             changed = (requested ^ (self._requested or set())) - self._own_moves

@@ -70,7 +70,7 @@ class IgnoredErrors:
 
 @contextmanager
 def raise_build_failed(stage: str, prefix: str = '') -> Iterator[None]:
-    """Raise libvirt's errors, except a broken connection's, as BuildFailed(stage, prefix + …)."""
+    """Raise libvirt's errors as BuildFailed(stage, prefix + …); a broken connection's libvirtError unchanged."""
     try:
         yield
     except libvirt.libvirtError as error:
@@ -209,7 +209,10 @@ class Connection:
             self._registration = (connection, number, self._register_network_callback(connection))
 
     def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
-        """Register for network events; return the callback's number, or None if libvirt offers none."""
+        """Register for network events; return the callback's number, or None after an error.
+
+        The libvirtError of a broken connection is raised.
+        """
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))

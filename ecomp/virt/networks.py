@@ -39,8 +39,9 @@ IP_TIMEOUT_SECONDS = 10
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
     """Return {MAC: IPv4 address}, none link-local, from this host's ARP table for `bridges`, {MAC: bridge}.
 
-    A MAC with several addresses is left out and logged, because one of these claims is false. Raises EcompError.
-    libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
+    Only entries in TRUSTED_STATES count. A MAC with several addresses is left out and logged, because one of these
+    claims is false. Raises EcompError. libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an
+    address.
     """
     entries = [entry for entry in _query_ip('-4', 'neighbour', 'show') if TRUSTED_STATES & {*entry.get('state', ())}]
     addresses_of: dict[str, set[str]] = {}

@@ -369,7 +369,10 @@ class KnownEtcd:
         return self._read_number(self._first_seen_path)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save etcd's first-seen revision; remove 1.1's file `accepted` if etcd has its number. Raises EcompError."""
+        """Save etcd's first-seen revision; raise EcompError if that fails.
+
+        `has_noted_acceptance`: etcd has the revision in 1.1's file `accepted`, so remove that file.
+        """
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
