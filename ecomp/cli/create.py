@@ -531,7 +531,10 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
 
 
 def _check_queue(words: Sequence[str], options: Options) -> None:
-    """Raise UsageError for --queue without --flavor, or with a query, --on, --weigh or a set."""
+    """Check the options of a command with --queue.
+
+    Raises UsageError without --flavor, or with a query, --on, --weigh, --count or --min.
+    """
     if options.flavor is None:
         raise UsageError('--queue needs --flavor: each flavor has its own queue')
     if words[0]:

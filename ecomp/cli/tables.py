@@ -205,7 +205,8 @@ class Listing(NamedTuple):
 class Details(NamedTuple):
     """All fields of one thing, a line each, and its value in JSON.
 
-    -c accepts each of `possible_fields`, even if absent, and each of `numbered_fields` followed by a number.
+    -c accepts each of `possible_fields`, even if absent, and each of `numbered_fields` followed by a space and a
+    number.
     """
 
     fields: Sequence[tuple[str, Cell]]
@@ -214,7 +215,10 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> Column:
-        """Return the field with this name or unique beginning, as a Column; UsageError for none or several."""
+        """Return the field with this name or beginning, as a Column; UsageError for none or several.
+
+        A beginning refers to the fields with a value if it matches any of these, else to all possible fields.
+        """
         word, _, number = name.casefold().strip().rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
             return Column(f'{word} {number}')
