@@ -358,7 +358,10 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    """Run the command in a host or `control`; return its exit code. UsageError unless root, or EcompError."""
+    """Run the command in a host or `control`; return its exit code, also if it is not installed.
+
+    Raises UsageError unless root, or without a command; NotFound without the lab or host; EcompError.
+    """
     machine.require_root('elab exec')
     lab = state.load(check_name(options.name))
     if options.host not in lab.places:
