@@ -190,7 +190,7 @@ class Files:
 def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
     """Open, or write, the files of `request`, one of the five above; [] after writing.
 
-    Never raises OSError: errors are in the answer, EINVAL for any other request.
+    Never raises OSError: errors are in the answer. EINVAL: any other request, or no file is configured for `user-data`.
     """
     # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):

@@ -127,7 +127,10 @@ def find_body(path: str, guest: Guest) -> bytes | None:
 
 
 def _make_ec2_tree(guest: Guest) -> Tree:
-    """Return EC2's tree; public keys and user-data are left out if the guest has none."""
+    """Return EC2's tree: instance-id, hostname, local-hostname and local-ipv4.
+
+    Public keys and user-data are in it only if the guest has them.
+    """
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,

@@ -190,7 +190,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client is local, on `bridge` or has a lease; True without `bridge`, False after an error.
+    """Return whether the client may ask: it is local, on `bridge` or has a lease; False after an error.
+
+    Local is 127.* or the listen address. Without `bridge` every client may ask.
 
     The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
     not work: a restarted network has a new bridge of the same name.
