@@ -145,7 +145,7 @@ CODES = {
     'attempt-unleased': Code(
         'an attempt has no lease', manual_repair='if no eschedule places the instance: `etcdctl del <key>`'
     ),
-    'hostname-orphaned': Code('the host name of a compute that does not exist', Repair.DELETE),
+    'hostname-orphaned': Code('a host name that is recorded for a compute that does not exist', Repair.DELETE),
     'presence-unleased': Code('the presence of a compute has no lease', manual_repair='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
@@ -168,7 +168,7 @@ CODES = {
     ),
     'domain-differs': Code(
         'a domain differs from its record and claim',
-        manual_repair='undo, with virsh, the change that the fault of the instance names',
+        manual_repair='the fault of the instance says what was changed: undo it with virsh',
     ),
     'domain-undefined': Code(
         'a domain is transient: it runs, but libvirt keeps no definition of it',
