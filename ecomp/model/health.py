@@ -265,7 +265,7 @@ def _check_pool(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
     if libvirt.foreign_pool_directory:
         problem = (
             f'the storage pool ecompute is in {libvirt.foreign_pool_directory}: '
-            'it belongs to another ecompute, or `state:` was changed'
+            'it belongs to another ecompute, or `state:` in compute.yaml was changed'
         )
         commands = '`virsh pool-destroy ecompute; virsh pool-undefine ecompute`'
         yield problem, f'correct `state:`, or, if no ecompute needs the pool, {commands}'

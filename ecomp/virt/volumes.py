@@ -130,7 +130,7 @@ class Volumes(_InstanceFiles):
         if os.path.realpath(target) != os.path.realpath(self.directory):
             raise Conflict(
                 f'the storage pool {POOL} is in {target}, not {self.directory}: it belongs to another ecompute, '
-                f'or `state:` was changed. Fix: correct `state:`, or, if no ecompute needs the pool, '
+                f'or `state:` in compute.yaml was changed. Fix: correct `state:`, or, if no ecompute needs the pool, '
                 f'`virsh pool-destroy {POOL}; virsh pool-undefine {POOL}`'
             )
         return pool
