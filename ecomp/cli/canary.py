@@ -127,7 +127,7 @@ def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) ->
     )
     backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((ctx.placement, read_candidates(ctx.placement, query)))
-    create(ctx.store, backend, order, describe_owner(order), False, random.Random(), make_timestamp)
+    create(ctx.store, backend, order, describe_owner(order.stages['requested']), False, random.Random(), make_timestamp)
 
 
 def _boot_and_enter(

@@ -161,7 +161,7 @@ def _distribute(
         equals = [index for index, value in enumerate(weights) if value == best] if strategy == RANDOM else []
         index = rng.choice(equals) if equals else weights.index(best)
         chosen = candidates[index]
-        if not _add_usage(chosen.allocations, remaining):
+        if not add_usage(chosen.allocations, remaining):
             weights[index] = EXCLUDED_WEIGHT
             continue
         distributed.append(chosen)
@@ -176,7 +176,7 @@ def _distribute(
     return distributed
 
 
-def _add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
+def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
     """Add the allocations to the usage in `rooms`, return True; if one does not fit, add nothing, return False.
 
     Ignores what has no Room.

@@ -195,7 +195,7 @@ SHARED = {
         'ecomp.model.order:parse_request', drop_argument('InvalidRequest', '_parse_request_holdings'), 'refused'
     ),
     'a destroy of a refused request forgets what it shared': make_bug(
-        'ecomp.scheduler.changes.change:_prepare_destroy', replace_call('_read_membership', 'None'), 'refused'
+        'ecomp.scheduler.changes.change:make_tombstone', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
 MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **REPORTED, **PAIRED}

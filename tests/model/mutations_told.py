@@ -143,8 +143,8 @@ REPORTED = {
         'ecomp.scheduler.changes.change:_prepare_dequeue', drop_operand('entry', 'Unchanged'), 'taken_and_destroyed'
     ),
     'a destroy does not compare the request': make_bug(
-        'ecomp.scheduler.changes.change:_prepare_destroy',
-        replace_assignment('unchanged', '[]'),
+        'ecomp.scheduler.changes.change:make_tombstone',
+        replace_assignment('conditions', '[]'),
         'destroyed_twice_beside_another',
     ),
     'an address is not written for clients of 2019': make_bug(

@@ -149,12 +149,22 @@ def _prepare_destroy(
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
     record, compute = entries.record, entries.record.compute
-    request_key, entry = keys.request(compute, record.instance), entries.record_entry
-    record_key = entry.key if entry else keys.record(compute, record.instance)
-    record_revision = entry.revision if entry else 0
     if record.state == ERROR and entries.request_entry is None:
         message = f'{record.instance}: its record is removed; nothing else remains'
-        return partial(remove_record, store, record_key, record_revision, entries), message
+        record_key = entries.record_entry.key if entries.record_entry else keys.record(compute, record.instance)
+        revision = entries.record_entry.revision if entries.record_entry else 0
+        return partial(remove_record, store, record_key, revision, entries), message
+    conditions, tombstone = make_tombstone(store, entries)
+    message = f'{record.instance}: destroy accepted; {compute} carries it out'
+    if not is_alive(store, compute):
+        message += ' once this compute is no longer silent'
+    return partial(store.commit, conditions, [tombstone]), message
+
+
+def make_tombstone(store: Store, entries: InstanceEntries) -> tuple[list[Unchanged], Put]:
+    """Return the write that asks the instance's compute to destroy it, and the conditions of that write."""
+    record, entry = entries.record, entries.record_entry
+    request_key = keys.request(record.compute, record.instance)
     request = entries.request
     bare = Request(
         record.instance,
@@ -165,19 +175,18 @@ def _prepare_destroy(
         name=entries.name,
         group=request.group if request else _read_membership(store, record),
         former_resources=request.resources if request else record.resources,
+        stack=request.stack if request else record.stack,
     )
     stages = {name: time for name, time in record.stages.items() if time}
     tombstone = to_json(replace(bare, query=record.query, stages=stages))
     if len(tombstone) > MAX_REQUEST_BYTES:  # dump() escapes text, which makes it up to three times as long
         tombstone = to_json(bare)
-    unchanged = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
+    conditions = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
     if entries.request_entry is None:
         # Otherwise an instance that ended since its record was read, and has no request either, is destroyed again.
-        unchanged.append(Unchanged(record_key, record_revision))
-    message = f'{record.instance}: destroy accepted; {compute} carries it out'
-    if not is_alive(store, compute):
-        message += ' once this compute is no longer silent'
-    return partial(store.commit, unchanged, [Put(request_key, tombstone)]), message
+        record_key = entry.key if entry else keys.record(record.compute, record.instance)
+        conditions.append(Unchanged(record_key, entry.revision if entry else 0))
+    return conditions, Put(request_key, tombstone)
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:

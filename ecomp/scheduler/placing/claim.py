@@ -38,7 +38,7 @@ from ecomp.model.text import format_suggestion
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
 from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released
 
 
@@ -250,7 +250,14 @@ class DeliveryOutcome(NamedTuple):
     is_repeated: bool = False
 
 
-def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
+def announce(
+    store: Store,
+    lease: int,
+    attempt: str,
+    value: Mapping[str, object],
+    resume: bool,
+    check_previous: Callable[[Entry], object] = lambda _: None,
+) -> int:
     """Write the attempt's key on `lease`; return its revision.
 
     With `resume`, or from the second of three tries on, it takes over an existing attempt, logs that, and raises
@@ -260,6 +267,7 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
     for _ in range(3):
         previous = store.get(key) if resume else None
         if previous is not None:
+            check_previous(previous)
             log.warning('%s: taking over the attempt of another eschedule with this uuid', attempt)
         try:
             revision = store.commit([Unchanged(key, previous.revision if previous else 0)], [Put(key, text, lease)])
@@ -292,21 +300,21 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
 def deliver(
     store: Store,
     deliveries: Sequence[tuple[str, Request]],
-    attempt: str,
-    revision: int,
+    attempt: Unchanged,
     user_data: SharedUserData | None,
     make_shared_change: Callable[[], Change],
+    ends_attempt: bool = True,
 ) -> bool:
     """Deliver (compute, request) pairs, at least one, in one transaction; True once it is done.
 
-    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`. False if our attempt's
+    The transaction includes `make_shared_change` (names, group, quota) and, with `ends_attempt`, deletes the attempt's
+    key. The transaction includes and a set's `user_data`. False if our attempt's
     key lost this `revision`, a record exists, or shared keys keep changing. Raises the errors of that function and of
     etcd, with nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
     """
-    attempt_key = keys.attempt(attempt)
-    conditions = [Unchanged(attempt_key, revision)]
+    conditions = [attempt]
     user_data_puts, granted = prepare_user_data(store, user_data)
-    operations: list[Put | Delete] = [Delete(attempt_key), *user_data_puts]
+    operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
     for compute, request in deliveries:
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
         operations.append(Put(keys.request(compute, request.instance), to_json(request)))
@@ -315,7 +323,7 @@ def deliver(
     except UnknownOutcome as error:
         first, instance = deliveries[0][0], deliveries[0][1].instance
         try:
-            if delete_if_unchanged(store, attempt_key, revision):
+            if delete_if_unchanged(store, *attempt) and ends_attempt:
                 return False
             # All or none: one request stands for all.
             if store.get(keys.request(first, instance)) is not None:
@@ -326,8 +334,8 @@ def deliver(
             records = store.read([keys.record(first, instance), keys.old_record(instance)])
             return any(first in places.records for places in group_by_instance(records.items()).values())
         except EcompError:
-            message = put_before_fix(str(error), f'; it is unknown whether {attempt} was delivered')
-            raise UnknownOutcome(message) from error
+            doubt = f'; it is unknown whether {keys.get_last_part(attempt.key)} was delivered'
+            raise UnknownOutcome(put_before_fix(str(error), doubt)) from error
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:

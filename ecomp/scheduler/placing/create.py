@@ -28,7 +28,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome, Terms, abandon, announce, deliver, read_terms
 from ecomp.scheduler.placing.place import Placer, SampledPlacer
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
-from ecomp.store.client import Store, count_placements_before_and_after
+from ecomp.store.client import Store, Unchanged, count_placements_before_and_after
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -98,16 +98,16 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
 
 
 def read_earlier_claims(
-    placement: Placement, order: SetOrder, alive: Collection[str], group: Group | None
+    placement: Placement, instances: Iterable[str], query: str, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
 
     Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
     """
-    held = {instance: allocations.read_consumer(placement, instance).allocations for instance in order.instances}
+    held = {instance: allocations.read_consumer(placement, instance).allocations for instance in instances}
     claimed_on = {instance: compute for instance, claim in held.items() if (compute := find_compute(claim))}
     try:
-        constraints = parse_query(exclude_disabled(order.query or '')) if claimed_on else []
+        constraints = parse_query(exclude_disabled(query)) if claimed_on else []
     except UnsupportedQueryError:
         return {}, claimed_on
     amounts = {constraint.name: constraint.amount for constraint in constraints if isinstance(constraint, Amount)}
@@ -159,7 +159,7 @@ def create(  # noqa: PLR0913
         reserve_names(store, order.instances)  # before anything is claimed
         lease = store.grant(keys.ATTEMPT_SECONDS)
     except Unreachable as error:
-        raise _add_state(error, UNCHANGED) from error
+        raise add_state(error, UNCHANGED) from error
     # No other process can have claimed for a uuid that was generated here.
     movable = set[str]() if resume else set(order.instances)
     attempt = Attempt(store, backend, order, resume, rng, sample_above, on_cluster_size, lease, movable)
@@ -183,7 +183,7 @@ def create(  # noqa: PLR0913
         if isinstance(error, ClaimedElsewhere):
             raise attempt.make_refusal(error.computes) from error
         if isinstance(error, Unreachable):
-            raise _add_state(error, outcome) from error
+            raise add_state(error, outcome) from error
         if isinstance(error, _DeliveryRefusedError):
             raise Conflict(f'{error}; {outcome}') from error
         if outcome not in (UNCHANGED, UNDONE):
@@ -232,6 +232,11 @@ class Attempt:
     _alive: list[str] | None = None
     _computes: Computes | None = None
     _placer: Placer | None = None
+
+    @property
+    def condition(self) -> Unchanged:
+        """The condition that the attempt's key is still ours."""
+        return Unchanged(keys.attempt(self.order.instance), self.revision)
 
     def announce(self, owner: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
         """Write the attempt's key; return what was delivered before ({}: nothing). Conflict if a uuid is in use."""
@@ -300,9 +305,7 @@ class Attempt:
                 charge_quota(self.store, order.project_id, resources),
             )
 
-        if not deliver(
-            self.store, deliveries, order.instance, self.revision, order.shared_user_data, make_shared_change
-        ):
+        if not deliver(self.store, deliveries, self.condition, order.shared_user_data, make_shared_change):
             why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
             raise _DeliveryRefusedError(f'{order.instance}: not delivered: {why}')
         failpoint('delivered')
@@ -342,7 +345,9 @@ class Attempt:
 
     def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
         """Take over earlier claims; log those that must stay, or raise ClaimedElsewhere if they are too many."""
-        claims, placer.claimed_elsewhere = read_earlier_claims(self.placement, self.order, placer.alive, terms.group)
+        claims, placer.claimed_elsewhere = read_earlier_claims(
+            self.placement, self.order.instances, self.order.query or '', placer.alive, terms.group
+        )
         self.unclaimed |= set(self.order.instances) - claims.keys() - placer.claimed_elsewhere.keys()
         placed = placer.take_over(claims)
         placer.claimed_elsewhere |= {
@@ -464,6 +469,6 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
     return {instance: make_request(instance, candidate) for instance, candidate in claims.candidates.items()}
 
 
-def _add_state(error: Unreachable, state: str) -> Unreachable:
+def add_state(error: Unreachable, state: str) -> Unreachable:
     """Return an error of the same type with the state of the request added to its message."""
     return type(error)(put_before_fix(str(error), f'; {state}'), error.backend)
