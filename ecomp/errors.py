@@ -17,6 +17,7 @@
     │   ├── NoSpace            7  etcd is full: it accepts only reads and deletes
     │   └── StrangeEtcd        7  etcd answers, but is not the one this compute used before
     ├── Denied                 1  etcd accepts the certificate, but its role does not allow this
+    ├── TooManyOperations      1  a transaction exceeds this etcd's --max-txn-ops
     ├── Unreadable             1  the value of an etcd key is malformed
     └── BuildFailed            1  an instance could not be made: the stage and the reason
 
@@ -138,6 +139,10 @@ class StrangeEtcd(Unreachable):
 
 class Denied(EcompError):
     """Etcd does not allow this to our role; the message names the keys and the certificate."""
+
+
+class TooManyOperations(EcompError):
+    """A transaction has more operations or conditions than this etcd's --max-txn-ops; nothing was changed."""
 
 
 class Unreadable(EcompError):

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
+from ecomp.errors import Denied, EcompError, NoSpace, TooManyOperations, Unreachable, UsageError
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
+    TOO_MANY_OPERATIONS,
     CallFailure,
     Range,
     Request,
@@ -197,6 +198,8 @@ class Connection:
         if is_denied(error):
             certificate = str(self.config.cert_cert or '')
             return Denied(f'{name} does not let {describe_denial(certificate, about, is_read)}')
+        if error.details == TOO_MANY_OPERATIONS:
+            return TooManyOperations(f'{name} refuses: {error.details}')
         if is_refusal(error) and not is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{suggest_remedy(error)}')
         if self._certificate_error and is_unsent(error) and not is_transient(error):

@@ -396,6 +396,7 @@ MAX_NAMED_KEYS = 3
 _USER_NOT_FOUND = 'etcdserver: user name not found'
 _LEASE_NOT_FOUND = 'etcdserver: requested lease not found'
 _LEARNER_REFUSAL = 'etcdserver: rpc not supported for learner'
+TOO_MANY_OPERATIONS = 'etcdserver: too many operations in txn request'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
