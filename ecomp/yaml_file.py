@@ -1,6 +1,7 @@
 """A strict reader of YAML configuration files: values have their lines, and one error has all mistakes.
 
-It refuses more than 64 KiB, anchors, aliases, tags, deep nesting and repeated keys (PyYAML would use the last one).
+It refuses more than 64 KiB, tags, deep nesting and repeated keys (PyYAML would use the last one). Anchors and aliases
+are refused in configuration files, and accepted in a file of a stack.
 """
 
 from __future__ import annotations
@@ -97,6 +98,10 @@ class Section:
         self._sections.append(section)
         return section
 
+    def read_each_section(self) -> dict[str, Section]:
+        """Return the mapping under each key, in the order of the file, as read_section() does."""
+        return {key: self.read_section(key) for key in self._keys}
+
     def refuse(self, key: str, reason: str) -> None:
         """Record the reason if the key exists, even with null: no value of it is valid."""
         if key in self._keys:
@@ -104,8 +109,8 @@ class Section:
             self.add_problem(key, reason)
 
     def add_problem(self, key: str, reason: str) -> None:
-        """Record the reason against an existing key; KeyError without the key."""
-        self._add_problem(self._keys[key], f'{self._prefix}{shorten(key)}: {reason}')
+        """Record the reason against a key, without the key against line 1."""
+        self._add_problem(self._keys.get(key, 1), f'{self._prefix}{shorten(key)}: {reason}')
 
     def finish(self) -> None:
         """Record every unknown key, here and in the sections below."""
@@ -144,8 +149,12 @@ class YamlFile:
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
             raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB, so it is not a configuration file')
-        node = parse_plain(content.decode('ascii', 'replace')) or _parse_with_pyyaml(content, name)
-        return cls(name, directory, node, directory / path.name)
+        return cls(name, directory, _parse(content, name), directory / path.name)
+
+    @classmethod
+    def parse(cls, content: bytes, name: str, directory: Path, max_nodes: int) -> YamlFile:
+        """Parse a document with anchors and aliases; UsageError if it is invalid YAML or has more values than this."""
+        return cls(name, directory, _parse(content, name, max_nodes))
 
     def parse_path(self, node: Node) -> Path:
         """Parse a path, relative to the file's directory, and make it absolute; InvalidValue if it begins with `~`."""
@@ -242,27 +251,47 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _parse_with_pyyaml(content: bytes, name: str) -> Node | None:
-    """Parse the document into nodes, None if it is empty; raise UsageError if it is invalid."""
+def _parse(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
+    """Parse the document into nodes, None if it is empty; raise UsageError if it is invalid.
+
+    Anchors and aliases are accepted if `max_nodes`, the values with each alias replaced, is not 0.
+    """
+    return parse_plain(content.decode('ascii', 'replace')) or _parse_with_pyyaml(content, name, max_nodes)
+
+
+def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int) -> Node | None:
+    """Parse as _parse() does, any YAML."""
     import yaml  # imported here: most eschedule commands do without it
 
     def refuse(mark: Any, reason: str) -> UsageError:
         place = f'{mark.line + 1}:{mark.column + 1}:' if mark else ''
         return UsageError(f'{name}:{place} {shorten(reason, 200)}')
 
-    def convert(node: yaml.Node) -> Node:
+    count = 0
+
+    def convert(node: yaml.Node, depth: int = 0) -> Node:
+        nonlocal count
+        count += 1
+        if max_nodes and (count > max_nodes or depth > MAX_DEPTH):  # an anchor may contain an alias of itself
+            limit = f'{max_nodes} values, or more than {MAX_DEPTH} levels'
+            raise refuse(node.start_mark, f'has more than {limit}, once its aliases are replaced')
         kind, line = node.tag.rpartition(':')[2], node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
-            return Node(kind, line, pairs=tuple((convert(key), convert(value)) for key, value in node.value))
+            merged = [value for key, value in node.value if max_nodes and key.value == '<<' and value.tag == node.tag]
+            own = [pair for pair in node.value if pair[1] not in merged]
+            names = {key.value for key, _ in own if isinstance(key.value, str)}
+            inherited = [pair for mapping in merged for pair in mapping.value if pair[0].value not in names]
+            pairs = ((convert(key, depth + 1), convert(value, depth + 1)) for key, value in (*inherited, *own))
+            return Node(kind, line, pairs=tuple(pairs))
         if isinstance(node, yaml.SequenceNode):
-            return Node(kind, line, items=tuple(convert(item) for item in node.value))
+            return Node(kind, line, items=tuple(convert(item, depth + 1) for item in node.value))
         return Node(kind, line, text=node.value)
 
     try:
         text = content.decode('utf-8-sig')
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, 'anchor', None):
+            if not max_nodes and (isinstance(event, yaml.AliasEvent) or getattr(event, 'anchor', None)):
                 raise refuse(event.start_mark, 'anchors and aliases (& and *) are not accepted. Fix: repeat the value')
             if getattr(event, 'tag', None):
                 raise refuse(
