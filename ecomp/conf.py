@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
+from ecomp.model.text import check_plain_name
 from ecomp.yaml_file import (
     InvalidValue,
     Node,
@@ -256,6 +257,13 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
     return make_mapping_parser(parse_name, parse, 'a mapping of names to queries')(node)
 
 
+def _parse_images(node: Node) -> dict[str, str]:
+    """Parse a mapping of images' names to their URLs; else InvalidValue."""
+    parse = make_text_parser(check_image)
+    parse_name = make_text_parser(partial(check_plain_name, kind='image'))
+    return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
+
+
 def _parse_identifier(node: Node) -> str:
     """Parse a text of at most 255 characters; else InvalidValue."""
     if len(text := parse_text(node)) > 255:
@@ -275,6 +283,7 @@ class ScheduleConfig:
     user_data: Path | None = make_path_field(None, YamlFile.parse_path)
     ssh_keys: tuple[Path, ...] = make_path_field((), YamlFile.parse_paths)
     flavors: Mapping[str, Flavor] = make_field({}, _parse_flavors)
+    images: Mapping[str, str] = make_field({}, _parse_images)
     reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))
     ssh_user: str = make_field('debian', make_text_parser(check_user))
     path: Path | None = field(default=None, compare=False)

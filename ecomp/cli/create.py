@@ -55,9 +55,10 @@ from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import Order, SetOrder
-from ecomp.model.text import check_name, make_printable
+from ecomp.model.text import check_name, format_suggestion, make_printable
 
 if TYPE_CHECKING:
+    from ecomp.conf import ScheduleConfig
     from ecomp.model.host import ComputeNames
     from ecomp.scheduler.placing.claim import DeliveryOutcome
     from ecomp.scheduler.queries.find import Backend
@@ -78,9 +79,8 @@ NewInstance = dict[str, str | None]
 
 def _create(ctx: Context) -> int:
     """Place or, with --queue, queue new instances; return the exit code. UsageError for a bad image URL or file."""
-    image = ctx.words[1] if len(ctx.words) > 1 else ctx.config.image
     with convert_to_usage_error():
-        check_image(image)
+        image = resolve_image(ctx.config, ctx.words[1] if len(ctx.words) > 1 else ctx.config.image)
     ssh_keys, user_data = _read_guest_files(ctx)
     order = Order(
         ctx.options.uuid or make_uuid(os.urandom(16)),
@@ -94,6 +94,15 @@ def _create(ctx: Context) -> int:
         group=ctx.options.membership,
     )
     return (_enqueue if ctx.options.queue else _place)(ctx, order)
+
+
+def resolve_image(config: ScheduleConfig, image: str) -> str:
+    """Return the URL of an image, which may be a name in schedule.yaml; ValueError if it is neither."""
+    if '/' not in image and image not in config.images and image != config.image:
+        known = f': it has {", ".join(config.images)}' if config.images else ''
+        problem = f'the image {image!r:.80} is neither a URL nor a name in `images:` of schedule.yaml'
+        raise ValueError(problem + (format_suggestion(image, config.images) or known))
+    return check_image(config.images.get(image, image))
 
 
 def _place(ctx: Context, order: Order) -> int:
@@ -121,7 +130,7 @@ def _place(ctx: Context, order: Order) -> int:
             ctx.store,
             backend,
             set_order,
-            describe_owner(order),
+            describe_owner(order.stages['requested']),
             resume,
             random.Random(),
             make_timestamp,
@@ -233,7 +242,9 @@ def _enqueue(ctx: Context, order: Order) -> int:
     try:
         flavor, revision = read_shared_flavor(ctx.config, ctx.store, ctx.options.flavor or '')
         entry = QueueEntry(flavor=flavor, **order.copy_fields(**hashed))
-        is_new = enqueue(ctx.store, entry, revision, shared, describe_owner(order), ctx.options.uuid is not None)
+        is_new = enqueue(
+            ctx.store, entry, revision, shared, describe_owner(order.stages['requested']), ctx.options.uuid is not None
+        )
         no_taker = None
         if is_new:
             with suppress(EcompError):  # the request is queued even if the computes are unknown
@@ -241,7 +252,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
         # A compute may have taken an instance that was requested before.
         found_entries = None if is_new else find(ctx.store, instance)
     except NoCapacity as error:
-        return _report_refusal(ctx, error)
+        return report_refusal(ctx, error)
     except KeyboardInterrupt:
         ctx.out.say(f'interrupted: instance {instance} may have been queued. Try: {ctx.command_prefix} {instance}')
         return EcompError.exit_code
@@ -302,7 +313,7 @@ def _build_query(ctx: Context) -> str:
         from ecomp.scheduler.operations.sharing import apply_flavor
 
         query = apply_flavor(ctx.config, lambda: ctx.store, flavor, query)
-        _check_flavor_suffices(flavor, query)
+        check_flavor_suffices(flavor, query)
     if on is not None:
         from ecomp.model.query import restrict_to_compute
 
@@ -310,7 +321,7 @@ def _build_query(ctx: Context) -> str:
     return query
 
 
-def _check_flavor_suffices(flavor: str, query: str) -> None:
+def check_flavor_suffices(flavor: str, query: str) -> None:
     """Raise UsageError if the combined `query` lacks what every guest needs; accept one that we cannot parse."""
     from ecomp.model.query import Amount, UnsupportedQueryError, parse_query
 
@@ -324,9 +335,9 @@ def _check_flavor_suffices(flavor: str, query: str) -> None:
         raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
 
 
-def describe_owner(order: Order) -> dict[str, object]:
+def describe_owner(since: str) -> dict[str, object]:
     """Return the owner of an attempt, as etcd stores it: host, pid and the time of the request."""
-    return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': order.stages['requested']}
+    return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}
 
 
 def _format_document(ctx: Context, value: object) -> str:
@@ -382,10 +393,10 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
         candidates = error.candidates if isinstance(error, TooFew) else ()
         report_reasons(ctx.store, backend, query, ctx.options.membership, candidates, on, say, MAX_CALLS - used_calls)
 
-    return _report_refusal(ctx, error, None if isinstance(error, OverQuota) else report_reasons)
+    return report_refusal(ctx, error, None if isinstance(error, OverQuota) else report_reasons)
 
 
-def _report_refusal(
+def report_refusal(
     ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
     """Print the refusal, then the reasons, which `report_reasons` may take a while to find; return the exit code, 3.
