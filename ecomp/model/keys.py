@@ -8,6 +8,7 @@
     /names/<name>                 the owner of a name, {"version", "instance"}; until the instance is gone
     /groups/<group>               members, their computes and the policy; changed when a member is added or removed
     /quotas/<project>             limits and usage of a project; changed when an instance is added or removed
+    /stacks/<stack>               epoch and instances of a stack; written by eschedule, kept when they are gone
     /user-data/<sha256>           user-data of a set or queue, {"version", "user_data"} (base64); on a lease of a week
     /flavors/<flavor>             a named query; written by operators
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
@@ -43,6 +44,7 @@ FLAVORS = '/flavors/'
 GROUPS = '/groups/'
 QUOTAS = '/quotas/'
 QUEUES = '/queues/'
+STACKS = '/stacks/'
 TAKER = '/taker'
 RELEASED = '/released/'
 CLUSTER = '/cluster'
@@ -92,6 +94,7 @@ old_record = _make_key_function(INSTANCES)
 name = _make_key_function(NAMES)
 group = _make_key_function(GROUPS)
 quota = _make_key_function(QUOTAS)
+stack = _make_key_function(STACKS)
 flavor = _make_key_function(FLAVORS)
 user_data = _make_key_function(USER_DATA)
 compute = _make_key_function(COMPUTES)

@@ -3,7 +3,8 @@
 The JSON of a request, a queued request and a record contains these fields of the order: "image", "user_id",
 "project_id", "query" (the placement query) and "stages" ({"requested": ISO time, …}). The order may also have "name",
 "ssh_keys" (a list of OpenSSH public keys), "user_data" (base64) or, for a set or a queue, "user_data_sha256" (the data
-is at /user-data/<sha256>), "count", and "group" ({"name", "policy", "strict"}; in a record only the name).
+is at /user-data/<sha256>), "count", "group" ({"name", "policy", "strict"}; in a record only the name), and "stack" (see
+ecomp.model.stack).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ecomp.model.group import Membership, parse_membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
+from ecomp.model.stack import Place, parse_place
 from ecomp.model.text import is_label, make_printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
@@ -149,6 +151,11 @@ def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
     return parse_membership(data.get(name))
 
 
+def _read_stack(data: Mapping[str, Any], name: str) -> Place | None:
+    """Return a place in a stack, None if absent or null; ValueError if malformed."""
+    return parse_place(data.get(name))
+
+
 # The next three errors never quote the value, which may be secret: a reason is logged and put into the record.
 
 
@@ -249,6 +256,7 @@ class Order:
     group: Membership | None = _declare_field(
         None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', report_rank=3
     )
+    stack: Place | None = _declare_field(None, _read_stack, Place._asdict)
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order, by name, with some replaced; for constructing a subclass."""

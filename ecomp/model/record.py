@@ -8,8 +8,8 @@ JSON; readers ignore unknown fields. A field without a value is null:
      "why": {"weigh", "weight", "of"}, "power", "progress": {"stage", "done", "total"}}
 
 `stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
-Three fields are absent until they have a value: "boots", and from the guest's reports "host_keys" (["<type> <base64>"])
-and "cloud_init" ({"stage", "reason"} of its failure). After such a failure the guest runs, but never reaches `ready`.
+Absent until they have a value: "boots", "stack" (see ecomp.model.stack), and from the guest's reports "host_keys"
+(["<type> <base64>"]) and "cloud_init" ({"stage", "reason"} of its failure; then the guest runs, but is never `ready`).
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
@@ -214,6 +214,7 @@ def to_dict(record: Record) -> dict[str, Any]:
     # Fields without a value are left out, except those that 1.0 wrote; 0 is a value.
     values = {name: value for name, value in values.items() if name in _ALWAYS_WRITTEN or value not in (None, ())}
     named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
+    named |= {'stack': record.stack._asdict()} if record.stack else {}
     return dict.fromkeys(_ALWAYS_WRITTEN) | values | named
 
 

@@ -106,7 +106,16 @@ def list_compute_permissions(compute: str) -> Permissions:
 
 def list_scheduler_permissions() -> Permissions:
     """Return the permissions of a machine that runs eschedule."""
-    own = (keys.ATTEMPTS, keys.HOSTS, keys.USER_DATA, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
+    own = (
+        keys.ATTEMPTS,
+        keys.HOSTS,
+        keys.USER_DATA,
+        keys.STACKS,
+        keys.INSTANCES,
+        keys.AUDIT,
+        keys.DIGESTS,
+        keys.HOSTNAMES,
+    )
     return SHARED_PERMISSIONS | {READ_ALL, *map(make_prefix_permission, own)}
 
 

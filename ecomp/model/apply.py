@@ -1,0 +1,234 @@
+"""What `eschedule apply` has to do: the instances of a file compared with those of its stack. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from ecomp.errors import UsageError
+from ecomp.model.group import Membership
+from ecomp.model.json_object import dump
+from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder, dump_fields
+from ecomp.model.record import DESTROYING, ERROR, GONE, QUEUED, Record, describe_failure
+from ecomp.model.stack import Stack
+
+# What a step does. The last five are not carried out: apply refuses, waits or only reports.
+CREATE = 'create'
+KEEP = 'keep'
+REPLACE = 'replace'
+DESTROY = 'destroy'
+SURPLUS = 'surplus'
+DIFFERS = 'differs'
+FAILED = 'failed'
+TAKEN = 'taken'
+ENDING = 'destroying'
+ACTIONS = (CREATE, KEEP, REPLACE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING)
+CONFLICTS = (DIFFERS, TAKEN)
+CHANGES = (CREATE, REPLACE, DESTROY)
+# Stands for all members in --replace-all.
+ALL_MEMBERS = None
+
+
+class Desired(NamedTuple):
+    """An instance that a file asks for, without a uuid yet.
+
+    `origins` is {field of the order: where its value is from, if not from the file}.
+    """
+
+    order: Order
+    weigh: str
+    origins: Mapping[str, str] = {}
+
+
+class Existing(NamedTuple):
+    """The last delivered instance of an entry, not gone; `request` is None if it is missing or malformed."""
+
+    record: Record
+    request: Request | None
+
+
+class Step(NamedTuple):
+    """What is to be done for one entry of the stack.
+
+    `instance` is the uuid that exists, '' for CREATE and TAKEN. `reasons` say what differs, why it failed, or who has
+    the name.
+    """
+
+    entry: str
+    name: str | None
+    action: str
+    instance: str = ''
+    state: str | None = None
+    reasons: Sequence[str] = ()
+
+    @property
+    def member(self) -> str:
+        return self.entry.rpartition('/')[0]
+
+
+def plan_steps(
+    desired: Mapping[str, Desired],
+    existing: Mapping[str, Existing],
+    owners: Mapping[str, str],
+    replaced_members: Collection[str] | None = (),
+    prune: bool = False,
+) -> list[Step]:
+    """Return a step for each desired entry, in their order, then one for each other entry that exists.
+
+    `existing` has the entries whose instance is not gone. `owners` is {name: living instance that has it}. A member of
+    `replaced_members` (ALL_MEMBERS: any) that differs or failed is replaced. With `prune` surplus instances are
+    destroyed.
+    """
+    steps = [
+        _plan_desired(entry, wanted, existing.get(entry), owners, replaced_members) for entry, wanted in desired.items()
+    ]
+    for entry, (record, request) in existing.items():
+        if entry not in desired:
+            ending = _is_ending(record, request)
+            action = ENDING if ending else DESTROY if prune else SURPLUS
+            steps.append(Step(entry, record.name, action, record.instance, DESTROYING if ending else record.state))
+    return steps
+
+
+def _plan_desired(
+    entry: str,
+    desired: Desired,
+    existing: Existing | None,
+    owners: Mapping[str, str],
+    replaced_members: Collection[str] | None,
+) -> Step:
+    name, member = desired.order.name, entry.rpartition('/')[0]
+    owner = owners.get(name or '')
+    if owner is not None and (existing is None or existing.record.instance != owner):
+        return Step(entry, name, TAKEN, reasons=[f'its name belongs to instance {owner}, which is not of this entry'])
+    if existing is None:
+        return Step(entry, name, CREATE)
+    record, request = existing
+    if _is_ending(record, request):
+        return Step(entry, name, ENDING, record.instance, DESTROYING)
+    may_replace = replaced_members is ALL_MEMBERS or member in replaced_members
+    if record.state == ERROR:
+        action, reasons = FAILED, [describe_failure(record).partition(': ')[2]]
+    else:
+        action, reasons = DIFFERS, list_differences(record, request, desired)
+        if record.state == QUEUED:
+            reasons = ['it waits in a queue']
+        elif not reasons:
+            return Step(entry, name, KEEP, record.instance, record.state)
+    return Step(entry, name, REPLACE if may_replace else action, record.instance, record.state, reasons)
+
+
+def _is_ending(record: Record, request: Request | None) -> bool:
+    return record.state in (DESTROYING, GONE) or (request is not None and request.is_tombstone)
+
+
+def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
+    """Return `field: existing value, but the file has other value (origin)` for each field that differs.
+
+    Without a valid request only the fields of the record are compared, and the policy of a group is not.
+    """
+    order = desired.order
+    differences = []
+    for name, read, is_recorded in _COMPARED:
+        existing: Order = request if request is not None else record
+        if request is None and not is_recorded:
+            continue
+        old, new = read(existing), read(order)
+        if name == 'group' and order.group is not None and existing.group is not None:
+            # A policy that the file does not give is that of the existing group.
+            old, new = (_describe_group(_keep_given(existing.group, order.group)), _describe_group(order.group))
+        if old != new:
+            origin = f' ({desired.origins[name]})' if name in desired.origins else ''
+            differences.append(f'{name}: it has {old}, the file asks for {new}{origin}')
+    return differences
+
+
+def _keep_given(existing: Membership, given: Membership) -> Membership:
+    """Return the existing group with only those parts of its rule that are given."""
+    # A record has no policy.
+    policy = None if given.policy is None else existing.policy or given.policy
+    strict = given.strict if given.strict is None or existing.strict is None else existing.strict
+    return Membership(existing.name, policy, strict)
+
+
+def _describe_group(group: Membership | None) -> str:
+    if group is None:
+        return 'none'
+    rule = [group.policy, None if group.strict is None else 'strict' if group.strict else 'soft']
+    return ' '.join([group.name, *filter(None, rule)])
+
+
+def _describe_keys(order: Order) -> str:
+    import hashlib  # imported here because only this needs it
+
+    if order.ssh_keys is None:
+        return 'none'
+    digest = hashlib.sha256('\n'.join(order.ssh_keys).encode()).hexdigest()
+    return f'{len(order.ssh_keys)} with the hash {digest[:12]}'
+
+
+# The compared fields of an order: their names in the file, their values as text, and whether a record has them.
+_COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
+    ('name', lambda order: order.name or 'none', True),
+    ('query', lambda order: order.query or 'none', True),
+    ('image', lambda order: order.image or 'none', True),
+    ('project', lambda order: order.project_id, True),
+    ('group', lambda order: _describe_group(order.group), True),
+    ('ssh_keys', _describe_keys, False),
+    ('user_data', lambda order: f'sha256 {order.user_data_hash[:12]}' if order.user_data_hash else 'none', False),
+)
+
+
+def find_exit_code(steps: Sequence[Step], dry_run: bool = False) -> int:
+    """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
+
+    5: a conflict; 1: an instance failed; 6: one is being destroyed; with `dry_run` 8 for changes.
+    """
+    actions = {step.action for step in steps}
+    if actions.intersection(CONFLICTS):
+        return 5
+    if dry_run and actions.intersection((*CHANGES, ENDING)):
+        return 8
+    return 1 if FAILED in actions else 0
+
+
+@dataclass(frozen=True)
+class StackOrder(SetOrder):
+    """The order of one apply: `members` is {uuid: what is asked for}; all are placed, or none."""
+
+    members: Mapping[str, Desired] = field(default_factory=dict, kw_only=True)
+
+    @cached_property
+    def orders(self) -> dict[str, Order]:
+        """The order of each instance by uuid."""
+        return {instance: desired.order for instance, desired in self.members.items()}
+
+    @property
+    def shared_user_data(self) -> None:
+        """None: the user-data of a stack is stored before its delivery."""
+
+
+def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mapping[str, str]) -> StackOrder:
+    """Return the order of new instances for these entries, at least one; UsageError if they exceed a transaction."""
+    members = {}
+    for entry, wanted in desired.items():
+        place = stack.make_place(entry)
+        fields = wanted.order.copy_fields(instance=place.instance, stack=place, stages=stages)
+        members[place.instance] = wanted._replace(order=Order(**fields))
+    size = sum(len(dump(dump_fields(wanted.order))) + 1000 for wanted in members.values())
+    if size > MAX_SET_BYTES:
+        problem = f'the {len(members)} new instances have {size} bytes, more than a transaction of etcd can have'
+        raise UsageError(f'{problem}. Fix: give fewer ssh keys, or split the stack')
+    common = next(iter(members.values())).order
+    count = len(members)
+    return StackOrder(
+        stack.attempt,
+        user_id=common.user_id,
+        project_id=common.project_id,
+        stages=stages,
+        count=count,
+        minimum=count,
+        members=members,
+    )

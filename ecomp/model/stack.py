@@ -1,0 +1,185 @@
+"""Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
+
+The key holds JSON: {"version", "epoch": uuid, "floor", "entries": {"<member>/<number>": {"incarnation", "compute",
+"ended"}}}.
+The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
+instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
+never deleted. `compute` is where the last one was delivered; "ended" is true once `apply --prune` or `destroy --file`
+destroyed it. New instances get incarnations above `floor`, which is 0 until a lost key is restored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ecomp.model import keys
+from ecomp.model.json_object import dump, is_supported_version, load_object
+
+VERSION = 1
+# Instances of a stack: their delivery is one transaction of less than 1.4 MB.
+MAX_STACK_SIZE = 300
+MAX_INCARNATION = 2**31
+MAX_FLOOR = 2**30
+_STACK_NAME = re.compile('[a-z0-9]{1,30}')
+_MEMBER_NAME = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
+_ENTRY_NAME = re.compile(f'{_MEMBER_NAME.pattern}/[1-9][0-9]{{0,2}}')
+
+
+class Place(NamedTuple):
+    """What a request says of the stack that its instance belongs to; `number` is from 1 on, also without a count."""
+
+    name: str
+    member: str
+    number: int
+    epoch: str
+    incarnation: int
+
+    @property
+    def entry_name(self) -> str:
+        """The name of its entry in the stack's key."""
+        return f'{self.member}/{self.number}'
+
+    @property
+    def instance(self) -> str:
+        """The uuid that an instance of this place has."""
+        return _make_uuid(self.epoch, f'{self.entry_name}/{self.incarnation}')
+
+
+class Entry(NamedTuple):
+    """The last delivered instance of an entry; see the module."""
+
+    incarnation: int
+    compute: str
+    is_ended: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack as its key holds it; `entries` is {"<member>/<number>": entry}."""
+
+    name: str
+    epoch: str
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    floor: int = 0
+
+    @property
+    def attempt(self) -> str:
+        """The uuid of the attempt of each apply: two concurrent ones collide at its key."""
+        return _make_uuid(self.epoch, 'apply')
+
+    def make_place(self, entry_name: str, incarnation: int | None = None) -> Place:
+        """Return the place of the next instance of an entry, which may be new, or of this incarnation."""
+        member, _, number = entry_name.rpartition('/')
+        previous = max(self.entries.get(entry_name, Entry(0, '')).incarnation, self.floor)
+        return Place(self.name, member, int(number), self.epoch, incarnation or previous + 1)
+
+    def list_instances(self) -> dict[str, str]:
+        """Return {entry name: uuid of the last delivered instance}, which may be gone."""
+        return {name: self.make_place(name, entry.incarnation).instance for name, entry in self.entries.items()}
+
+    def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
+        """Return the stack after these places were delivered to their computes."""
+        delivered = {place.entry_name: Entry(place.incarnation, compute) for place, compute in computes.items()}
+        return replace(self, entries={**self.entries, **delivered})
+
+    def with_ended(self, entry_names: Iterable[str]) -> Stack:
+        """Return the stack after the instances of these entries were destroyed on purpose."""
+        ended = {name: self.entries[name]._replace(is_ended=True) for name in entry_names}
+        return replace(self, entries={**self.entries, **ended})
+
+
+def _make_uuid(epoch: str, text: str) -> str:
+    import uuid  # imported here because only stacks need it, and it is slow to load
+
+    return str(uuid.uuid5(uuid.UUID(epoch), text))
+
+
+def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack | None:
+    """Restore a lost key from {place: compute} of the requests of the stack; None without any.
+
+    The incarnations of instances that are gone are unknown, so `floor` is a random number up to MAX_FLOOR. Of different
+    epochs that of the most requests counts: the others are not of this stack.
+    """
+    by_epoch: dict[str, Stack] = {}
+    for place, compute in sorted(places.items()):  # a higher incarnation replaces a lower one
+        stack = by_epoch.get(place.epoch, Stack(name, place.epoch, floor=floor))
+        by_epoch[place.epoch] = stack.with_delivered({place: compute})
+    return max(by_epoch.values(), key=lambda stack: (len(stack.entries), stack.epoch), default=None)
+
+
+def check_stack_name(text: str) -> str:
+    """Return the name; ValueError unless it is 1 to 30 lower-case letters and digits."""
+    if not _STACK_NAME.fullmatch(text):
+        reason = 'so that instances of two stacks never have the same name by accident'
+        raise ValueError(f'{text[:80]!r} is not a valid stack name: 1 to 30 lower-case letters and digits, {reason}')
+    return text
+
+
+def check_member_name(text: str) -> str:
+    """Return the name; ValueError unless it is a label: 1 to 63 lower-case letters, digits and inner -."""
+    if not _MEMBER_NAME.fullmatch(text):
+        raise ValueError(f'{text[:80]!r} is not a valid member name: lower-case letters, digits and -, no - at an end')
+    return text
+
+
+def to_json(stack: Stack) -> str:
+    """Return the value of the stack's key; the key holds its name."""
+    entries = {
+        name: {
+            'incarnation': entry.incarnation,
+            'compute': entry.compute,
+            **({'ended': True} if entry.is_ended else {}),
+        }
+        for name, entry in stack.entries.items()
+    }
+    floor = {'floor': stack.floor} if stack.floor else {}
+    return dump({'version': VERSION, 'epoch': stack.epoch, **floor, 'entries': entries}, separators=(',', ':'))
+
+
+def from_json(name: str, value: bytes) -> Stack:
+    """Parse the value of a stack's key; ValueError if it is malformed or of a newer version."""
+    data = load_object(value)
+    if not is_supported_version(data.get('version'), VERSION):
+        raise ValueError(
+            f'format version {data.get("version")!r:.40} of the stack is not supported: see `eschedule --version`'
+        )
+    epoch, entries = data.get('epoch'), data.get('entries')
+    if not isinstance(epoch, str) or not keys.is_uuid(epoch):
+        raise ValueError('not a valid stack: its field epoch is not a uuid')
+    if not isinstance(entries, dict):
+        raise ValueError('not a valid stack: its field entries is not an object')
+    parsed = {entry_name: _parse_entry(entry_name, entry) for entry_name, entry in entries.items()}
+    floor = _parse_number(data, 'floor', MAX_FLOOR) if 'floor' in data else 0
+    return Stack(check_stack_name(name), epoch, parsed, floor)
+
+
+def _parse_entry(name: str, data: Any) -> Entry:
+    """Parse an entry; ValueError if it is malformed."""
+    compute = str(data.get('compute')) if isinstance(data, dict) else ''
+    if not _ENTRY_NAME.fullmatch(name) or not keys.is_uuid(compute) or data.get('ended', False) not in (True, False):
+        raise ValueError(f'not a valid stack: its entry {name[:80]!r} is malformed')
+    return Entry(_parse_number(data, 'incarnation', MAX_INCARNATION), compute, data.get('ended', False))
+
+
+def parse_place(data: Any) -> Place | None:
+    """Parse the stack in a request; None for None, ValueError if it is malformed."""
+    if data is None:
+        return None
+    if not isinstance(data, dict) or not all(isinstance(data.get(name), str) for name in ('name', 'member', 'epoch')):
+        raise ValueError('stack: expected an object with name, member and epoch')
+    if not keys.is_uuid(data['epoch']):
+        raise ValueError('stack: epoch: expected a uuid')
+    number = _parse_number(data, 'number', MAX_STACK_SIZE)
+    incarnation = _parse_number(data, 'incarnation', MAX_INCARNATION)
+    return Place(check_stack_name(data['name']), check_member_name(data['member']), number, data['epoch'], incarnation)
+
+
+def _parse_number(data: Mapping[str, Any], name: str, highest: int) -> int:
+    """Return a number from 1 to `highest`; ValueError for another value."""
+    number = data.get(name)
+    if type(number) is not int or not 1 <= number <= highest:
+        raise ValueError(f'stack: {name}: expected a number from 1 to {highest}, not {str(number)[:40]!r}')
+    return number
