@@ -372,7 +372,7 @@ up() {
         ${CERTS:+--volume "$CERTS/etcd:/certs:ro"} --entrypoint etcd \
         "$ETCD_IMAGE" --name ecomp --data-dir /etcd-data "${etcd_tls[@]}" \
         --listen-client-urls "$scheme://0.0.0.0:2379" --advertise-client-urls "$scheme://ecomp-etcd:2379" \
-        --auto-compaction-mode periodic --auto-compaction-retention 1h \
+        --auto-compaction-mode periodic --auto-compaction-retention 1h --max-txn-ops 2048 \
         --enable-grpc-gateway=false --host-whitelist "$etcd_names" --cors http://localhost:1
     if [ -z "$CERTS" ]; then
         wait_for ecomp-etcd answers "$ETCD_PORT" /health

@@ -107,7 +107,7 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
     command += ['--listen-client-urls', ','.join(urls), '--advertise-client-urls', ','.join(urls)]
     command += ['--listen-peer-urls', peer_url, '--initial-advertise-peer-urls', peer_url]
     command += ['--initial-cluster', f'lab={peer_url}']
-    command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
+    command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h', '--max-txn-ops=2048']
     # The legitimate host names of a server that listens on these addresses.
     names = ['localhost', LOCALHOST, *(host for host in addresses if host != LOCALHOST)]
     command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names)}', f'--cors={UNREACHABLE_ORIGIN}']

@@ -123,7 +123,9 @@ def load_all(
     return values, errors
 
 
-def join_group(store: Store, membership: Membership | None, places: Mapping[str, str]) -> Change:
+def join_group(
+    store: Store, membership: Membership | None, places: Mapping[str, str], replaced: Collection[str] = ()
+) -> Change:
     """Return the change that adds instances to their group; empty without a membership.
 
     `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
@@ -132,7 +134,7 @@ def join_group(store: Store, membership: Membership | None, places: Mapping[str,
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
-    settled = resolve_group(existing, membership)
+    settled = resolve_group(existing, membership).without_members(*replaced)
     admitted = filter_admitted(settled, places)
     if len(admitted) < len(places):
         raise Excluded(admitted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -301,14 +301,14 @@ def _is_request_key(key: str) -> bool:
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 
-def reserve_names(store: Store, names: Mapping[str, str | None]) -> Change:
+def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Container[str] = ()) -> Change:
     """Return an unwritten change that takes names ({instance: name or None}); errors as check_name_is_free()."""
     named = {name: instance for instance, name in names.items() if name is not None}
-    conditions = [check_name_is_free(store, name, instance) for name, instance in named.items()]
+    conditions = [check_name_is_free(store, name, instance, replaced) for name, instance in named.items()]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
-def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
+def check_name_is_free(store: Store, name: str, instance: str, replaced: Container[str] = ()) -> Unchanged:
     """Return the condition that a name's key stays as it is; Conflict if another living one has it, Unreadable."""
     key = keys.name(name)
     entry = store.get(key)
@@ -316,7 +316,7 @@ def check_name_is_free(store: Store, name: str, instance: str) -> Unchanged:
         return Unchanged(key, 0)
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
     owner = parse_name_holder(entry)
-    current = find(store, owner) if owner != instance else None
+    current = find(store, owner) if owner != instance and owner not in replaced else None
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
         state = ', which is being destroyed' if current.is_destroying else ''

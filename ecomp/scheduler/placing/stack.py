@@ -1,0 +1,545 @@
+"""Deliver the changes of one `eschedule apply`: new instances with their claims, and tombstones, all or none.
+
+An instance's uuid is a hash of the stack's epoch and its place, so an apply that was killed is continued by the next
+one: it takes over the claims, and delivers what is missing. Two concurrent ones collide at the key of their attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from ecomp.errors import (
+    ClaimedElsewhere,
+    Conflict,
+    EcompError,
+    NoCapacity,
+    OverQuota,
+    TooManyOperations,
+    UnknownOutcome,
+    Unreachable,
+)
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import Room, sum_allocations, sum_resources
+from ecomp.model.apply import StackOrder
+from ecomp.model.choose import Candidate, Offer, PlacementReason, add_usage, choose, distribute
+from ecomp.model.group import AFFINITY, Group, Membership, filter_admitted
+from ecomp.model.guest import SharedUserData
+from ecomp.model.order import Request
+from ecomp.model.quota import describe_excesses, make_charge
+from ecomp.model.record import ERROR
+from ecomp.model.stack import Place, Stack, to_json
+from ecomp.placement.allocations import read_candidates
+from ecomp.placement.client import Placement
+from ecomp.scheduler.changes.change import make_tombstone
+from ecomp.scheduler.placing.claim import announce, deliver, prepare_user_data, read_settled_group
+from ecomp.scheduler.placing.create import UNCHANGED, UNDONE, Attempt, add_state, read_earlier_claims
+from ecomp.scheduler.placing.place import MAX_REFUSALS, check_complete
+from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.sharing import (
+    Change,
+    Excluded,
+    charge_quota,
+    commit_with_shared,
+    join_group,
+    load_quota,
+    merge_changes,
+    release_name,
+    try_revoke,
+)
+
+log = logging.getLogger(__name__)
+
+# Instances of one part of a delivery, if etcd takes only 128 conditions: each needs four at most.
+PART_SIZE = 30
+# Deliveries that others' changes of a group or quota may refuse, before it is Conflict.
+MAX_DELIVERIES = 5
+
+
+class Removal(NamedTuple):
+    """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry."""
+
+    entry: str
+    entries: InstanceEntries
+    is_replaced: bool
+
+
+class NoRoom(NoCapacity):
+    """There is no room for `members`, the uuids of instances with one query; `placed` have a place."""
+
+    def __init__(self, message: str, instances: Sequence[str], placed: Sequence[Candidate]) -> None:
+        super().__init__(message)
+        self.instances = instances
+        self.placed = placed
+
+
+@dataclass(frozen=True)
+class Owner:
+    """This process, as its attempt names it (host, pid, time of the request).
+
+    `check_previous` gets the entry of another attempt for this stack, and raises Conflict if its process may be alive.
+    """
+
+    facts: Mapping[str, object]
+    check_previous: Callable[[Entry], object]
+
+
+@dataclass(frozen=True)
+class StackChange:
+    """What one apply changes. `revision` is that of the stack's key; `is_new`: this process wrote its epoch.
+
+    `order` is None without new instances. `user_data` has what the new instances refer to.
+    """
+
+    stack: Stack
+    revision: int
+    order: StackOrder | None
+    removals: Sequence[Removal] = ()
+    user_data: Collection[SharedUserData] = ()
+    is_new: bool = False
+
+    @property
+    def removed_instances(self) -> list[str]:
+        return [removal.entries.record.instance for removal in self.removals]
+
+
+def write_stack(store: Store, stack: Stack) -> int:
+    """Write the key of a new or restored stack; return its revision, Conflict if another process wrote it."""
+    key = keys.stack(stack.name)
+    try:
+        revision = store.commit([Unchanged(key, 0)], [Put(key, to_json(stack))])
+    except UnknownOutcome:
+        entry = store.get(key)
+        revision = entry.revision if entry is not None and entry.value.decode() == to_json(stack) else None
+    if revision is None:
+        raise make_conflict(stack.name)
+    failpoint('stack-begun')
+    return revision
+
+
+def make_conflict(name: str, state: str = UNCHANGED) -> Conflict:
+    return Conflict(f'stack {name}: another eschedule changed it; {state}. Try: the same command again')
+
+
+def remove_instances(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
+    """Write the tombstones of these instances, and that their entries ended; return what else is to be changed.
+
+    On an etcd with the default limit it takes several transactions. Conflict if the stack or an instance has changed.
+    """
+    try:
+        return _remove_part(store, change, removals)
+    except TooManyOperations:
+        for start in range(0, len(removals), PART_SIZE):
+            change = _remove_part(store, change, removals[start : start + PART_SIZE])
+        return change
+
+
+def _remove_part(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
+    """Do what remove_instances() does, in one transaction."""
+    written = commit_with_shared(store, [], [], lambda: _make_stack_change(store, change, {}, removals))
+    if written is None:
+        raise make_conflict(change.stack.name)
+    failpoint('stack-removed')
+    _revoke_records(store, removals)
+    remaining = [removal for removal in change.removals if removal not in removals]
+    stack = change.stack.with_ended(removal.entry for removal in removals)
+    return replace(change, stack=stack, revision=written, removals=remaining)
+
+
+def _make_stack_change(
+    store: Store, change: StackChange, computes: Mapping[Place, str], removals: Sequence[Removal]
+) -> Change:
+    """Return the change that notes deliveries and ends in the stack's key, and destroys the removed instances."""
+    key = keys.stack(change.stack.name)
+    ended = [removal.entry for removal in removals if not removal.is_replaced]
+    stack = change.stack.with_ended(ended).with_delivered(computes)
+    return merge_changes(
+        ([Unchanged(key, change.revision)], [Put(key, to_json(stack))]),
+        *(_make_removal(store, removal) for removal in removals),
+    )
+
+
+def _make_removal(store: Store, removal: Removal) -> Change:
+    """Return the change that destroys an instance, or removes the record of one in error."""
+    entries = removal.entries
+    record, entry = entries.record, entries.record_entry
+    if record.state != ERROR or entries.request_entry is not None or entry is None:
+        conditions, tombstone = make_tombstone(store, entries)
+        return conditions, [tombstone]
+    unchanged = [Unchanged(entry.key, entry.revision), Unchanged(keys.request(record.compute, record.instance), 0)]
+    # A replacement takes the name over.
+    name = ([], []) if removal.is_replaced else release_name(store, entries.name, record.instance)
+    return merge_changes((unchanged, [Delete(entry.key)]), name)
+
+
+def _revoke_records(store: Store, removals: Sequence[Removal]) -> None:
+    """Revoke the leases of the records of instances in error, which were deleted."""
+    for removal in removals:
+        record_entry = removal.entries.record_entry
+        if removal.entries.record.state == ERROR and record_entry is not None:
+            try_revoke(store, record_entry.lease)
+
+
+def apply_change(
+    store: Store,
+    backend: Future[tuple[Placement, Offer]],
+    change: StackChange,
+    owner: Owner,
+    rng: random.Random,
+    now: Callable[[], str],
+) -> dict[str, str]:
+    """Place the new instances and destroy the removed ones, all or none; return {new instance: compute}.
+
+    `backend` brings placement; its offer is not used. `now`: see create().
+
+    Raises NoRoom, OverQuota, Conflict (a name, a group, another apply, or an instance that changed), ClaimedElsewhere,
+    PlacementRefusal, Unreachable, with what was undone, and UnknownOutcome, after which nothing is released.
+    """
+    if change.order is None:
+        remove_instances(store, change, change.removals)
+        return {}
+    try:
+        reserve_names(store, change.order.instances, change.removed_instances)  # before anything is claimed
+        lease = store.grant(keys.ATTEMPT_SECONDS)
+    except Unreachable as error:
+        raise add_state(error, UNCHANGED) from error
+    movable = set(change.order.instances) if change.is_new else set[str]()
+    attempt = StackAttempt(
+        store, backend, change.order, not change.is_new, rng, None, lambda _: None, lease, movable, change=change
+    )
+    try:
+        attempt.announce_alone(owner)
+        claims = attempt.claim_all({})
+        for _ in range(MAX_DELIVERIES):
+            failpoint('claimed')
+            try:
+                return attempt.deliver_all(claims, now())
+            except Excluded:
+                # Others of a group or of the project were delivered first.
+                claims = attempt.claim_all(attempt.filter_allowed(claims))
+        raise Conflict(f'stack {change.stack.name}: other processes keep changing its groups or its quota')
+    except UnknownOutcome:
+        raise  # nothing is released while it is unknown what was written (rule 1)
+    except BaseException as error:
+        outcome = attempt.undo()
+        if isinstance(error, ClaimedElsewhere):
+            raise attempt.make_refusal(error.computes) from error
+        if isinstance(error, Unreachable):
+            raise add_state(error, outcome) from error
+        if isinstance(error, _RefusedError):
+            raise make_conflict(change.stack.name, str(error) or outcome) from error
+        if outcome not in (UNCHANGED, UNDONE):
+            log.warning('%s', outcome)
+        raise
+
+
+def preview_change(
+    store: Store, backend: Future[tuple[Placement, Offer]], change: StackChange, rng: random.Random
+) -> dict[str, str]:
+    """Return {new instance: compute} as apply_change() would place them now, with claims of nobody; write nothing.
+
+    Raises NoRoom, OverQuota, Conflict, UsageError and errors of the backends.
+    """
+    assert change.order is not None  # the caller has new instances
+    reserve_names(store, change.order.instances, change.removed_instances)
+    attempt = StackAttempt(store, backend, change.order, False, rng, None, lambda _: None, 0, set(), change=change)
+    attempt.placement, _ = backend.result()
+    chosen = attempt.choose_all({}, Counter())
+    return {instance: candidate.compute for instance, candidate in chosen.items()}
+
+
+class _RefusedError(Conflict):
+    """The delivery was refused; the text says what exists of a delivery in parts."""
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Instances with the same query, group and strategy, which are placed together."""
+
+    query: str
+    membership: Membership | None
+    weigh: str
+    instances: tuple[str, ...] = ()
+
+
+def make_lots(order: StackOrder) -> list[Lot]:
+    """Return the lots of an order, those with a group of one compute first."""
+    instances: dict[tuple[str, Membership | None, str], list[str]] = {}
+    for instance, desired in order.members.items():
+        key = (desired.order.query or '', desired.order.group, desired.weigh)
+        instances.setdefault(key, []).append(instance)
+    lots = [Lot(*key, tuple(names)) for key, names in instances.items()]
+    return sorted(lots, key=lambda lot: lot.membership is None or lot.membership.policy != AFFINITY)
+
+
+def distribute_lots(
+    lots: Sequence[Lot],
+    offers: Mapping[str, Offer],
+    groups: Mapping[str, Group],
+    alive: Collection[str],
+    held: Collection[str],
+    rng: random.Random,
+) -> tuple[dict[str, Candidate], Lot | None]:
+    """Choose a candidate for each instance that is not `held`, over one table of room; return also a lot that fails.
+
+    Larger amounts are placed first, because small ones fit into the gaps. `groups` have the held members already.
+    """
+    rooms: dict[str, dict[str, Room]] = {}
+    for offer in offers.values():
+        for provider, room in offer.rooms.items():
+            rooms.setdefault(provider, {}).update(room)
+    chosen: dict[str, Candidate] = {}
+    groups = dict(groups)
+
+    def measure(lot: Lot) -> list[int]:
+        candidates = offers[lot.query].candidates
+        return sorted((-amount for amount in sum_allocations(candidates[0]).values()) if candidates else ())
+
+    for lot in sorted(lots, key=lambda lot: (lot.membership is None, measure(lot))):
+        wanted = [instance for instance in lot.instances if instance not in held]
+        group = groups.get(lot.membership.name) if lot.membership else None
+        choice = choose(offers[lot.query], alive, lot.weigh, rng, group)
+        batch = distribute(choice.candidates, rooms, len(wanted), lot.weigh, rng, group)
+        chosen |= dict(zip(wanted, batch, strict=False))
+        if len(batch) < len(wanted):
+            return chosen, lot
+        for candidate in batch:
+            add_usage(candidate.allocations, rooms)
+        if group is not None:
+            groups[group.name] = group.with_members({each: chosen[each].compute for each in wanted})
+    return chosen, None
+
+
+@dataclass
+class StackAttempt(Attempt):
+    """The attempt of one apply: it claims for several queries and groups, and delivers one change of the stack."""
+
+    change: StackChange = field(kw_only=True)
+
+    @property
+    def stack_order(self) -> StackOrder:
+        assert self.change.order is not None  # apply_change() makes no attempt without one
+        return self.change.order
+
+    def announce_alone(self, owner: Owner) -> None:
+        """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
+        value = {'version': 1, 'instances': list(self.order.instances), 'query': None, **owner.facts}
+        self.revision = announce(self.store, self.lease, self.order.instance, value, True, owner.check_previous)
+        entry = self.store.get(keys.stack(self.change.stack.name))
+        if entry is None or entry.revision != self.change.revision:
+            raise _RefusedError
+
+    def claim_all(self, held: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Claim a place for each instance that holds none; NoRoom names those for which there is none.
+
+        Claims of an attempt that was killed are taken over. A lost race is repeated with new answers of placement.
+        """
+        order = self.stack_order
+        self.placement, _ = self.backend.result()
+        failpoint('announced')
+        held = dict(held) or self._take_over_all()
+        refusals = Counter[frozenset[str]]()
+        while True:
+            chosen = self.choose_all(held, refusals)
+            self.attempted += [instance for instance in chosen if instance not in self.attempted]
+            claimed = self.claimer.claim_what_fits(chosen) if chosen else set()
+            held |= {instance: chosen[instance] for instance in claimed}
+            if len(held) == order.count:
+                return held
+            refusals.update({frozenset(chosen[instance].allocations) for instance in chosen.keys() - claimed})
+            self.store.keep_alive(self.lease)
+            for lot in self.lots:  # a new group of one compute has to try another one with all its members
+                if self._is_undecided(lot) and not set(lot.instances) <= held.keys():
+                    held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
+
+    def choose_all(self, held: Mapping[str, Candidate], refusals: Mapping[frozenset[str], int]) -> dict[str, Candidate]:
+        """Query placement, and choose a candidate for each instance that is not held; NoRoom, OverQuota."""
+        offers = {lot.query: self._read_offer(lot.query, refusals) for lot in self.lots}
+        places = {instance: candidate.compute for instance, candidate in held.items()}
+        joined = {name: group.with_members(self._list_members(name, places)) for name, group in self.groups.items()}
+        chosen, unplaced = distribute_lots(self.lots, offers, joined, self.read_alive(), held, self.rng)
+        if unplaced is not None:
+            raise self._make_no_room(unplaced, chosen, [*held.values(), *chosen.values()])
+        for candidate in chosen.values():
+            check_complete(candidate.allocations)
+        self._check_quota({**held, **chosen})
+        return chosen
+
+    def _read_offer(self, query: str, refusals: Mapping[frozenset[str], int]) -> Offer:
+        """Query placement; leave out the candidates that it refused MAX_REFUSALS times when they were claimed."""
+        offer = read_candidates(self.placement, query)
+        usable = [each for each in offer.candidates if refusals.get(frozenset(each), 0) < MAX_REFUSALS]
+        return offer._replace(candidates=usable)
+
+    def deliver_all(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
+        """Deliver the claims, write the tombstones, revoke the lease; return {instance: compute}.
+
+        Raises Excluded (a group or quota), _RefusedError, Conflict (a name), UnknownOutcome.
+        """
+        self._put_user_data()
+        requests = [
+            Request(
+                allocations=claims[instance].allocations,
+                why=PlacementReason(desired.weigh, claims[instance].weight, max(len(self.read_alive()), 1)),
+                **desired.order.copy_fields(
+                    group=self._settle(desired.order.group), stages={**desired.order.stages, 'scheduled': scheduled_at}
+                ),
+            )
+            for instance, desired in self.stack_order.members.items()
+        ]
+        try:
+            self._deliver_part(requests, claims, self.change.removals)
+        except TooManyOperations:
+            self._deliver_in_parts(requests, claims)
+        failpoint('delivered')
+        _revoke_records(self.store, self.change.removals)
+        try_revoke(self.store, self.lease)
+        return {instance: candidate.compute for instance, candidate in claims.items()}
+
+    def _deliver_in_parts(self, requests: Sequence[Request], claims: Mapping[str, Candidate]) -> None:
+        """Deliver PART_SIZE instances at a time to an etcd with its default limit; the last part ends the attempt.
+
+        _RefusedError, if a later part is refused, says how many instances exist.
+        """
+        replaced = {removal.entry: removal for removal in self.change.removals if removal.is_replaced}
+        others = [removal for removal in self.change.removals if not removal.is_replaced]
+        self.change = remove_instances(self.store, self.change, others)
+        for start in range(0, len(requests), PART_SIZE):
+            part = requests[start : start + PART_SIZE]
+            entries = [request.stack.entry_name for request in part if request.stack]
+            is_last = start + PART_SIZE >= len(requests)
+            try:
+                self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
+            except (_RefusedError, Excluded, Conflict) as error:
+                if not start:
+                    raise
+                raise _RefusedError(f'{start} of {len(requests)} new instances exist: {error or UNCHANGED}') from error
+            failpoint('delivered-part')
+            if not is_last:
+                computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
+                self._note_change(self.change.stack.with_delivered(computes))
+
+    def _note_change(self, stack: Stack) -> None:
+        """Take over what this process has just written to the stack's key."""
+        entry = self.store.get(keys.stack(stack.name))
+        if entry is None or entry.value.decode() != to_json(stack):
+            raise _RefusedError
+        self.change = replace(self.change, stack=stack, revision=entry.revision)
+
+    def _deliver_part(
+        self,
+        requests: Sequence[Request],
+        claims: Mapping[str, Candidate],
+        removals: Sequence[Removal],
+        is_last: bool = True,
+    ) -> None:
+        """Deliver these requests and removals in one transaction, which ends the attempt if it is the last one."""
+        deliveries = [(claims[request.instance].compute, request) for request in requests]
+        removed = [removal.entries.record.instance for removal in removals]
+
+        def make_shared_change() -> Change:
+            places: dict[Membership, dict[str, str]] = {}
+            for compute, request in deliveries:
+                if request.group is not None:
+                    places.setdefault(request.group, {})[request.instance] = compute
+            resources = {request.instance: request.resources for request in requests}
+            computes = {request.stack: compute for compute, request in deliveries if request.stack}
+            return merge_changes(
+                reserve_names(self.store, {request.instance: request.name for request in requests}, removed),
+                *(join_group(self.store, membership, members, removed) for membership, members in places.items()),
+                charge_quota(self.store, self.order.project_id, resources),
+                _make_stack_change(self.store, self.change, computes, removals),
+            )
+
+        if not deliver(self.store, deliveries, self.condition, None, make_shared_change, ends_attempt=is_last):
+            raise _RefusedError
+
+    def _put_user_data(self) -> None:
+        """Store the user-data that the new instances refer to, each content once."""
+        for shared in self.change.user_data:
+            puts, lease = prepare_user_data(self.store, shared)
+            try:
+                self.store.commit([], puts)
+            except EcompError:
+                try_revoke(self.store, lease)
+                raise
+
+    @cached_property
+    def lots(self) -> list[Lot]:
+        return make_lots(self.stack_order)
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The groups, read once, new ones unwritten, without removed instances and ours. Errors as read_terms()."""
+        groups = {}
+        for lot in self.lots:
+            settled = read_settled_group(self.store, lot.membership)
+            if settled is not None:
+                groups[settled.name] = settled.without_members(*self.change.removed_instances, *self.order.instances)
+        return groups
+
+    def filter_allowed(self, claims: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Read the groups again; return the claims that they still allow."""
+        del self.groups
+        allowed = {each: claim for each, claim in claims.items() if self.stack_order.orders[each].group is None}
+        places = {each: claim.compute for each, claim in claims.items()}
+        for name, group in self.groups.items():
+            admitted = filter_admitted(group, self._list_members(name, places))
+            allowed |= {each: claims[each] for each in admitted}
+        return allowed
+
+    def _settle(self, membership: Membership | None) -> Membership | None:
+        """Return the group of an order with its policy."""
+        return None if membership is None else self.groups[membership.name].membership
+
+    def _list_members(self, group: str, places: Mapping[str, str]) -> dict[str, str]:
+        """Return those of `places` {instance: compute} that are of this group."""
+        orders = self.stack_order.orders
+        return {each: compute for each, compute in places.items() if orders[each].group_name == group}
+
+    def _is_undecided(self, lot: Lot) -> bool:
+        """Return True for a strict affinity group without members, and so without a compute."""
+        group = self.groups.get(lot.membership.name) if lot.membership else None
+        return group is not None and group.strict and group.policy == AFFINITY and not group.member_counts
+
+    def _take_over_all(self) -> dict[str, Candidate]:
+        """Take over the claims of an earlier attempt; ClaimedElsewhere if one cannot be used."""
+        if self.change.is_new:
+            return {}
+        earlier: dict[str, Candidate] = {}
+        elsewhere: dict[str, str] = {}
+        for lot in self.lots:
+            group = self.groups.get(lot.membership.name) if lot.membership else None
+            usable, others = read_earlier_claims(self.placement, lot.instances, lot.query, self.read_alive(), group)
+            earlier |= usable
+            elsewhere |= others
+        if elsewhere:
+            raise ClaimedElsewhere(elsewhere, '')
+        self.unclaimed = set(self.order.instances) - earlier.keys()
+        held = self.get_placer().take_over(earlier)
+        if len(held) < len(earlier):
+            raise ClaimedElsewhere({each: earlier[each].compute for each in earlier.keys() - held.keys()}, '')
+        return held
+
+    def _check_quota(self, claims: Mapping[str, Candidate]) -> None:
+        """Raise OverQuota if the project may not have all of these."""
+        quota = load_quota(self.store, self.order.project_id)[0]
+        charge = sum_resources(make_charge(sum_allocations(candidate.allocations)) for candidate in claims.values())
+        if quota is not None and (excess := quota.list_excesses(charge)):
+            raise OverQuota(describe_excesses(quota.project, excess))
+
+    def _make_no_room(self, lot: Lot, chosen: Mapping[str, Candidate], placed: Sequence[Candidate]) -> NoRoom:
+        """Make the refusal, which names the member and how many of it have a place."""
+        orders = [self.stack_order.orders[instance] for instance in lot.instances]
+        members = list(dict.fromkeys(order.stack.member for order in orders if order.stack))
+        fitting = sum(instance in chosen for instance in lot.instances)
+        room = f'there is room for {fitting} of {len(orders)}' if fitting else 'no compute has room for it'
+        return NoRoom(f'{", ".join(members)}: {room}; nothing was created', lot.instances, placed)

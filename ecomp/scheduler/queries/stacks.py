@@ -1,0 +1,112 @@
+"""Read a stack: its key, and the instances that were delivered for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from ecomp.errors import NotFound, Unreadable
+from ecomp.model import keys
+from ecomp.model.apply import Existing
+from ecomp.model.order import Request, parse_request
+from ecomp.model.record import ERROR, GONE
+from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack
+from ecomp.scheduler.queries.find import InstanceEntries, find, from_request, read_record
+from ecomp.store.client import Entry, Store
+from ecomp.store.sharing import parse_name_holder, read_index, resolve_places
+
+
+class StackState(NamedTuple):
+    """A stack as etcd has it; `revision` is that of its key, 0 if the key is missing and was restored from requests.
+
+    `entries` is {entry name: its last instance} of those that are not gone. `owners` is {name: living instance that
+    has it}, of the names that were asked for.
+    """
+
+    stack: Stack | None
+    revision: int
+    entries: Mapping[str, InstanceEntries]
+    owners: Mapping[str, str]
+
+    @property
+    def existing(self) -> dict[str, Existing]:
+        return {name: Existing(entries.record, entries.request) for name, entries in self.entries.items()}
+
+
+def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
+    """Read a stack, its instances and the owners of these names; Unreadable if its key or a record is malformed.
+
+    All is read with the key and one batch, unless an instance is not where it was delivered.
+    """
+    stack, revision = load_stack(store, name)
+    instances = stack.list_instances() if stack else {}
+    places = {instance: stack.entries[entry] for entry, instance in instances.items()} if stack else {}
+    instance_keys = [
+        key(place.compute, instance) for instance, place in places.items() for key in (keys.request, keys.record)
+    ]
+    name_keys = [keys.name(each) for each in instance_names]
+    read = store.read([*instance_keys, *name_keys])
+    found = resolve_places(store, [(key, entry) for key, entry in read.items() if key not in name_keys])
+    key_index = None
+    entries: dict[str, InstanceEntries] = {}
+    for entry, instance in instances.items():
+        located = found.get(instance)
+        if located is not None:
+            current = (
+                InstanceEntries(read_record(located.record), located.record, located.request)
+                if located.record is not None
+                else from_request(located)
+            )
+        elif places[instance].is_ended:
+            current = None
+        else:
+            key_index = key_index or read_index(store)
+            current = find(store, instance, key_index)
+        if current is not None and current.record.state != GONE:
+            entries[entry] = current
+    own = {current.record.instance: current for current in entries.values()}
+    owners: dict[str, str] = {}
+    for key in name_keys:
+        if key in read:
+            owner = parse_name_holder(read[key])
+            current = own.get(owner) or find(store, owner)
+            if current is not None and current.record.state not in (GONE, ERROR):
+                owners[keys.get_last_part(key)] = owner
+    return StackState(stack, revision, entries, owners)
+
+
+def load_stack(store: Store, name: str) -> tuple[Stack | None, int]:
+    """Return a stack and the revision of its key; without the key, the stack that the requests show, or None, and 0."""
+    entry = store.get(keys.stack(name))
+    if entry is None:
+        return restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR)), 0
+    try:
+        return from_json(name, entry.value), entry.revision
+    except ValueError as error:
+        raise Unreadable(entry.key, error) from error
+
+
+def list_places(store: Store, name: str) -> dict[Place, str]:
+    """Read all requests; return {place: compute} of those of this stack."""
+    places: dict[Place, str] = {}
+
+    def collect(entry: Entry) -> None:  # returns None, so no entry is kept
+        if b'"stack"' not in entry.value or entry.key.count('/') != 3:
+            return
+        compute = entry.key.split('/')[2]
+        request = parse_request(compute, entry.key, entry.value)
+        place = request.stack if isinstance(request, Request) else None
+        # The instance's uuid is a hash of its place; another one is not of this stack, whatever it says.
+        if place is not None and place.name == name and place.instance == request.instance:
+            places[place] = compute
+
+    store.snapshot(keys.HOSTS, transform=collect)
+    return places
+
+
+def require_stack(state: StackState, name: str) -> Stack:
+    """Return the stack; NotFound if it was never applied."""
+    if state.stack is None:
+        raise NotFound(f'{name}: no such stack. Try: eschedule list')
+    return state.stack
