@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, extract_status, make_wait_options
-from ecomp.cli.options import TABLE, parse_instances, parse_nothing
+from ecomp.cli.options import TABLE, parse_any_instances, parse_nothing
+from ecomp.cli.selection import SELECTORS, check_selection, confirm_destroy, select_instances
 from ecomp.cli.terminal import LiveLine
 from ecomp.errors import EcompError
+from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
 from ecomp.model.record import GONE, STAGES, Record
-from ecomp.model.text import make_printable
+from ecomp.model.text import make_printable, parse_uuid_prefix
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.change import Acceptance
@@ -30,6 +34,14 @@ def _destroy(ctx: Context) -> int:
     from ecomp.scheduler.changes.wait import Wait, wait_until_gone
     from ecomp.scheduler.queries.find import is_known
 
+    if ctx.options.file is not None:
+        from ecomp.cli.apply import destroy_file
+
+        return destroy_file(ctx)
+    if select_instances(ctx):
+        confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
+    elif sys.stdin.isatty():
+        confirm_destroy(ctx, _list_guessed(ctx))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
 
     def submit(word: str) -> bool:
@@ -53,11 +65,24 @@ def _destroy(ctx: Context) -> int:
     return outcomes.run(submit, wait, 'destroy --wait')
 
 
+def _list_guessed(ctx: Context) -> list[str]:
+    """Return the uuids of which the user typed only the beginning."""
+    guessed = []
+    for word in ctx.words:
+        prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
+        if prefix is not None:
+            with suppress(EcompError):  # reported later
+                instance = ctx.resolve_instance(word)
+                guessed += [instance] if instance.startswith(prefix) else []
+    return guessed
+
+
 def _change_power(ctx: Context) -> int:
     """Stop, start or reboot (ctx.name) each instance once; with --wait wait; return the exit code."""
     from ecomp.scheduler.changes.change import change_power
     from ecomp.scheduler.changes.wait import Wait, wait_for_power
 
+    select_instances(ctx)
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
     acceptances: dict[str, Acceptance] = {}
     word_by_instance: dict[str, str] = {}
@@ -151,27 +176,32 @@ def wait_and_report(
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('destroy', 'destroy <id>…', 'delete an instance, its DISK included',
+    Command('destroy', 'destroy [<id>…]', 'delete an instance, its DISK included',
             'Remove an instance permanently: its domain, its DISK with all data on it, and its claim in placement. '
             '(`virsh destroy` only switches a guest off; the command for that is `eschedule stop`.) The command '
             'returns once the destroy is accepted. The compute carries out the destroy immediately or, if the compute '
             'is down, once it is up again. If an instance is in error, only its record is left; the command removes '
             'the record.',
-            parse_instances, _destroy, {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS}, (4, 5, 6),
+            parse_any_instances, _destroy,
+            {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS, **SELECTORS, 'file': '', 'yes': ''},
+            (4, 5, 6), check=check_selection,
             example='eschedule destroy web1 --wait'),
-    Command('stop', 'stop <id>…', 'shut a guest down; nothing is removed',
+    Command('stop', 'stop [<id>…]', 'shut a guest down; nothing is removed',
             'Ask the guest to shut down, and switch it off if it still runs after 60 seconds. Its disk, its address '
             'and its claim are kept, and `eschedule start` starts it again.',
-            parse_instances, _change_power, {**make_wait_options('every guest is off'), **DOCUMENT_OPTIONS}, (4, 5, 6),
-            example='eschedule stop web1 --wait'),
-    Command('start', 'start <id>…', 'start a guest that is off',
+            parse_any_instances, _change_power,
+            {**make_wait_options('every guest is off'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
+            check=check_selection, example='eschedule stop web1 --wait'),
+    Command('start', 'start [<id>…]', 'start a guest that is off',
             'Start the guest of a stopped instance.',
-            parse_instances, _change_power, {**make_wait_options('every guest runs'), **DOCUMENT_OPTIONS}, (4, 5, 6),
-            example='eschedule start web1 --wait'),
-    Command('reboot', 'reboot <id>…', 'stop a guest, then start it',
+            parse_any_instances, _change_power,
+            {**make_wait_options('every guest runs'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
+            check=check_selection, example='eschedule start web1 --wait'),
+    Command('reboot', 'reboot [<id>…]', 'stop a guest, then start it',
             'Stop the guest, as `eschedule stop` does, and start it again. A guest that is off is started.',
-            parse_instances, _change_power, {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS},
-            (4, 5, 6), example='eschedule reboot web1'),
+            parse_any_instances, _change_power,
+            {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
+            check=check_selection, example='eschedule reboot web1'),
     Command('clear', 'clear', 'remove the records of gone and failed instances',
             'Remove the records of all instances that are gone or in error. Without this command, a record is kept '
             'for a day (gone) or a week (error). The names of instances in error become free. The records are all '

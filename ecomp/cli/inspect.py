@@ -22,7 +22,8 @@ from ecomp.cli.command import (
     extract_status,
     select_options,
 )
-from ecomp.cli.options import TABLE, parse_bare_instance, parse_instances, parse_nothing
+from ecomp.cli.options import TABLE, parse_any_instances, parse_bare_instance, parse_instances, parse_nothing
+from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances
 from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import (
     STATE,
@@ -40,7 +41,7 @@ from ecomp.cli.tables import (
 from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
-from ecomp.model.host import NO_COMPUTES, Computes, RecordFilter
+from ecomp.model.host import NO_COMPUTES, Computes
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
 from ecomp.model.record import (
     ACTIVE,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from ecomp.scheduler.queries.find import InstanceEntries
 
 FILTERS = {
-    **select_options('all state host'),
+    **select_options('all state host stack'),
     'watch': 'redraw the table after each change, until Ctrl-C (exit 0)',
     'name': 'list only instances whose name matches this quoted pattern: * is any text, ? any one character',
     'group': 'list only the members of this group',
@@ -129,7 +130,7 @@ def _list(ctx: Context) -> int:
     from ecomp.scheduler.queries.find import list_records
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_computes
 
-    record_filter = _make_filter(ctx)
+    record_filter = make_filter(ctx)
     with_gone = ctx.options.all or GONE in (record_filter.states or ())
 
     def read() -> tuple[list[Record], Computes, list[EcompError]]:
@@ -168,13 +169,6 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
         ctx.store, known_computes, [record.instance for record in records if record.state == QUEUED]
     )
     return [replace(item, fault=faults[item.instance]) if item.instance in faults else item for item in records]
-
-
-def _make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter from the options; --host is looked up, raising errors of ctx.resolve_compute()."""
-    options = ctx.options
-    compute = None if options.host is None else ctx.resolve_compute(options.host)
-    return RecordFilter(options.states, compute, options.project, options.group, options.name)
 
 
 def _show(ctx: Context) -> int:
@@ -245,6 +239,7 @@ def _wait(ctx: Context) -> int:
     from ecomp.cli.change import wait_and_report
     from ecomp.scheduler.queries.find import find_living
 
+    select_instances(ctx)
     outcomes = Outcomes(ctx, ctx.words, **EMPTY_STATUS)
     power_by_instance: dict[str, PowerAction | None] = {}
 
@@ -289,7 +284,18 @@ STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in
 # The fields that the details of an instance may have; interfaces and boots are numbered.
 DETAIL_FIELDS = (
     *('instance', 'name', 'state', 'since', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project'),
-    *('user', 'group', 'interface 0', 'console', *STAGE_FIELDS.values(), 'boot 1', 'waits', 'progress', 'reason'),
+    *(
+        'user',
+        'group',
+        'stack',
+        'interface 0',
+        'console',
+        *STAGE_FIELDS.values(),
+        'boot 1',
+        'waits',
+        'progress',
+        'reason',
+    ),
     *('cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
 )
 
@@ -337,6 +343,7 @@ def make_record_details(record: Record, known_computes: Computes = NO_COMPUTES) 
     rows += [('resources', resources or None), ('query', record.query or None)]
     rows += [('project', record.project_id or None), ('user', record.user_id or None)]
     rows += [('group', record.group.name)] if record.group else []
+    rows += [('stack', f'{record.stack.name} ({record.stack.entry_name})')] if record.stack else []
     rows += [(f'interface {number}', _format_interface(interface)) for number, interface in enumerate(record.addresses)]
     rows += [('console', record.console)] if record.console and record.state not in RETENTION_SECONDS else []
     times = sorted(record.stages.items(), key=lambda each: each[1])
@@ -426,12 +433,13 @@ COMMANDS: Sequence[Command] = (
             'stages come from the clock of the machine that ran eschedule, all others from the clock of the compute.',
             parse_instances, _print_timeline, select_options('boot format wide'), (4, 5),
             example='eschedule timeline web1 web2'),
-    Command('wait', 'wait <id>…', 'wait until an instance has its address',
+    Command('wait', 'wait [<id>…]', 'wait until an instance has its address',
             'Wait until each instance has its address, and print the address. With --for, wait for another stage. '
             'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '
             'the stage of its next boot. A line on the terminal shows what the instance waits for. If the stage can '
             'no longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
             'destroyed.',
-            parse_instances, _wait, select_options('stage timeout format'), (4, 5, 6),
+            parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
+            check=check_selection,
             example='eschedule wait web1 --for ready --timeout 120'),
 )

@@ -7,7 +7,7 @@ its rows need the parsers of words above them, and the parser of command lines b
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -517,6 +517,42 @@ class Options(NamedTuple):
         str | None,
         _make_option('-i --identity', 'FILE', 'private key to log in with. Default: the keys that ssh tries'),
     ] = None
+    dry_run: Annotated[
+        bool,
+        _make_option('--dry-run', '', 'print what the command would do, and whether there is room; change nothing'),
+    ] = False
+    prune: Annotated[
+        bool, _make_option('--prune', '', 'destroy the instances of the stack that the file no longer has')
+    ] = False
+    replace: Annotated[
+        Sequence[str] | None,
+        _make_option(
+            '--replace',
+            'MEMBER',
+            'destroy and recreate the instances of this member that differ from the file or are in error; repeatable, '
+            'or several with commas between them',
+            repeats=True,
+        ),
+    ] = None
+    replace_all: Annotated[
+        bool, _make_option('--replace-all', '', 'do what --replace does, for all members of the file')
+    ] = False
+    destroy_first: Annotated[
+        bool,
+        _make_option(
+            '--destroy-first',
+            '',
+            'wait until a replaced instance is gone before its successor is created, if there is no room for both. '
+            'Default: create first',
+        ),
+    ] = False
+    file: Annotated[
+        str | None,
+        _make_option('--file', 'FILE', 'destroy the instances of this file, as `eschedule apply` made them'),
+    ] = None
+    every: Annotated[bool, _make_option('--every', '', 'select all living instances')] = False
+    yes: Annotated[bool, _make_option('--yes', '', 'destroy without a question; required without a terminal')] = False
+    stack: Annotated[str | None, _make_option('--stack', 'STACK', 'list only the instances of this stack')] = None
     config: Annotated[
         str | None,
         _make_option(
@@ -561,7 +597,7 @@ def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
         raise UsageError(f'{flag} is not accepted by this command. Try: --help')
 
 
-def check_options(name: str, options: Options, accepted_fields: Container[str]) -> None:
+def check_options(name: str, options: Options, accepted_fields: Collection[str]) -> None:
     """Raise UsageError for invalid or incompatible options, by the rules for all commands; Command.check has more.
 
     `accepted_fields`, the options that the command has, only selects rules: any other option is not refused here.
@@ -609,12 +645,12 @@ def _check_group(options: Options) -> None:
         raise UsageError('--policy, --strict and --soft need --group')
 
 
-def _check_waiting(name: str, options: Options, accepted_fields: Container[str]) -> None:
+def _check_waiting(name: str, options: Options, accepted_fields: Collection[str]) -> None:
     """Raise UsageError for an invalid --timeout or stage, or for --timeout without a --wait that the command accepts.
 
-    A --wait with a stage needs a command that accepts --count, because the others wait for one thing only.
+    A --wait with a stage needs a command that makes instances, because the others wait for one thing only.
     """
-    if options.wait and 'size' not in accepted_fields:
+    if options.wait and not {'size', 'prune'}.intersection(accepted_fields):
         raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
     if options.timeout is not None:
         if options.wait is None and 'wait' in accepted_fields:

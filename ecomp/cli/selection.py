@@ -1,0 +1,93 @@
+"""Select instances by options, as `list` does, instead of naming them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from ecomp.cli.command import Context
+from ecomp.cli.options import Options
+from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.model.host import RecordFilter
+from ecomp.model.record import GONE
+from ecomp.model.text import join_some
+
+MAX_NAMES_IN_QUESTION = 20
+
+SELECTORS: Mapping[str, str] = {
+    'name': 'select the instances whose name matches this quoted pattern: * is any text, ? any one character',
+    'stack': 'select the instances of this stack',
+    'group': 'select the members of this group',
+    'host': 'select the instances on this compute: its uuid or host name',
+    'state': 'select the instances in this state; repeatable, or several with commas between them',
+    'every': '',
+}
+
+
+def make_filter(ctx: Context) -> RecordFilter:
+    """Make the filter of the options.
+
+    --host and --stack are looked up: raises errors of ctx.resolve_compute(), Unreadable, and NotFound for a stack that
+    was never applied.
+    """
+    options = ctx.options
+    compute = None if options.host is None else ctx.resolve_compute(options.host)
+    instances: Collection[str] = ()
+    if options.stack is not None:
+        from ecomp.scheduler.queries.stacks import load_stack
+
+        stack, _ = load_stack(ctx.store, options.stack)
+        if stack is None:
+            raise NotFound(f'{options.stack}: no such stack. Try: eschedule list')
+        instances = stack.list_instances().values()  # a compute of ecomp 1.0 records no stack
+    return RecordFilter(options.states, compute, options.project, options.group, options.name, options.stack, instances)
+
+
+def has_selectors(options: Options) -> bool:
+    return any(getattr(options, field) not in (None, False) for field in SELECTORS)
+
+
+def check_selection(name: str, words: Sequence[str], options: Options) -> None:
+    """Raise UsageError unless there are either words or selectors; a file counts as a selector."""
+    is_selected = has_selectors(options) or options.file is not None
+    if words and is_selected:
+        raise UsageError(f'{name}: give either instances, or options that select them')
+    if not words and not is_selected:
+        raise UsageError(
+            f'{name}: missing argument: one or more instances, by name or uuid, or an option such as --stack'
+        )
+    if options.file is not None and has_selectors(options):
+        raise UsageError(f'{name}: --file cannot be combined with other selections')
+
+
+def select_instances(ctx: Context) -> bool:
+    """Replace ctx.words by the selected instances, if options select them, and return True; NotFound for none."""
+    if not has_selectors(ctx.options):
+        return False
+    from ecomp.scheduler.queries.find import list_records
+
+    records, errors = list_records(ctx.store, with_gone=False)
+    for error in errors:
+        ctx.out.say(str(error))
+    selected = [record for record in make_filter(ctx).select(records) if record.state != GONE]
+    if not selected:
+        raise NotFound(f'{ctx.name}: no instance is selected. Try: eschedule list with the same options')
+    ctx.words = tuple(record.instance for record in selected)
+    ctx.display_names |= {record.instance: record.name for record in selected if record.name}
+    return True
+
+
+def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
+    """Ask on a terminal whether to destroy these instances; no-op with --yes, or without names.
+
+    Raises EcompError for any answer but `y`, and UsageError without a terminal.
+    """
+    if ctx.options.yes or not names:
+        return
+    count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'
+    listed = join_some(names, MAX_NAMES_IN_QUESTION)
+    if not sys.stdin.isatty():
+        raise UsageError(f'{ctx.name}: would destroy {count}, with their disks: {listed}. Fix: confirm with --yes')
+    print(f'Destroy {count}, with their disks: {listed}? [y/N] ', end='', file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip() != 'y':
+        raise EcompError('nothing was changed')
