@@ -26,7 +26,7 @@ from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 # The modules with rows of commands, by headings of the help, in the order of the help.
 FAMILIES: Mapping[str, Sequence[str]] = {
-    'New instances': ('create',),
+    'New instances': ('create', 'apply'),
     'Showing instances': ('inspect', 'history'),
     'Entering guests': ('enter',),
     'Changing instances': ('change',),
@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('again', 'apply', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
+    *('again', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
     *('version', 'what-if'),
 })  # fmt: skip
@@ -48,6 +48,8 @@ def load_rows(module: str) -> Sequence[Command]:
     match module:
         case 'create':
             from ecomp.cli.create import COMMANDS as ROWS
+        case 'apply':
+            from ecomp.cli.apply import COMMANDS as ROWS
         case 'inspect':
             from ecomp.cli.inspect import COMMANDS as ROWS
         case 'history':

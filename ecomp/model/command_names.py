@@ -3,6 +3,7 @@
 # ruff: noqa: E501
 BY_MODULE = {
     'create': ('create', 'plan'),
+    'apply': ('apply',),
     'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
     'history': ('events',),
     'enter': ('ssh', 'ssh-config', 'console', 'log'),

@@ -1,0 +1,374 @@
+"""`eschedule apply FILE`: exactly the instances of a file; and `destroy --file`, which removes them."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
+from ecomp.cli.create import describe_owner, report_refusal
+from ecomp.cli.options import TABLE, Options, Words
+from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
+from ecomp.cli.stack_file import StackFile, load_stack_file
+from ecomp.cli.tables import UUID, Column, Listing, Row
+from ecomp.cli.terminal import LiveLine, make_timestamp
+from ecomp.errors import Conflict, NoCapacity, StillGoing, UnknownOutcome, UsageError, put_before_fix
+from ecomp.model import keys
+from ecomp.model.apply import (
+    ACTIONS,
+    ALL_MEMBERS,
+    CHANGES,
+    CONFLICTS,
+    CREATE,
+    DESTROY,
+    DIFFERS,
+    ENDING,
+    FAILED,
+    KEEP,
+    REPLACE,
+    SURPLUS,
+    TAKEN,
+    Step,
+    find_exit_code,
+    make_stack_order,
+    plan_steps,
+)
+from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.keys import ATTEMPT_SECONDS, make_uuid
+from ecomp.model.record import STAGES, STOPPED, Record
+from ecomp.model.stack import Stack
+from ecomp.model.text import format_suggestion, join_some
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.placing.stack import StackChange
+    from ecomp.scheduler.queries.find import Backend
+    from ecomp.scheduler.queries.stacks import StackState
+    from ecomp.store.client import Entry
+
+COLUMNS = (
+    Column('NAME', min_width=12),
+    Column('ACTION'),
+    Column('STATE', rank=2),
+    Column('HOST', rank=1),
+    Column('INSTANCE', kind=UUID),
+    Column('REASON', rank=1, min_width=20),
+)
+
+
+@dataclass
+class _Apply:
+    """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed."""
+
+    ctx: Context
+    file: StackFile
+    replaced_members: Collection[str] | None = ()
+    state: StackState = field(init=False)
+    steps: Sequence[Step] = ()
+    created: dict[str, str] = field(default_factory=dict)
+    computes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def records(self) -> list[Record]:
+        return [entries.record for entries in self.state.entries.values()]
+
+    @property
+    def names(self) -> list[str]:
+        return [desired.order.name or '' for desired in self.file.instances.values()]
+
+    def read(self) -> None:
+        """Read the stack, and plan the steps."""
+        from ecomp.scheduler.queries.stacks import read_stack
+
+        self.state = read_stack(self.ctx.store, self.file.name, self.names)
+        self.steps = plan_steps(
+            self.file.instances, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
+        )
+        self.ctx.display_names |= {step.instance: step.name for step in self.steps if step.instance and step.name}
+
+    def select(self, *actions: str) -> list[Step]:
+        return [step for step in self.steps if step.action in actions]
+
+
+def _apply(ctx: Context) -> int:
+    """Make the stack what the file asks for; return the exit code."""
+    ctx.connect()
+    from ecomp.scheduler.queries.find import ask_placement
+
+    file = load_stack_file(ctx, ctx.words[0])
+    run = _Apply(ctx, file, _parse_replaced(ctx.options, file.members))
+    run.read()
+    if ctx.options.dry_run:
+        return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
+    if conflicts := run.select(*CONFLICTS):
+        _report(run)
+        fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
+        ctx.out.say(f'stack {file.name}: {len(conflicts)} of its instances conflict; nothing was changed. Fix: {fixes}')
+        return Conflict.exit_code
+    if run.select(ENDING) and not _wait_for_ends(run, run.select(ENDING)):
+        return StillGoing.exit_code
+    confirm_destroy(ctx, [step.name or step.instance for step in run.select(REPLACE, DESTROY)])
+    if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
+        _remove(run, replaced)
+        run.replaced_members = ()
+        if not _wait_for_ends(run, replaced):
+            return StillGoing.exit_code
+    if run.state.stack is not None and not run.state.revision:  # its key was lost
+        _make_change(run, ())
+        run.read()
+    code = _carry_out(run) if run.select(*CHANGES) else 0
+    if code:
+        return code
+    if ctx.form == TABLE or ctx.options.wait is None:
+        _report(run)
+    code = 0 if ctx.options.wait is None else _wait(run)
+    if ctx.form != TABLE and ctx.options.wait is not None:
+        _report(run)
+    return code or find_exit_code(run.steps)
+
+
+def _carry_out(run: _Apply) -> int:
+    """Create, replace and destroy; return 0, or the exit code of what was refused or interrupted."""
+    from ecomp.scheduler.placing.stack import NoRoom, Owner, apply_change
+    from ecomp.scheduler.queries.find import ask_placement
+
+    ctx = run.ctx
+    again = f'Try: {ctx.command_prefix} apply {ctx.words[0]}'
+    backend = ask_placement(ctx.config.placement, None, ctx.slow_notice)
+    change = _make_change(run)
+    owner = Owner(describe_owner(make_timestamp()), lambda entry: _check_previous(run.file.name, entry))
+    try:
+        run.computes = apply_change(ctx.store, backend, change, owner, random.Random(), make_timestamp)
+    except NoCapacity as error:
+        lot = error if isinstance(error, NoRoom) else None
+        if lot is not None and run.select(REPLACE):
+            ctx.out.say('a replaced instance keeps its place until the new one is placed. Try: --destroy-first')
+        return _report_no_room(ctx, error, backend, change)
+    except KeyboardInterrupt:
+        ctx.out.say(f'interrupted: the instances of stack {run.file.name} may exist, all or none. {again}')
+        return StillGoing.exit_code
+    except UnknownOutcome as error:
+        ctx.out.say(put_before_fix(str(error), f'. {again}'))
+        return error.exit_code
+    return 0
+
+
+def _make_change(run: _Apply, actions: Sequence[str] = CHANGES, preview: bool = False) -> StackChange:
+    """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
+    from ecomp.scheduler.placing.stack import Removal, StackChange, write_stack
+
+    stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
+    revision = run.state.revision if run.state.revision or preview else write_stack(run.ctx.store, stack)
+    steps = run.select(*actions)
+    new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
+    removals = [
+        Removal(step.entry, run.state.entries[step.entry], step.action == REPLACE)
+        for step in steps
+        if step.action in (REPLACE, DESTROY)
+    ]
+    order = make_stack_order(stack, new, {'requested': make_timestamp()}) if new else None
+    used = {desired.order.user_data_sha256 for desired in new.values()}
+    user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
+    places = [each.stack for each in order.orders.values()] if order else []
+    if run.state.stack is not None or not preview:  # a preview of a new stack has no epoch
+        run.created = {place.entry_name: place.instance for place in places if place}
+    return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
+
+
+def _remove(run: _Apply, steps: Sequence[Step]) -> None:
+    """Destroy the instances of these steps, without replacements."""
+    from ecomp.scheduler.placing.stack import Removal, remove_instances
+
+    change = _make_change(run, (), preview=True)
+    removals = [Removal(step.entry, run.state.entries[step.entry], False) for step in steps]
+    remove_instances(run.ctx.store, change, removals)
+
+
+def _preview(run: _Apply, backend: Backend) -> int:
+    """Print what apply would do, also whether there is room; return 0, 1, 3, 5 or 8."""
+    from ecomp.scheduler.placing.stack import preview_change
+
+    code = find_exit_code(run.steps, dry_run=True)
+    if code != Conflict.exit_code and run.select(CREATE, REPLACE):
+        change = _make_change(run, preview=True)
+        try:
+            run.computes = preview_change(run.ctx.store, backend, change, random.Random())
+        except NoCapacity as error:
+            return _report_no_room(run.ctx, error, backend, change)
+    _report(run, is_preview=True)
+    return code
+
+
+def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str] | None:
+    """Return the members of --replace, ALL_MEMBERS for --replace-all; UsageError for one that the file lacks."""
+    if options.replace_all:
+        return ALL_MEMBERS
+    replaced = [member for text in options.replace or () for member in text.split(',')]
+    for member in replaced:
+        if member not in members:
+            raise UsageError(f'--replace: the file has no member {member!r:.80}{format_suggestion(member, members)}')
+    return replaced
+
+
+def _check_previous(name: str, entry: Entry) -> None:
+    """Raise Conflict unless the process of another attempt for the stack ran on this machine and has ended."""
+    facts = load_object_or_empty(entry.value)
+    host, pid = str(facts.get('host'))[:80], facts.get('pid')
+    if host == socket.gethostname() and type(pid) is int and pid > 0:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        except (PermissionError, OverflowError):
+            pass
+    raise Conflict(
+        f'stack {name}: another apply is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
+        f'the command when it has finished, or {ATTEMPT_SECONDS} s after it was killed'
+    )
+
+
+def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
+    """Wait until these instances are gone, and plan again; without --wait or --destroy-first report, return False."""
+    from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
+
+    ctx = run.ctx
+    names = join_some([step.name or step.instance for step in steps], MAX_NAMES_IN_QUESTION)
+    if ctx.options.wait is None and not ctx.options.destroy_first:
+        ctx.out.say(f'{names}: still being destroyed; nothing was changed. Try: the same command with --wait')
+        return False
+    deadline = Deadline(ctx.options.wait_seconds)
+    try:
+        for step in steps:
+            with LiveLine() as show_status:
+                wait_until_gone(Wait(ctx.config.etcd, step.instance, deadline, show_status, claims=ctx.read_claims))
+    except (StillGoing, KeyboardInterrupt) as error:
+        ctx.out.say(str(error) or f'interrupted: {names}: still being destroyed. Try: the same command')
+        return False
+    run.read()
+    return True
+
+
+def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: StackChange) -> int:
+    """Report that there is no room, and what each compute lacks for the member; return 3."""
+    from ecomp.scheduler.placing.explain import report_reasons
+    from ecomp.scheduler.placing.stack import NoRoom
+
+    if not isinstance(error, NoRoom) or change.order is None:
+        return report_refusal(ctx, error)
+    order = change.order.orders[error.instances[0]]
+
+    def explain(say: Callable[[str], None]) -> None:
+        def say_unless_about_count(line: str) -> None:
+            if not line.startswith('Try: --count'):  # an option of create
+                say(line)
+
+        report_reasons(ctx.store, backend, order.query or '', order.group, error.placed, None, say_unless_about_count)
+
+    return report_refusal(ctx, error, explain)
+
+
+def _report(run: _Apply, is_preview: bool = False) -> None:
+    """Print the steps; in a table those that keep an instance are left out. A summary goes to stderr."""
+    ctx = run.ctx
+    naming = ctx.name_computes()
+    rows = []
+    for step in run.steps:
+        instance = run.created.get(step.entry, step.instance)
+        existing = run.state.entries.get(step.entry)
+        compute = run.computes.get(instance) or (existing.record.compute if existing else '')
+        value = {
+            'member': step.member,
+            'number': int(step.entry.rpartition('/')[2]),
+            'name': step.name,
+            'action': step.action,
+            'instance': instance or None,
+            'replaced': step.instance if step.action == REPLACE else None,
+            'state': step.state,
+            'compute': compute or None,
+            'host': naming.find_hostname(compute),
+            'reasons': list(step.reasons),
+        }
+        cells = [step.name, step.action, step.state, naming.format_name(compute) or None, instance or None]
+        if ctx.form != TABLE or step.action != KEEP:
+            rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
+    if rows or ctx.form != TABLE:
+        document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
+        ctx.show(Listing(list(COLUMNS), rows, document))
+    counts = {action: len(run.select(action)) for action in ACTIONS}
+    summary = ', '.join(f'{count} {_DESCRIPTIONS[action]}' for action, count in counts.items() if count)
+    would = 'would have ' if is_preview else ''
+    ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
+
+
+_DESCRIPTIONS = {
+    CREATE: 'new',
+    KEEP: 'as the file asks',
+    REPLACE: 'replaced',
+    DESTROY: 'destroyed',
+    SURPLUS: 'not in the file (--prune destroys them)',
+    DIFFERS: 'different',
+    FAILED: 'in error (--replace MEMBER replaces them)',
+    TAKEN: 'with the name of another instance',
+    ENDING: 'being destroyed',
+}
+
+
+def _wait(run: _Apply) -> int:
+    """With --wait, wait until new and kept instances, except stopped ones, have reached the stage; return the code."""
+    from ecomp.cli.change import wait_and_report
+    from ecomp.store.sharing import KeyIndex
+
+    ctx = run.ctx
+    kept = {step.instance: step.name for step in run.select(KEEP) if step.state != STOPPED}
+    new = {run.created[step.entry]: step.name for step in run.select(CREATE, REPLACE)}
+    ctx.display_names |= {instance: name for instance, name in {**kept, **new}.items() if name}
+    outcomes = Outcomes(ctx, [*new, *kept], **EMPTY_STATUS)
+    places = {record.instance: record.compute for record in run.records} | run.computes
+    index = KeyIndex({each: [keys.request(places[each], each)] for each in (*new, *kept)})
+    wait_and_report(ctx, outcomes, lambda instance: instance, index)
+    return outcomes.exit_code
+
+
+def destroy_file(ctx: Context) -> int:
+    """Destroy the instances of the file that exist, with --wait wait until they are gone; return the exit code."""
+    from ecomp.scheduler.queries.stacks import read_stack
+
+    ctx.connect()
+    file = load_stack_file(ctx, ctx.options.file or '')
+    run = _Apply(ctx, file)
+    run.state = read_stack(ctx.store, file.name)
+    run.steps = [step for step in plan_steps({}, run.state.existing, {}, prune=True) if step.entry in file.instances]
+    confirm_destroy(ctx, [step.name or step.instance for step in run.select(DESTROY)])
+    if run.select(DESTROY):
+        _remove(run, run.select(DESTROY))
+    _report(run)
+    if ctx.options.wait is None:
+        return 0
+    return 0 if _wait_for_ends(run, run.steps) else StillGoing.exit_code
+
+
+def _parse_file(name: str, words: Sequence[str]) -> Words:
+    if len(words) != 1:
+        raise UsageError(f'{name}: needs exactly one argument: a file, or - for standard input')
+    return tuple(words)
+
+
+# fmt: off
+COMMANDS: Sequence[Command] = (
+    Command('apply', 'apply FILE', 'make exactly the instances of a file exist',
+            'Read a file of instances, a stack, and create those that do not exist: all of them or none. Instances '
+            'that exist and are as the file asks are kept, so the command can be repeated as often as you like; a '
+            'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '
+            'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
+            '--replace. Instances that the file no longer has are kept, unless you give --prune. On an etcd that takes '
+            'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
+            'than 30 instances is split; if a later part is refused, the message says how many instances exist.',
+            _parse_file, _apply,
+            {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
+             'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '
+             'STAGE, addressed. Default: return once they are placed', 'timeout': '', **LISTING_OPTIONS},
+            (3, 4, 5, 6, 8), example='eschedule apply shop.yaml --wait'),
+)

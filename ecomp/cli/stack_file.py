@@ -1,0 +1,216 @@
+"""The file of a stack: what `eschedule apply FILE` reads, checked as a whole, with the line of each mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ecomp.cli.command import Context
+from ecomp.cli.create import STDIN, check_flavor_suffices, read_ssh_keys, read_user_data, resolve_image
+from ecomp.cli.options import check_project
+from ecomp.errors import EcompError, UsageError
+from ecomp.model.apply import Desired
+from ecomp.model.choose import SPREAD, STRATEGIES
+from ecomp.model.group import POLICIES, Membership, check_group_name
+from ecomp.model.guest import SharedUserData
+from ecomp.model.order import Order
+from ecomp.model.query import check_query
+from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
+from ecomp.model.text import check_name
+from ecomp.yaml_file import (
+    InvalidValue,
+    Node,
+    Section,
+    YamlFile,
+    make_choice_parser,
+    make_integer_parser,
+    make_list_parser,
+    make_text_parser,
+    parse_flag,
+    parse_text,
+    shorten,
+)
+
+MAX_FILE_BYTES = 1024 * 1024
+# Values of the file, once its aliases are replaced.
+MAX_NODES = 10_000
+FROM_CONFIG = 'the default of schedule.yaml'
+
+T = TypeVar('T')
+
+
+@dataclass(frozen=True)
+class StackFile:
+    """A valid file: `instances` is {"<member>/<number>": what is asked for}, `user_data` has what they refer to."""
+
+    name: str
+    instances: dict[str, Desired] = field(default_factory=dict)
+    user_data: dict[str, SharedUserData] = field(default_factory=dict)
+
+    @property
+    def members(self) -> list[str]:
+        return list(dict.fromkeys(entry.rpartition('/')[0] for entry in self.instances))
+
+
+def load_stack_file(ctx: Context, path: str) -> StackFile:
+    """Read a file, `-` for stdin; UsageError with all its mistakes. Flavors are read from etcd, too."""
+    return _Reader(ctx, path).read()
+
+
+class _Reader:
+    def __init__(self, ctx: Context, path: str) -> None:
+        self._ctx = ctx
+        name = 'standard input' if path == STDIN else shorten(path, 200)
+        self._directory = Path.cwd() if path == STDIN else Path(os.path.abspath(path)).parent
+        try:
+            with sys.stdin.buffer if path == STDIN else open(path, 'rb') as stream:
+                content = stream.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f'{name}: cannot be read: {reason}') from error
+        if len(content) > MAX_FILE_BYTES:
+            raise UsageError(f'{name}: is larger than {MAX_FILE_BYTES // 1024} KiB')
+        self._file = YamlFile.parse(content, name, self._directory, MAX_NODES)
+        self._user_data: dict[str, SharedUserData] = {}
+
+    def read(self) -> StackFile:
+        config, top = self._ctx.config, self._file.top
+        name = top.read('stack', make_text_parser(check_stack_name), '')
+        if 'stack' not in top:
+            top.add_problem('stack', 'is missing. Fix: give the stack a name, as `stack: shop`')
+        project = top.read('project', self._convert(check_project), config.project_id)
+        origins = {} if 'project' in top else {'project': FROM_CONFIG}
+        members = top.read_section('instances')
+        instances: dict[str, Desired] = {}
+        owner = Order('', project_id=project, user_id=config.user_id)
+        for member, section in members.read_each_section().items():
+            desired = self._read_member(section, Desired(owner, SPREAD, origins))
+            names = self._read_names(section, f'{name}-{member}')
+            taken = {other.order.name: entry.rpartition('/')[0] for entry, other in instances.items()}
+            try:
+                check_member_name(member)
+                check_name(names[-1])
+            except ValueError as error:
+                members.add_problem(member, str(error))
+            if both := [own for own in names if own in taken]:
+                members.add_problem(member, f'its instance {both[0]} has the name of one of member {taken[both[0]]}')
+            for number, own in enumerate(names, 1):
+                instances[f'{member}/{number}'] = desired._replace(order=replace(desired.order, name=own))
+        if not instances and 'instances' not in top:
+            top.add_problem('instances', 'is missing. Fix: give a mapping of members, such as `web: {flavor: small}`')
+        if len(instances) > MAX_STACK_SIZE:
+            top.add_problem('instances', f'the stack has {len(instances)} instances; the limit is {MAX_STACK_SIZE}')
+        self._file.finish()
+        return StackFile(name, instances, self._user_data)
+
+    def _read_names(self, section: Section, default: str) -> list[str]:
+        """Read the names of a member's instances, at most MAX_STACK_SIZE + 1: numbered if `count` is given."""
+        count = section.read('count', make_integer_parser(1, 10**6), 1)
+        base = section.read('name', make_text_parser(check_name), default)
+        numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
+        return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
+
+    def _read_member(self, section: Section, default: Desired) -> Desired:
+        """Read what all instances of a member have in common; `default` has the values of the file as a whole."""
+        config, origins = self._ctx.config, dict(default.origins)
+        image = section.read('image', parse_text, None)
+        if image is None:
+            image, origins['image'] = config.image, FROM_CONFIG
+        elif image in config.images:
+            origins['image'] = f'image {image} of schedule.yaml'
+        keys = section.read('ssh_keys', make_list_parser(self._parse_path, 'a list of files'), None)
+        data = section.read('user_data', self._parse_path, None)
+        for name, value, configured in (('ssh_keys', keys, config.ssh_keys), ('user_data', data, config.user_data)):
+            if value is None and configured:
+                origins[name] = FROM_CONFIG
+        data = data or config.user_data
+        query, flavor_origin = self._read_query(section)
+        key_files = config.ssh_keys if keys is None else keys
+        public_keys = self._read_with(
+            section, 'ssh_keys', lambda: read_ssh_keys(key_files) if key_files else None, None
+        )
+        order = replace(
+            default.order,
+            image=self._read_with(section, 'image', lambda: resolve_image(config, image), None),
+            query=query,
+            ssh_keys=public_keys,
+            user_data_sha256=self._read_with(section, 'user_data', lambda: self._read_user_data(data), None),
+            group=section.read('group', self._parse_group, None),
+        )
+        weigh = section.read('weigh', make_choice_parser(*STRATEGIES), default.weigh)
+        return Desired(order, weigh, origins | flavor_origin)
+
+    def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
+        """Read query and flavor; return the merged query, and its origin if there is a flavor."""
+        flavor = section.read('flavor', parse_text, None)
+        query = section.read('query', make_text_parser(lambda text: check_query(text, flavor is None)), '')
+        if flavor is None:
+            if 'query' not in section:
+                section.add_problem('query', 'is missing. Fix: give the member a flavor or a query')
+            return query, {}
+        from ecomp.scheduler.operations.sharing import apply_flavor
+
+        def merge() -> str:
+            merged = apply_flavor(self._ctx.config, lambda: self._ctx.store, flavor, query)
+            check_flavor_suffices(flavor, merged)
+            return merged
+
+        return self._read_with(section, 'flavor', merge, query), {'query': f'flavor {flavor}'}
+
+    def _read_user_data(self, path: Path | None) -> str | None:
+        """Read user-data, and return its hash; None without a file."""
+        if path is None:
+            return None
+        shared = SharedUserData.from_bytes(read_user_data(path, self._ctx.out.say))
+        self._user_data[shared.sha256] = shared
+        return shared.sha256
+
+    def _parse_path(self, node: Node) -> Path:
+        """Parse a path, relative to the file's directory; `~` is expanded."""
+        return self._directory / os.path.expanduser(parse_text(node))
+
+    def _parse_group(self, node: Node) -> Membership:
+        """Parse the name of a group, or a mapping of name, policy and strict."""
+        if node.kind != 'map':
+            return Membership(make_text_parser(check_group_name)(node))
+        problems: list[tuple[int, str]] = []
+        section = Section(lambda line, text: problems.append((line, text)), node)
+        name = section.read('name', make_text_parser(check_group_name), '')
+        membership = Membership(
+            name, section.read('policy', make_choice_parser(*POLICIES), None), section.read('strict', parse_flag, None)
+        )
+        section.finish()
+        if not name and not problems:
+            problems.append((node.line, 'name: is missing'))
+        if problems:
+            raise InvalidValue(parts=problems)
+        return membership
+
+    @staticmethod
+    def _convert(check: Callable[[str], object]) -> Callable[[Node], str]:
+        """Make a parser of a text that `check` accepts; its UsageError becomes InvalidValue."""
+
+        def parse(node: Node) -> str:
+            text = parse_text(node)
+            try:
+                check(text)
+            except UsageError as error:
+                raise InvalidValue(str(error)) from error
+            return text
+
+        return parse
+
+    @staticmethod
+    def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:
+        """Return what `read` returns; record its error, unless a backend cannot be reached, and return the default."""
+        try:
+            return read()
+        except (EcompError, ValueError) as error:
+            if isinstance(error, EcompError) and error.exit_code not in (2, 4):
+                raise
+            section.add_problem(key, str(error))
+            return default
