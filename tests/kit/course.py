@@ -153,7 +153,11 @@ class HistoryReplay:
                 case ['names', name]:
                     holder = str(parse_object(previous).get('instance'))
                     new_holder = str(parse_object(stored).get('instance'))
-                    if holder != new_holder and (holder in self._hosts or holder in self._queues):
+                    # A replacement takes the name over in the revision that asks for the end of its predecessor.
+                    is_replaced = any(
+                        change.key.startswith('/hosts/') and change.key.endswith(holder) for change in changes
+                    )
+                    if holder != new_holder and not is_replaced and (holder in self._hosts or holder in self._queues):
                         self._report(revision, f'the name {name} is taken from it, which lives', holder, name)
                 case ['requests', instance] | ['queues', _, instance, 'taker']:
                     if stored is not None and not stored.lease:

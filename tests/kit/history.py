@@ -19,6 +19,10 @@ from tests.kit.course import HistoryReplay, Lifecycle, parse_object
 from tests.kit.ending import TERMINAL_STATES, Allocations, StoredValue, find_contradictions
 
 NOTIFIED_PATTERN = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
+# A row of apply's table: the uuid of the compute, if it is shown, and that of the instance.
+APPLIED_PATTERN = re.compile(
+    r'^\S+ +(?:create|replace) +\S+ +\S+(?: \(([0-9a-f-]{36})\))? +([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ', re.M
+)
 QUEUED_PATTERN = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
 CANARY_PATTERN = re.compile(r'\bcanary-([0-9a-f]{8})\b')
 ACCEPTED_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is already being destroyed)', re.M)
@@ -50,8 +54,14 @@ class CommandRun(NamedTuple):
         return f'eschedule {" ".join(self.arguments)[:200]} (exit {self.code}, {self.ended - self.began:.1f} s)'
 
     @property
+    def is_apply(self) -> bool:
+        return 'apply' in self.arguments
+
+    @property
     def is_create(self) -> bool:
         """True if the arguments request instances."""
+        if self.is_apply:
+            return '--dry-run' not in self.arguments
         is_query = any('resources' in word and '=' in word for word in self.arguments)
         return (is_query or self.get_option('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(
             self.arguments
@@ -80,12 +90,21 @@ class CommandRun(NamedTuple):
         """The instances reported as placed: {instance: compute}, with '' for a queue."""
         if not self.is_create:
             return {}
+        if self.is_apply:
+            return self._applied_instances
         placed = {instance: compute for compute, instance in NOTIFIED_PATTERN.findall(self.stdout)}
         placed |= dict.fromkeys(QUEUED_PATTERN.findall(self.stdout), '')
         if self.stdout.startswith('['):
             entries = json.loads(self.stdout) if self.stdout.rstrip().endswith(']') else []
             placed |= {entry['instance']: entry.get('compute', '') for entry in entries}
         return placed
+
+    @property
+    def _applied_instances(self) -> dict[str, str]:
+        if not self.stdout.startswith('{'):
+            return {instance: compute for compute, instance in APPLIED_PATTERN.findall(self.stdout)}
+        entries = json.loads(self.stdout).get('instances', []) if self.code == 0 else []
+        return {entry['instance']: entry['compute'] for entry in entries if entry['action'] in ('create', 'replace')}
 
     @property
     def canary_prefixes(self) -> set[str]:

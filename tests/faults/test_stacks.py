@@ -1,0 +1,178 @@
+"""A stack is applied exactly once, whatever kills, freezes or repeats the apply."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule
+from tests.kit.invariants import check_invariants, read_allocations
+from tests.kit.many import ManyComputes
+from tests.kit.story import IMAGE
+
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+
+
+def write_stack(control: Control, members: dict[str, Any], name: str = 'shop') -> str:
+    """Write the file of a stack as JSON, which is YAML, and return its path."""
+    path = control.directory / f'{uuid.uuid4()}.yaml'
+    defaults = {'query': QUERY, 'image': IMAGE}
+    instances = {member: {**defaults, **values} for member, values in members.items()}
+    path.write_text(json.dumps({'stack': name, 'instances': instances}))
+    return str(path)
+
+
+def list_instances(control: Control) -> dict[str, str]:
+    """Return {name: uuid} of the instances that are not being destroyed, all with a claim and a request."""
+    result = control.eschedule('list', '-f', 'json')
+    assert result.code == 0, result
+    records = [record for record in json.loads(result.stdout) if record['state'] not in ('destroying', 'gone')]
+    names = [record['name'] for record in records]
+    assert len(set(names)) == len(names), names
+    return {record['name']: record['instance'] for record in records}
+
+
+SHOP = {'db': {}, 'web': {'count': 3}}
+NAMES = {'shop-db', 'shop-web-1', 'shop-web-2', 'shop-web-3'}
+
+
+@pytest.mark.parametrize('step', ['stack-begun', 'announced', 'claimed-some', 'claimed', 'delivered'])
+def test_killed_apply_is_continued_by_the_next(cluster: Control, compute: Ecompute, step: str) -> None:
+    path = write_stack(cluster, SHOP)
+    with Eschedule(cluster, 'apply', path, failpoint=f'{step}:kill') as eschedule:
+        eschedule.assert_killed_at(step)
+        check_invariants(cluster, compute, dead=[eschedule.pid])
+    repeated = cluster.eschedule('apply', path, '-f', 'json')
+    assert repeated.code == 0, repeated
+    instances = list_instances(cluster)
+    assert instances.keys() == NAMES
+    assert read_allocations(cluster).keys() == set(instances.values())
+    assert {each['instance'] for each in json.loads(repeated.stdout)['instances']} == set(instances.values())
+    assert cluster.etcd.list_keys('/requests/') == []
+    again = cluster.eschedule('apply', path)
+    assert (again.code, again.stdout) == (0, '')
+    assert list_instances(cluster) == instances
+
+
+def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control, compute: Ecompute) -> None:
+    path = write_stack(cluster, SHOP)
+    with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
+        eschedule.wait_frozen_at('claimed')
+        second = cluster.eschedule('apply', path)
+        assert second.code == 5
+        assert f'another apply is in flight, process {eschedule.pid} on ' in second.stderr
+        eschedule.resume()
+        assert eschedule.wait().code == 0
+    assert list_instances(cluster).keys() == NAMES
+
+
+def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control, compute: Ecompute) -> None:
+    path = write_stack(cluster, SHOP)
+    with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
+        eschedule.wait_frozen_at('claimed')
+        (attempt,) = cluster.etcd.list_keys('/requests/')
+        value = json.loads(cluster.etcd.get(attempt) or b'')
+        cluster.etcd.put(attempt, json.dumps({**value, 'pid': 2**22 - 1}), cluster.etcd.grant())
+        second = cluster.eschedule('apply', path)
+        assert second.code == 0, second
+        instances = list_instances(cluster)
+        eschedule.resume()
+        first = eschedule.wait()
+        assert first.code == 5, first
+    assert list_instances(cluster) == instances
+    assert read_allocations(cluster).keys() == set(instances.values())
+
+
+def test_replacement_killed_anywhere_is_continued(cluster: Control, compute: Ecompute) -> None:
+    assert cluster.eschedule('apply', write_stack(cluster, {'web': {'count': 2}})).code == 0
+    before = list_instances(cluster)
+    path = write_stack(cluster, {'web': {'count': 2, 'query': QUERY.replace('64', '65')}})
+    refused = cluster.eschedule('apply', path)
+    assert refused.code == 5
+    assert 'query: it has' in refused.stdout
+    for step in ('announced', 'claimed', 'delivered'):
+        with Eschedule(cluster, 'apply', path, '--replace', 'web', '--yes', failpoint=f'{step}:kill') as eschedule:
+            eschedule.assert_killed_at(step)
+    final = cluster.eschedule('apply', path, '--wait')
+    assert final.code == 0, final
+    after = list_instances(cluster)
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+
+
+def test_prune_destroys_only_what_the_file_lacks(cluster: Control, compute: Ecompute) -> None:
+    assert cluster.eschedule('apply', write_stack(cluster, SHOP)).code == 0
+    before = list_instances(cluster)
+    path = write_stack(cluster, {'web': {'count': 3}})
+    assert cluster.eschedule('apply', path).code == 0
+    assert list_instances(cluster) == before
+    unconfirmed = cluster.eschedule('apply', path, '--prune')
+    assert (unconfirmed.code, 'would destroy 1 instance, with their disks: shop-db' in unconfirmed.stderr) == (2, True)
+    with Eschedule(cluster, 'apply', path, '--prune', '--yes', failpoint='stack-removed:kill') as eschedule:
+        eschedule.assert_killed_at('stack-removed')
+    assert cluster.eschedule('apply', path, '--prune', '--yes', '--wait').code in (0, 6)
+    assert list_instances(cluster).keys() == NAMES - {'shop-db'}
+
+
+def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control, compute: Ecompute) -> None:
+    path = write_stack(cluster, SHOP)
+    assert cluster.eschedule('apply', path, '--wait').code == 0
+    before = list_instances(cluster)
+    assert cluster.eschedule('destroy', 'shop-web-2', '--wait').code == 0
+    assert cluster.eschedule('apply', path).code == 0
+    after = list_instances(cluster)
+    assert after.keys() == NAMES
+    assert {name for name in NAMES if after[name] != before[name]} == {'shop-web-2'}
+
+
+def test_lost_key_is_restored_from_the_requests(cluster: Control, compute: Ecompute) -> None:
+    path = write_stack(cluster, SHOP)
+    assert cluster.eschedule('apply', path, '--wait').code == 0
+    before = list_instances(cluster)
+    stored = json.loads(cluster.etcd.get('/stacks/shop') or b'')
+    cluster.etcd.delete('/stacks/shop')
+    assert cluster.eschedule('apply', path).code == 0
+    cluster.eschedule('destroy', 'shop-db', '--wait')
+    assert cluster.eschedule('apply', path).code == 0
+    assert json.loads(cluster.etcd.get('/stacks/shop') or b'')['epoch'] == stored['epoch']
+    after = list_instances(cluster)
+    assert {name for name in NAMES if after[name] != before[name]} == {'shop-db'}
+
+
+def test_no_room_creates_nothing_and_names_the_member(cluster: Control, compute: Ecompute) -> None:
+    path = write_stack(cluster, {'db': {'query': QUERY.replace('VCPU:1', 'VCPU:3')}, 'web': {'count': 2}})
+    for words in ((), ('--dry-run',)):
+        refused = cluster.eschedule('apply', path, *words)
+        assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+        assert 'web: there is room for 1 of 2; nothing was created' in refused.stderr
+        assert 'then VCPU is short by' in refused.stderr
+    assert list_instances(cluster) == {}
+    assert read_allocations(cluster) == {}
+
+
+def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -> None:
+    with ManyComputes(cluster, 20):
+        members = {'web': {'count': 40}, 'db': {'count': 30, 'query': QUERY.replace('64', '65')}}
+        path = write_stack(cluster, members)
+        with Eschedule(cluster, 'apply', path, failpoint='delivered-part:kill') as eschedule:
+            eschedule.assert_killed_at('delivered-part')
+        assert len(list_instances(cluster)) == 30
+        repeated = cluster.eschedule('apply', path)
+        assert repeated.code == 0, repeated
+        instances = list_instances(cluster)
+        assert len(instances) == 70
+        assert read_allocations(cluster).keys() == set(instances.values())
+        assert cluster.eschedule('destroy', '--file', path, '--yes', '--wait').code == 0
+        assert list_instances(cluster) == {}
+
+
+def test_foreign_name_is_refused(cluster: Control, compute: Ecompute) -> None:
+    assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-db').code == 0
+    refused = cluster.eschedule('apply', write_stack(cluster, SHOP))
+    assert refused.code == 5
+    assert 'which is not of this entry' in refused.stdout
+    assert list_instances(cluster).keys() == {'shop-db'}
