@@ -58,7 +58,8 @@ def test_killed_apply_is_continued_by_the_next(cluster: Control, compute: Ecompu
     assert list_instances(cluster) == instances
 
 
-def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
     with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
         eschedule.wait_frozen_at('claimed')
@@ -70,7 +71,8 @@ def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control, comput
     assert list_instances(cluster).keys() == NAMES
 
 
-def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
     with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
         eschedule.wait_frozen_at('claimed')
@@ -87,7 +89,8 @@ def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control, compu
     assert read_allocations(cluster).keys() == set(instances.values())
 
 
-def test_replacement_killed_anywhere_is_continued(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_replacement_killed_anywhere_is_continued(cluster: Control) -> None:
     assert cluster.eschedule('apply', write_stack(cluster, {'web': {'count': 2}})).code == 0
     before = list_instances(cluster)
     path = write_stack(cluster, {'web': {'count': 2, 'query': QUERY.replace('64', '65')}})
@@ -104,7 +107,8 @@ def test_replacement_killed_anywhere_is_continued(cluster: Control, compute: Eco
     assert not set(after.values()) & set(before.values())
 
 
-def test_prune_destroys_only_what_the_file_lacks(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_prune_destroys_only_what_the_file_lacks(cluster: Control) -> None:
     assert cluster.eschedule('apply', write_stack(cluster, SHOP)).code == 0
     before = list_instances(cluster)
     path = write_stack(cluster, {'web': {'count': 3}})
@@ -118,7 +122,8 @@ def test_prune_destroys_only_what_the_file_lacks(cluster: Control, compute: Ecom
     assert list_instances(cluster).keys() == NAMES - {'shop-db'}
 
 
-def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
     assert cluster.eschedule('apply', path, '--wait').code == 0
     before = list_instances(cluster)
@@ -129,7 +134,8 @@ def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control, comput
     assert {name for name in NAMES if after[name] != before[name]} == {'shop-web-2'}
 
 
-def test_lost_key_is_restored_from_the_requests(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_lost_key_is_restored_from_the_requests(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
     assert cluster.eschedule('apply', path, '--wait').code == 0
     before = list_instances(cluster)
@@ -143,7 +149,8 @@ def test_lost_key_is_restored_from_the_requests(cluster: Control, compute: Ecomp
     assert {name for name in NAMES if after[name] != before[name]} == {'shop-db'}
 
 
-def test_no_room_creates_nothing_and_names_the_member(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_no_room_creates_nothing_and_names_the_member(cluster: Control) -> None:
     path = write_stack(cluster, {'db': {'query': QUERY.replace('VCPU:1', 'VCPU:3')}, 'web': {'count': 2}})
     for words in ((), ('--dry-run',)):
         refused = cluster.eschedule('apply', path, *words)
@@ -170,7 +177,8 @@ def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -
         assert list_instances(cluster) == {}
 
 
-def test_foreign_name_is_refused(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.usefixtures('compute')
+def test_foreign_name_is_refused(cluster: Control) -> None:
     assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-db').code == 0
     refused = cluster.eschedule('apply', write_stack(cluster, SHOP))
     assert refused.code == 5
