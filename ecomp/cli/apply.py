@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
 from ecomp.cli.create import describe_owner, report_refusal
@@ -39,7 +42,7 @@ from ecomp.model.apply import (
 )
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.keys import ATTEMPT_SECONDS, make_uuid
-from ecomp.model.record import STAGES, STOPPED, Record
+from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, from_json
 from ecomp.model.stack import Stack
 from ecomp.model.text import format_suggestion, join_some
 
@@ -53,6 +56,7 @@ COLUMNS = (
     Column('NAME', min_width=12),
     Column('ACTION'),
     Column('STATE', rank=2),
+    Column('ADDRESS', rank=2),
     Column('HOST', rank=1),
     Column('INSTANCE', kind=UUID),
     Column('REASON', rank=1, min_width=20),
@@ -70,6 +74,7 @@ class _Apply:
     steps: Sequence[Step] = ()
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
+    outcomes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:
@@ -122,11 +127,8 @@ def _apply(ctx: Context) -> int:
     code = _carry_out(run) if run.select(*CHANGES) else 0
     if code:
         return code
-    if ctx.form == TABLE or ctx.options.wait is None:
-        _report(run)
     code = 0 if ctx.options.wait is None else _wait(run)
-    if ctx.form != TABLE and ctx.options.wait is not None:
-        _report(run)
+    _report(run)
     return code or find_exit_code(run.steps)
 
 
@@ -275,10 +277,13 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     ctx = run.ctx
     naming = ctx.name_computes()
     rows = []
+    existing = {record.instance: record for record in run.records}
     for step in run.steps:
         instance = run.created.get(step.entry, step.instance)
-        existing = run.state.entries.get(step.entry)
-        compute = run.computes.get(instance) or (existing.record.compute if existing else '')
+        record, outcome = existing.get(instance), run.outcomes.get(instance, {})
+        compute = run.computes.get(instance) or (record.compute if record else '')
+        state = outcome.get('state') or (step.state if record else None)
+        address = outcome.get('address') or (record.address if record else None)
         value = {
             'member': step.member,
             'number': int(step.entry.rpartition('/')[2]),
@@ -286,13 +291,14 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'action': step.action,
             'instance': instance or None,
             'replaced': step.instance if step.action == REPLACE else None,
-            'state': step.state,
+            'state': state,
+            'address': address,
             'compute': compute or None,
             'host': naming.find_hostname(compute),
             'reasons': list(step.reasons),
         }
-        cells = [step.name, step.action, step.state, naming.format_name(compute) or None, instance or None]
-        if ctx.form != TABLE or step.action != KEEP:
+        cells = [step.name, step.action, state, address, naming.format_name(compute) or None, instance or None]
+        if ctx.form != TABLE or step.action != KEEP or outcome:
             rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
     if rows or ctx.form != TABLE:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
@@ -328,8 +334,52 @@ def _wait(run: _Apply) -> int:
     outcomes = Outcomes(ctx, [*new, *kept], **EMPTY_STATUS)
     places = {record.instance: record.compute for record in run.records} | run.computes
     index = KeyIndex({each: [keys.request(places[each], each)] for each in (*new, *kept)})
-    wait_and_report(ctx, outcomes, lambda instance: instance, index)
+    with _show_members(run, {each: places[each] for each in (*new, *kept)}):
+        wait_and_report(ctx, outcomes, lambda instance: instance, index, show_progress=lambda _: None)
+    run.outcomes = outcomes.results
     return outcomes.exit_code
+
+
+@contextmanager
+def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
+    """On a terminal show a line for each member: how many of its instances {instance: compute} reached which stage."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from ecomp.store.watch import Follower
+
+    members = {step.instance: step.member for step in run.steps}
+    members |= {instance: entry.rpartition('/')[0] for entry, instance in run.created.items()}
+    with LiveLine() as show_status:
+
+        def show(state: Mapping[str, Entry]) -> None:
+            stages: dict[str, Counter[str]] = {members[instance]: Counter() for instance in places}
+            for instance, compute in places.items():
+                stages[members[instance]][_read_stage(state.get(keys.record(compute, instance)))] += 1
+            texts = {
+                member: ', '.join(f'{count} {stage}' for stage, count in counts.items())
+                for member, counts in stages.items()
+            }
+            width = max(map(len, texts), default=0)
+            show_status('\n'.join(f'{member:{width}}  {text}' for member, text in texts.items()))
+
+        follower = Follower(run.ctx.config.etcd, [(keys.INSTANCES, show)], on_lost=lambda _: None, on_back=lambda: None)
+        follower.start()
+        try:
+            yield
+        finally:
+            follower.stop()
+
+
+def _read_stage(entry: Entry | None) -> str:
+    """Return the last stage, or the final state, in a record; SCHEDULED if there is none or it is malformed."""
+    try:
+        record = from_json(entry.value) if entry is not None else None
+    except ValueError:
+        record = None
+    if record is None or record.state in RETENTION_SECONDS:
+        return SCHEDULED if record is None else record.state
+    return next((stage for stage in reversed(STAGES) if stage in record.reached_stages), SCHEDULED)
 
 
 def destroy_file(ctx: Context) -> int:

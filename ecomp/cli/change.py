@@ -134,12 +134,14 @@ def wait_and_report(
     resolve_instance: Callable[[str], str],
     instance_index: KeyIndex | None,
     power_by_instance: Mapping[str, PowerAction | None] = MappingProxyType({}),
+    show_progress: Callable[[str], None] | None = None,
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
     All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. The table
     form prints an address if the stage implies one; the caller prints the document of other forms. Ctrl-C and errors:
     see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
+    `show_progress` gets the status instead of the terminal; then no address is printed.
     """
     from ecomp.scheduler.changes.wait import Wait, wait_for_stage
 
@@ -161,15 +163,20 @@ def wait_and_report(
                 ctx.etcd_config,
                 instance,
                 deadline,
-                show_status,
+                show_progress or show_status,
                 instance_index,
                 record_status,
                 print_console,
                 ctx.read_claims,
             )
             record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
-        if ctx.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
-            ctx.out.put(make_printable(record.address))
+        if (
+            ctx.form == TABLE
+            and show_progress is None
+            and record.address
+            and STAGES.index(stage) >= STAGES.index(ADDRESSED)
+        ):
+            ctx.out.put(make_printable(record.address or ''))
 
     outcomes.wait(list(outcomes.results), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
 

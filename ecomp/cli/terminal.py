@@ -83,30 +83,40 @@ def wrap_lines(text: str, columns: int | None) -> str:
     return '\n'.join(part for line in text.split('\n') for part in fold(line, columns))
 
 
+# Lines of a status, at most: a terminal cannot erase what it has scrolled away.
+MAX_STATUS_LINES = 20
+
+
 class LiveLine:
-    """A status line on stderr, erased at the end; the block gets a function that shows a text. No-op if no terminal."""
+    """A status on stderr, erased at the end; the block gets a function that shows a text. No-op if no terminal."""
 
     def __init__(self) -> None:
-        self._shown = False
+        self._line_count = 0
 
     def __enter__(self) -> Callable[[str], None]:
         return self._show_status
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            sys.stderr.write('\r\x1b[K')
+        if self._line_count:
+            sys.stderr.write(self._make_erasure())
             sys.stderr.flush()
 
+    def _make_erasure(self) -> str:
+        """Return what moves the cursor to the first line and erases all lines."""
+        up = f'\x1b[{self._line_count - 1}A' if self._line_count > 1 else ''
+        return f'\r{up}\x1b[J' if up else '\r\x1b[K'
+
     def _show_status(self, text: str) -> None:
-        """Replace the line by the text, cut to the terminal's width; no-op if stderr is no terminal."""
+        """Replace the status by one line or several, each cut to the terminal's width; no-op without a terminal."""
         columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
 
-            self._shown = True
             # A line that the terminal wraps becomes several, of which only the last would be overwritten.
-            sys.stderr.write(f'\r\x1b[K{cut(make_printable(text), max(columns - 1, 1))}')
+            lines = [cut(make_printable(line), max(columns - 1, 1)) for line in text.split('\n')[:MAX_STATUS_LINES]]
+            sys.stderr.write(self._make_erasure() + '\n'.join(lines))
             sys.stderr.flush()
+            self._line_count = len(lines)
 
 
 def make_timestamp() -> str:
