@@ -363,7 +363,12 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
             width = max(map(len, texts), default=0)
             show_status('\n'.join(f'{member:{width}}  {text}' for member, text in texts.items()))
 
-        follower = Follower(run.ctx.config.etcd, [(keys.INSTANCES, show)], on_lost=lambda _: None, on_back=lambda: None)
+        follower = Follower(
+            run.ctx.config.etcd,
+            [(keys.INSTANCES, show)],
+            on_lost=lambda error: show_status(str(error)),
+            on_back=lambda: None,
+        )
         follower.start()
         try:
             yield

@@ -82,7 +82,8 @@ class _Reader:
         name = top.read('stack', make_text_parser(check_stack_name), '')
         if 'stack' not in top:
             top.add_problem('stack', 'is missing. Fix: give the stack a name, as `stack: shop`')
-        project = top.read('project', self._convert(check_project), config.project_id)
+        project = top.read('project', parse_text, config.project_id)
+        self._read_with(top, 'project', lambda: check_project(project), None)
         origins = {} if 'project' in top else {'project': FROM_CONFIG}
         members = top.read_section('instances')
         instances: dict[str, Desired] = {}
@@ -189,20 +190,6 @@ class _Reader:
         if problems:
             raise InvalidValue(parts=problems)
         return membership
-
-    @staticmethod
-    def _convert(check: Callable[[str], object]) -> Callable[[Node], str]:
-        """Make a parser of a text that `check` accepts; its UsageError becomes InvalidValue."""
-
-        def parse(node: Node) -> str:
-            text = parse_text(node)
-            try:
-                check(text)
-            except UsageError as error:
-                raise InvalidValue(str(error)) from error
-            return text
-
-        return parse
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:

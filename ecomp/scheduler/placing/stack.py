@@ -30,7 +30,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Room, sum_allocations, sum_resources
 from ecomp.model.apply import StackOrder
 from ecomp.model.choose import Candidate, Offer, PlacementReason, add_usage, choose, distribute
-from ecomp.model.group import AFFINITY, Group, Membership, filter_admitted
+from ecomp.model.group import AFFINITY, Group, Membership
 from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import describe_excesses, make_charge
@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 
 # Instances of one part of a delivery, if etcd takes only 128 conditions: each needs four at most.
 PART_SIZE = 30
-# Deliveries that others' changes of a group or quota may refuse, before it is Conflict.
-MAX_DELIVERIES = 5
 
 
 class Removal(NamedTuple):
@@ -217,15 +215,9 @@ def apply_change(
     )
     try:
         attempt.announce_alone(owner)
-        claims = attempt.claim_all({})
-        for _ in range(MAX_DELIVERIES):
-            failpoint('claimed')
-            try:
-                return attempt.deliver_all(claims, now())
-            except Excluded:
-                # Others of a group or of the project were delivered first.
-                claims = attempt.claim_all(attempt.filter_allowed(claims))
-        raise Conflict(f'stack {change.stack.name}: other processes keep changing its groups or its quota')
+        claims = attempt.claim_all()
+        failpoint('claimed')
+        return attempt.deliver_all(claims, now())
     except UnknownOutcome:
         raise  # nothing is released while it is unknown what was written (rule 1)
     except BaseException as error:
@@ -234,7 +226,7 @@ def apply_change(
             raise attempt.make_refusal(error.computes) from error
         if isinstance(error, Unreachable):
             raise add_state(error, outcome) from error
-        if isinstance(error, _RefusedError):
+        if isinstance(error, _RefusedError | Excluded):  # Excluded: others of a group or of the project came first
             raise make_conflict(change.stack.name, str(error) or outcome) from error
         if outcome not in (UNCHANGED, UNDONE):
             log.warning('%s', outcome)
@@ -337,15 +329,15 @@ class StackAttempt(Attempt):
         if entry is None or entry.revision != self.change.revision:
             raise _RefusedError
 
-    def claim_all(self, held: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Claim a place for each instance that holds none; NoRoom names those for which there is none.
+    def claim_all(self) -> dict[str, Candidate]:
+        """Claim a place for each instance; NoRoom names those for which there is none.
 
         Claims of an attempt that was killed are taken over. A lost race is repeated with new answers of placement.
         """
         order = self.stack_order
         self.placement, _ = self.backend.result()
         failpoint('announced')
-        held = dict(held) or self._take_over_all()
+        held = self._take_over_all()
         refusals = Counter[frozenset[str]]()
         while True:
             chosen = self.choose_all(held, refusals)
@@ -485,16 +477,6 @@ class StackAttempt(Attempt):
             if settled is not None:
                 groups[settled.name] = settled.without_members(*self.change.removed_instances, *self.order.instances)
         return groups
-
-    def filter_allowed(self, claims: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Read the groups again; return the claims that they still allow."""
-        del self.groups
-        allowed = {each: claim for each, claim in claims.items() if self.stack_order.orders[each].group is None}
-        places = {each: claim.compute for each, claim in claims.items()}
-        for name, group in self.groups.items():
-            admitted = filter_admitted(group, self._list_members(name, places))
-            allowed |= {each: claims[each] for each in admitted}
-        return allowed
 
     def _settle(self, membership: Membership | None) -> Membership | None:
         """Return the group of an order with its policy."""

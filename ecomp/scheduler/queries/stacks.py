@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ecomp.errors import NotFound, Unreadable
+from ecomp.errors import Unreadable
 from ecomp.model import keys
 from ecomp.model.apply import Existing
 from ecomp.model.order import Request, parse_request
@@ -103,10 +103,3 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
     store.snapshot(keys.HOSTS, transform=collect)
     return places
-
-
-def require_stack(state: StackState, name: str) -> Stack:
-    """Return the stack; NotFound if it was never applied."""
-    if state.stack is None:
-        raise NotFound(f'{name}: no such stack. Try: eschedule list')
-    return state.stack
