@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ecomp.cli.command import Context
 from ecomp.cli.options import Options
+from ecomp.cli.terminal import ask
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model.host import RecordFilter
 from ecomp.model.record import GONE
@@ -44,6 +45,7 @@ def make_filter(ctx: Context) -> RecordFilter:
 
 
 def has_selectors(options: Options) -> bool:
+    """Return whether options select instances."""
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
 
 
@@ -88,6 +90,5 @@ def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
     listed = join_some(names, MAX_NAMES_IN_QUESTION)
     if not sys.stdin.isatty():
         raise UsageError(f'{ctx.name}: would destroy {count}, with their disks: {listed}. Fix: confirm with --yes')
-    print(f'Destroy {count}, with their disks: {listed}? [y/N] ', end='', file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip() != 'y':
+    if ask(f'Destroy {count}, with their disks: {listed}? [y/N] ') != 'y':
         raise EcompError('nothing was changed')

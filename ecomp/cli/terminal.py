@@ -119,6 +119,13 @@ class LiveLine:
             self._line_count = len(lines)
 
 
+def ask(question: str) -> str:
+    """Print a question to stderr, and return the line of stdin, without surrounding blanks; '' at its end."""
+    sys.stderr.write(make_printable(question))
+    sys.stderr.flush()
+    return sys.stdin.readline().strip()
+
+
 def make_timestamp() -> str:
     """Return the current time in the format of records: ISO 8601, UTC, milliseconds."""
     return format_time(datetime.now(UTC))

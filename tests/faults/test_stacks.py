@@ -40,7 +40,7 @@ SHOP = {'db': {}, 'web': {'count': 3}}
 NAMES = {'shop-db', 'shop-web-1', 'shop-web-2', 'shop-web-3'}
 
 
-@pytest.mark.parametrize('step', ['stack-begun', 'announced', 'claimed-some', 'claimed', 'delivered'])
+@pytest.mark.parametrize('step', ['stack-begun', 'stack-announced', 'claimed-some', 'stack-claimed', 'stack-delivered'])
 def test_killed_apply_is_continued_by_the_next(cluster: Control, compute: Ecompute, step: str) -> None:
     path = write_stack(cluster, SHOP)
     with Eschedule(cluster, 'apply', path, failpoint=f'{step}:kill') as eschedule:
@@ -61,8 +61,8 @@ def test_killed_apply_is_continued_by_the_next(cluster: Control, compute: Ecompu
 @pytest.mark.usefixtures('compute')
 def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
-    with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
-        eschedule.wait_frozen_at('claimed')
+    with Eschedule(cluster, 'apply', path, failpoint='stack-claimed:stop') as eschedule:
+        eschedule.wait_frozen_at('stack-claimed')
         second = cluster.eschedule('apply', path)
         assert second.code == 5
         assert f'another apply is in flight, process {eschedule.pid} on ' in second.stderr
@@ -74,8 +74,8 @@ def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control) -> Non
 @pytest.mark.usefixtures('compute')
 def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control) -> None:
     path = write_stack(cluster, SHOP)
-    with Eschedule(cluster, 'apply', path, failpoint='claimed:stop') as eschedule:
-        eschedule.wait_frozen_at('claimed')
+    with Eschedule(cluster, 'apply', path, failpoint='stack-claimed:stop') as eschedule:
+        eschedule.wait_frozen_at('stack-claimed')
         (attempt,) = cluster.etcd.list_keys('/requests/')
         value = json.loads(cluster.etcd.get(attempt) or b'')
         cluster.etcd.put(attempt, json.dumps({**value, 'pid': 2**22 - 1}), cluster.etcd.grant())
@@ -97,7 +97,7 @@ def test_replacement_killed_anywhere_is_continued(cluster: Control) -> None:
     refused = cluster.eschedule('apply', path)
     assert refused.code == 5
     assert 'query: it has' in refused.stdout
-    for step in ('announced', 'claimed', 'delivered'):
+    for step in ('stack-announced', 'stack-claimed', 'stack-delivered'):
         with Eschedule(cluster, 'apply', path, '--replace', 'web', '--yes', failpoint=f'{step}:kill') as eschedule:
             eschedule.assert_killed_at(step)
     final = cluster.eschedule('apply', path, '--wait')
@@ -165,8 +165,8 @@ def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -
     with ManyComputes(cluster, 20):
         members = {'web': {'count': 40}, 'db': {'count': 30, 'query': QUERY.replace('64', '65')}}
         path = write_stack(cluster, members)
-        with Eschedule(cluster, 'apply', path, failpoint='delivered-part:kill') as eschedule:
-            eschedule.assert_killed_at('delivered-part')
+        with Eschedule(cluster, 'apply', path, failpoint='stack-part:kill') as eschedule:
+            eschedule.assert_killed_at('stack-part')
         assert len(list_instances(cluster)) == 30
         repeated = cluster.eschedule('apply', path)
         assert repeated.code == 0, repeated

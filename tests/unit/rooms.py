@@ -57,7 +57,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.scheduler.queries': SCHEDULER_IMPORTS,
     'ecomp.scheduler.changes': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries'},
     'ecomp.scheduler.operations': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries', 'ecomp.scheduler.changes'},
-    'ecomp.scheduler.placing': {*SCHEDULER_IMPORTS, 'ecomp.scheduler.queries', 'ecomp.scheduler.operations'},
+    # A replacement is delivered together with the tombstone of its predecessor.
+    'ecomp.scheduler.placing': {
+        *SCHEDULER_IMPORTS,
+        *('ecomp.scheduler.queries', 'ecomp.scheduler.changes', 'ecomp.scheduler.operations'),
+    },
     'ecomp.scheduler': set(),
     'ecomp.lab': {
         *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),

@@ -135,6 +135,7 @@ KEYS = [
     ('/names/web', True, True),
     ('/groups/web', True, True),
     ('/quotas/p', True, True),
+    ('/stacks/shop', False, True),
     ('/released/ab/1', True, True),
     (f'/requests/{SUBJECT}', False, True),
     ('/user-data/ab', False, True),

@@ -124,6 +124,7 @@ def write_stack(store: Store, stack: Stack) -> int:
 
 
 def make_conflict(name: str, state: str = UNCHANGED) -> Conflict:
+    """Make the error of a change that another process's change of the stack came before."""
     return Conflict(f'stack {name}: another eschedule changed it; {state}. Try: the same command again')
 
 
@@ -216,7 +217,7 @@ def apply_change(
     try:
         attempt.announce_alone(owner)
         claims = attempt.claim_all()
-        failpoint('claimed')
+        failpoint('stack-claimed')
         return attempt.deliver_all(claims, now())
     except UnknownOutcome:
         raise  # nothing is released while it is unknown what was written (rule 1)
@@ -336,7 +337,7 @@ class StackAttempt(Attempt):
         """
         order = self.stack_order
         self.placement, _ = self.backend.result()
-        failpoint('announced')
+        failpoint('stack-announced')
         held = self._take_over_all()
         refusals = Counter[frozenset[str]]()
         while True:
@@ -391,7 +392,7 @@ class StackAttempt(Attempt):
             self._deliver_part(requests, claims, self.change.removals)
         except TooManyOperations:
             self._deliver_in_parts(requests, claims)
-        failpoint('delivered')
+        failpoint('stack-delivered')
         _revoke_records(self.store, self.change.removals)
         try_revoke(self.store, self.lease)
         return {instance: candidate.compute for instance, candidate in claims.items()}
@@ -414,7 +415,7 @@ class StackAttempt(Attempt):
                 if not start:
                     raise
                 raise _RefusedError(f'{start} of {len(requests)} new instances exist: {error or UNCHANGED}') from error
-            failpoint('delivered-part')
+            failpoint('stack-part')
             if not is_last:
                 computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
                 self._note_change(self.change.stack.with_delivered(computes))
