@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ecomp.model.apply import ACTIONS
 from ecomp.model.boots import REASONS
 from ecomp.model.canary import ENTERED
 from ecomp.model.choose import STRATEGIES
@@ -109,6 +110,12 @@ _BOOT = _object(
     number=_is('integer', 'number of the boot; the first has 1'),
     reason=_text('why the guest was started', enum=list(REASONS)), stages=_STAGE_TIMES,
 )  # fmt: skip
+_PLACE = _object(
+    'stack of the instance; absent if none', name=_text('name of the stack'), member=_text('member of the file'),
+    number=_is('integer', 'number among the instances of the member, from 1'),
+    epoch=_text('random uuid of the stack, from which the uuids of its instances are made', pattern=UUID),
+    incarnation=_is('integer', 'number among the instances that were delivered for this place'),
+)  # fmt: skip
 RECORD = _fields({
     'version': _is('integer', "version of the record's format"), 'instance': _INSTANCE,
     'compute': _text("uuid of the compute; '' if no compute ever had the instance"), 'host': _ON, 'state': _STATE,
@@ -132,9 +139,10 @@ RECORD = _fields({
     'group': _text('name of its group; null without a group', null=True), 'why': _WEIGHED,
     'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first boot'),
     'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent until it reports them'),
+    'stack': _PLACE,
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
-}, may='boots host_keys cloud_init')  # fmt: skip
+}, may='boots host_keys cloud_init stack')  # fmt: skip
 _WHY = _object(
     instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
     query=_text('query that was requested; null if unknown', null=True), why=_WEIGHED,
@@ -262,9 +270,22 @@ REFUSED = _object(
                     details=many(_text('line that stderr reports'), 'what each compute lacks, and what would fit')),
 )  # fmt: skip
 
+_STEP = _object(
+    'instance of the file, or one of the stack that the file no longer has',
+    member=_text('member of the file'), number=_is('integer', 'number among the instances of the member, from 1'),
+    name=_NAME, action=_text('what is done, or why nothing is', enum=list(ACTIONS)),
+    instance=_text('uuid; null before a dry run of a new stack, and if the name is taken', null=True),
+    replaced=_text('uuid of the instance that is replaced; else null', null=True),
+    state=_text('state, after --wait the state then; null for an instance that is created', null=True),
+    address=_ADDRESS, compute=_text('uuid of the compute; null if none is chosen', null=True), host=_ON,
+    reasons=many(_text('sentence'), 'what differs, why the instance failed, or who has its name'),
+)  # fmt: skip
+_STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
+
 # By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
 SHAPES: Mapping[str, Schema] = {
     'create': many(_NEW),
+    'apply': _STACK,
     'plan': many(_RANKED),
     'query': _ADDRESSED,
     'list': many(RECORD),
@@ -275,6 +296,7 @@ SHAPES: Mapping[str, Schema] = {
         instance=_FOUND, state=_text('last known state; null if none', null=True), name=_NAME, address=_ADDRESS
     ),
     'events': _EVENT,
+    # With --file it is that of `apply`.
     'destroy': _outcome(**_REACHED),
     'stop': _outcome(**_REACHED),
     'start': _outcome(**_REACHED),

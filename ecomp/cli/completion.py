@@ -37,6 +37,7 @@ KIND_BY_PLACEHOLDER = {
     '<uuid>': 'computes',
     'GROUP': 'groups',
     'PROJECT': 'projects',
+    'FILE': FILES,
 }
 KIND_BY_METAVAR = {'FILE': FILES, 'COMPUTE': 'hosts', 'GROUP': 'groups', 'ID': 'projects'}
 
@@ -302,7 +303,8 @@ def _make_fish_script(commands: Mapping[str, Command]) -> str:
                 )
             )
         elif kind:
-            rows.append(_format_complete(f'__eschedule_is "{name}"', _format_lookup(kind)))
+            values = '-F' if kind == FILES else _format_lookup(kind)
+            rows.append(_format_complete(f'__eschedule_is "{name}"', values))
     for first, seconds in FAMILY_WORDS.items():
         rows.append(_format_complete('test -z (__eschedule_command)', f'-a {first}', ', '.join(seconds)))
     rows.append(_format_complete('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))

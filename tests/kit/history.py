@@ -21,7 +21,8 @@ from tests.kit.ending import TERMINAL_STATES, Allocations, StoredValue, find_con
 NOTIFIED_PATTERN = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
 # A row of apply's table: the uuid of the compute, if it is shown, and that of the instance.
 APPLIED_PATTERN = re.compile(
-    r'^\S+ +(?:create|replace) +\S+ +\S+ +\S+(?: \(([0-9a-f-]{36})\))? +([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ', re.M
+    r'^\S+ +(?:create|replace) +\S+ +\S+ +\S+(?: \(([0-9a-f-]{36})\))? +([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ',
+    re.M,
 )
 QUEUED_PATTERN = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
 CANARY_PATTERN = re.compile(r'\bcanary-([0-9a-f]{8})\b')
