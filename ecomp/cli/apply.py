@@ -113,7 +113,8 @@ def _apply(ctx: Context) -> int:
         fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
         ctx.out.say(f'stack {file.name}: {len(conflicts)} of its instances conflict; nothing was changed. Fix: {fixes}')
         return Conflict.exit_code
-    if run.select(ENDING) and not _wait_for_ends(run, run.select(ENDING)):
+    ending = [step for step in run.select(ENDING) if step.entry in file.instances]
+    if ending and not _wait_for_ends(run, ending):
         return StillGoing.exit_code
     confirm_destroy(ctx, [step.name or step.instance for step in run.select(REPLACE, DESTROY)])
     if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
@@ -138,7 +139,6 @@ def _carry_out(run: _Apply) -> int:
     from ecomp.scheduler.queries.find import ask_placement
 
     ctx = run.ctx
-    again = f'Try: {ctx.command_prefix} apply {ctx.words[0]}'
     backend = ask_placement(ctx.config.placement, None, ctx.slow_notice)
     change = _make_change(run)
     owner = Owner(describe_owner(make_timestamp()), lambda entry: _check_previous(run.file.name, entry))
@@ -150,10 +150,10 @@ def _carry_out(run: _Apply) -> int:
             ctx.out.say('a replaced instance keeps its place until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
     except KeyboardInterrupt:
-        ctx.out.say(f'interrupted: the instances of stack {run.file.name} may exist, all or none. {again}')
+        ctx.out.say(f'interrupted: the instances of stack {run.file.name} may exist, all or none. Try: the same command again')
         return StillGoing.exit_code
     except UnknownOutcome as error:
-        ctx.out.say(put_before_fix(str(error), f'. {again}'))
+        ctx.out.say(put_before_fix(str(error), '. Try: the same command again'))
         return error.exit_code
     return 0
 
