@@ -219,7 +219,7 @@ _QUOTA = _object(
 )  # fmt: skip
 _FINDING = _object(
     code=_text('code of the finding (see [audit codes](audit.md))'),
-    subject=_text('instance, compute, name, group or project that it is about'), name=_NAME,
+    subject=_text('instance, compute, name, group, project or stack that it is about'), name=_NAME,
     compute=_text("uuid of the compute where it was found; '' if none"), host=_ON,
     sentence=_text('sentence about what placement, etcd and the compute report'),
     fix=_text("what --fix does; '' if nothing"), how=_text("manual fix; '' if --fix repairs it"),

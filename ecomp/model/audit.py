@@ -22,6 +22,7 @@ from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.planes import AuditIndex, Leftover, Planes
 from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.record import ACTIVE, ERROR, Record
+from ecomp.model.stack import Stack
 from ecomp.model.text import join_some
 
 # The exit code of `audit` and `doctor` with findings.
@@ -41,6 +42,8 @@ class Repair(Enum):
     JOIN_GROUP = 'adds the instance and its compute to the group'
     LEAVE_GROUP = 'removes these members from the group'
     RECOUNT = 'counts the usage again'
+    END_ENTRIES = 'marks these entries as ended'
+    RESTORE_STACK = 'restores the stack from the requests'
     CLEAR = 'asks its compute to remove the leftover'
 
 
@@ -142,6 +145,14 @@ CODES = {
         'the usage in a quota differs from the usage in placement',
         manual_repair='find the claim without a request: `openstack resource provider show --allocations <compute>`',
     ),
+    'stack-unreadable': Code('a stack is malformed', manual_repair=REPAIR_MALFORMED),
+    'stack-entry': Code('a stack has an entry whose instance is gone, without `apply`', Repair.END_ENTRIES),
+    'stack-mismatch': Code(
+        'the stack in a request does not exist, or has another instance for its entry',
+        Repair.RESTORE_STACK,
+        manual_repair='`eschedule destroy <instance>`; if the stack is wrong, not the request: `etcdctl del <key>` and '
+        '`eschedule audit --fix`, which restores the stack from the requests',
+    ),
     'attempt-unleased': Code(
         'an attempt has no lease', manual_repair='if no eschedule places the instance: `etcdctl del <key>`'
     ),
@@ -223,7 +234,7 @@ CODES = {
 
 
 class Finding(NamedTuple):
-    """One disagreement about `subject`: an instance, compute, name, group or project.
+    """One disagreement about `subject`: an instance, compute, name, group, project or stack.
 
     `compute` is where it was found, or ''; with a `leftover`, --fix has that compute remove it. If not `is_repairable`,
     --fix leaves the finding alone, although its code has a repair. --fix changes etcd only if all `keys` are unchanged.
@@ -287,7 +298,7 @@ CODES_BY_TROUBLE = {
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Return all findings; about instances in AuditIndex.in_flight, only of attempts, queues, names, groups, quotas."""
+    """Return all findings; about instances in AuditIndex.in_flight, only of attempts, queues and shared keys."""
     world = AuditIndex(planes)
     findings = [
         *_audit_computes(world),
@@ -296,6 +307,7 @@ def audit(planes: Planes) -> list[Finding]:
         *_audit_names(world),
         *audit_groups(world),
         *audit_quotas(world),
+        *audit_stacks(world),
     ]
     for instance in world.list_instances():
         if instance not in world.in_flight:
@@ -788,3 +800,46 @@ def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) ->
         return None
     texts = [', '.join(f'{name} {amounts.get(name, 0)}' for name in names) for amounts in (first, second)]
     return texts[0], texts[1]
+
+
+def audit_stacks(world: AuditIndex) -> Iterator[Finding]:
+    """Find malformed stacks, entries without an instance, and unfinished instances that their stack does not have.
+
+    A stack with an apply in flight has only the first.
+    """
+    for name, stack in world.stacks.items():
+        key = keys.stack(name)
+        if not isinstance(stack, Stack):
+            yield Finding('stack-unreadable', name, f'{key} is malformed: {stack}', keys=(key,))
+        elif (orphans := list_orphaned_entries(world, stack)) and not world.get_value(keys.attempt(stack.attempt)):
+            listed = join_some(orphans, MAX_QUOTED_INSTANCES)
+            sentence = f'{key} has entries whose instances are gone, so the next apply creates new ones: {listed}'
+            yield Finding('stack-entry', name, sentence, keys=(key,))
+    lost: dict[str, list[str]] = {}
+    for instance, by_compute in sorted(world.requests_by_compute.items()):
+        requests = [each for each in by_compute.values() if isinstance(each, Request) and not each.is_tombstone]
+        if instance in world.records and not world.is_living(instance):
+            continue  # request-ended
+        for place in {each.stack for each in requests if each.stack}:
+            known, key = world.stacks.get(place.name), keys.stack(place.name)
+            if known is None and place.instance == instance:  # another uuid is not of the stack
+                lost.setdefault(place.name, []).append(instance)
+            if not isinstance(known, Stack) or world.get_value(keys.attempt(known.attempt)):
+                continue
+            entry = known.entries.get(place.entry_name)
+            owner = known.make_place(place.entry_name, entry.incarnation).instance if entry else 'no instance'
+            if owner != instance:
+                sentence = f'it is requested for {place.entry_name} of stack {place.name}, but {key} has {owner} there'
+                yield Finding('stack-mismatch', instance, sentence, is_repairable=False, keys=(key,))
+    for name, instances in lost.items():
+        listed = join_some(instances, MAX_QUOTED_INSTANCES)
+        sentence = f'{keys.stack(name)} does not exist, but these instances are requested in it: {listed}'
+        yield Finding('stack-mismatch', name, sentence, keys=(keys.stack(name),))
+
+
+def list_orphaned_entries(world: AuditIndex, stack: Stack) -> list[str]:
+    """List the entries that have not ended, but whose instances are neither requested, living nor failed."""
+    instances = {name: each for name, each in stack.list_instances().items() if not stack.entries[name].is_ended}
+    # The next apply reports a failed instance, and replaces it only on request.
+    failed = {each for each in instances.values() if each in world.records and world.records[each].state == ERROR}
+    return [name for name, each in instances.items() if each not in failed and not _is_requested_or_living(world, each)]

@@ -16,13 +16,15 @@ from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, 
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
+from ecomp.model.stack import from_json as stack_from_json
 from ecomp.model.text import make_printable
 
 Parsed = TypeVar('Parsed')
 
 AUDITED_PREFIXES = (
     *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
-    *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
+    # After the requests, which are never delivered before the key of their stack exists.
+    *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS, keys.STACKS),
 )
 
 
@@ -59,7 +61,8 @@ class AuditIndex:
 
     By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
     `guests` {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
-    `allocations` {provider: resources}. `groups` and `quotas` by name have the error, a text, for a malformed value.
+    `allocations` {provider: resources}. `groups`, `quotas` and `stacks` by name have the error, a text, for a malformed
+    value.
     `in_flight` are instances that wait in a queue or, by a key on a lease, are being taken or have an attempt.
     `computes` have a presence on a lease, a provider named by its uuid, a request or a trusted record.
     """
@@ -103,6 +106,7 @@ class AuditIndex:
                 self.name_owners[key.removeprefix(keys.NAMES)] = None
         self.groups = self._parse_values(group_from_json, keys.GROUPS)
         self.quotas = self._parse_values(quota_from_json, keys.QUOTAS)
+        self.stacks = self._parse_values(stack_from_json, keys.STACKS)
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
         self.in_flight: set[str] = set()

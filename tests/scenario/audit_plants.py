@@ -11,6 +11,7 @@ from collections.abc import Callable
 from string import Template
 from typing import Any
 
+from ecomp.model.stack import Place
 from tests.kit.story import SMALL_QUERY, read_record, wait_state
 from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, get_guests_path
 
@@ -44,6 +45,9 @@ queued_unreadable = make_key_plant('queued_unreadable', '/queues/small/$nobody',
 record_unreadable = make_key_plant('record_unreadable', '/instances/$one/$nobody', NEWER_VALUE, '$nobody')
 group_unreadable = make_key_plant('group_unreadable', '/groups/newer', NEWER_VALUE, 'newer')
 quota_unreadable = make_key_plant('quota_unreadable', '/quotas/newer', NEWER_VALUE, 'newer')
+stack_unreadable = make_key_plant('stack_unreadable', '/stacks/newer', NEWER_VALUE, 'newer')
+STACK = {'version': 1, 'epoch': '$nobody', 'entries': {'web/1': {'incarnation': 1, 'compute': '$one'}}}
+stack_entry = make_key_plant('stack_entry', '/stacks/shop', STACK, 'shop')
 booted_orphaned = make_key_plant('booted_orphaned', '/booted/$gone', '10.1.2.3', '$gone')
 booted_differs = make_key_plant('booted_differs', '/booted/$instance', '10.1.2.3', '$instance')
 name_orphaned = make_key_plant('name_orphaned', '/names/of-nobody', {'version': 1, 'instance': '$gone'}, 'of-nobody')
@@ -234,6 +238,17 @@ def group_missing(scene: Scene) -> str:
     return scene.instance
 
 
+def stack_mismatch(scene: Scene) -> str:
+    place, other = Place('shop', 'web', 1, make_uuid(), 1), make_uuid()
+    request = {
+        'version': 1, 'instance': place.instance, 'image': 'http://images.invalid/i',
+        'allocations': {other: {'resources': SIZE}}, 'stack': place._asdict(),
+    }  # fmt: skip
+    # A living compute would build it, so it belongs to an unknown compute.
+    scene.put(f'/hosts/{other}/{place.instance}', request)
+    return place.name
+
+
 def usage_differs(scene: Scene) -> str:
     storage, call = make_uuid(), scene.control.placement.call
     call('POST', '/resource_providers', {'uuid': storage, 'name': 'tapes'})
@@ -299,6 +314,7 @@ PLANTS: list[Plant] = [
     *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
     *(booted_orphaned, booted_differs),
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
+    *(stack_unreadable, stack_entry, stack_mismatch),
     *(name_orphaned, name_missing, name_reserved, hostname_orphaned),
     *(attempt_unleased, presence_unleased, compute_mute),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),

@@ -17,6 +17,7 @@ import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.model.audit import CODES
+from ecomp.model.stack import Stack, from_json
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import audit, fix, repair_findings
 from ecomp.store.client import Store
@@ -266,6 +267,26 @@ def test_repair_skips_what_changes_after_the_second_audit(scene: Scene) -> None:
     assert any('not repaired: it has changed since the audit' in line for line in lines), lines
     assert any('not removed: its instance is requested or alive' in line for line in lines), lines
     assert orphan in read_allocations(scene.control)
+
+
+def test_repair_leaves_a_stack_with_an_apply_in_flight(scene: Scene) -> None:
+    plants.stack_entry(scene)
+    first, second = scene.audit(), scene.audit()
+    stack = second.world.stacks['shop']
+    assert isinstance(stack, Stack)
+    scene.put(f'/requests/{stack.attempt}', {'version': 1, 'instances': [], 'pid': 1}, seconds=600)
+    lines = repair_findings(scene.store, scene.placement, first, second)
+    assert lines == ['stack-entry shop: not repaired: it has changed since the audit']
+    assert scene.list_findings() == []
+
+
+def test_fix_restores_a_stack_from_its_requests(scene: Scene) -> None:
+    plants.stack_mismatch(scene)
+    requested, *_ = [key for key in scene.control.etcd.list_keys('/hosts/') if scene.instance not in key]
+    fix(scene.store, scene.placement, print, interval_seconds=0.2)
+    restored = from_json('shop', scene.control.etcd.get('/stacks/shop') or b'')
+    assert restored.list_instances() == {'web/1': requested.rpartition('/')[2]}
+    assert restored.make_place('web/1').incarnation > restored.floor > 1
 
 
 def test_fix_leaves_domains_alone(scene: Scene) -> None:

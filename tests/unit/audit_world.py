@@ -19,6 +19,8 @@ from ecomp.model.planes import Digest, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
+from ecomp.model.stack import Place, Stack
+from ecomp.model.stack import to_json as stack_to_json
 from ecomp.store.client import Entry
 
 # Computes: two are up, AWAY_COMPUTE is not.
@@ -29,6 +31,8 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
 IMAGE = 'http://images.example/i.qcow2'
 LEASE = 7
+STACK = Stack('shop', 'eeeeeeee-0000-4000-8000-000000000000')
+FIRST, REPLACEMENT = STACK.make_place('web/1', 1), STACK.make_place('web/1', 2)
 
 
 @dataclass
@@ -80,6 +84,17 @@ class WorldBuilder:
     def put_grouped_request(self, instance: str, name: str) -> None:
         request = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
         self.put(keys.request(ONE, instance), to_json(request))
+
+    def put_stacked_request(self, compute: str, place: Place, instance: str | None = None) -> str:
+        """Put an active instance of a stack everywhere but in the key of the stack, and return its uuid."""
+        instance = instance or place.instance
+        self.add_instance(compute, instance)
+        request = Request(instance, {compute: SIZE}, image=IMAGE, stack=place)
+        self.put(keys.request(compute, instance), to_json(request))
+        return instance
+
+    def put_stack(self, stack: Stack) -> None:
+        self.put(keys.stack(stack.name), stack_to_json(stack))
 
     def put_presence(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)

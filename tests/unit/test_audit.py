@@ -19,18 +19,22 @@ from ecomp.model.order import Request, to_json
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
 from ecomp.model.quota import Quota, multiply_amounts
 from ecomp.model.quota import to_json as quota_to_json
+from ecomp.model.stack import Stack
 from ecomp.store.client import Entry
 from tests.unit.audit_world import (
     ACTIVE,
     AWAY_COMPUTE,
     ELSEWHERE,
     FAILED,
+    FIRST,
     GONE,
     IMAGE,
     LEASE,
     OFF,
     ONE,
+    REPLACEMENT,
     SIZE,
+    STACK,
     TOTALS,
     TWO,
     UNKNOWN,
@@ -167,6 +171,50 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
             w.usages.update(web={'VCPU': 1, 'instances': 1}),
         ),
     ),
+    ('stack-unreadable', 'shop', lambda w: w.put(keys.stack('shop'), '{}')),
+    ('stack-unreadable', 'a/b', lambda w: w.put(keys.stack('a/b'), '{}')),
+    ('stack-entry', 'shop', lambda w: w.put_stack(STACK.with_delivered({FIRST: ONE}))),
+    (
+        'stack-entry',
+        'shop',
+        lambda w: (
+            w.put_stack(STACK.with_delivered({FIRST: ONE})),
+            w.put_record(FIRST.instance, record.GONE, lease=LEASE),
+        ),
+    ),
+    ('stack-mismatch', 'shop', lambda w: w.put_stacked_request(TWO, FIRST)),
+    (
+        'stack-mismatch',
+        FIRST.instance,
+        lambda w: (
+            w.put_stack(STACK),
+            w.put_stacked_request(TWO, FIRST),
+        ),
+    ),
+    (
+        'stack-mismatch',
+        FIRST.instance,
+        lambda w: (
+            w.put_stack(STACK.with_delivered({REPLACEMENT: ONE}).with_ended(['web/1'])),
+            w.put_stacked_request(TWO, FIRST),
+        ),
+    ),
+    (
+        'stack-mismatch',
+        FIRST.instance,
+        lambda w: (
+            w.put_stack(Stack('shop', UNKNOWN).with_delivered({FIRST: ONE}).with_ended(['web/1'])),
+            w.put_stacked_request(TWO, FIRST),
+        ),
+    ),
+    (
+        'stack-mismatch',
+        UNKNOWN,
+        lambda w: (
+            w.put_stack(STACK.with_delivered({FIRST: ONE}).with_ended(['web/1'])),
+            w.put_stacked_request(TWO, FIRST, UNKNOWN),
+        ),
+    ),
     ('attempt-unleased', UNKNOWN, lambda w: w.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}))),
     ('presence-unleased', TWO, lambda w: w.put_presence(TWO, lease=0)),
     ('compute-mute', TWO, make_compute_mute),
@@ -246,6 +294,67 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
     ]
     world.put(keys.quota('a b'), '{}')
     assert list_fixes('a b') == ["if no newer ecomp wrote it: `etcdctl del '/quotas/a b'`"]
+
+
+# Stacks
+
+
+def test_consistent_stack_has_no_finding(world: WorldBuilder) -> None:
+    world.put_stack(STACK.with_delivered({FIRST: TWO}))
+    world.put_stacked_request(TWO, FIRST)
+    assert audit(world.build_planes()) == []
+
+
+@pytest.mark.parametrize('stack', [STACK, STACK.with_delivered({FIRST: ONE})], ids=['first', 'replacement'])
+def test_stack_with_an_apply_in_flight_has_no_finding(world: WorldBuilder, stack: Stack) -> None:
+    world.put_stack(stack)
+    world.put_stacked_request(TWO, REPLACEMENT)
+    assert set(world.audit_codes()) == {'stack-mismatch', *(['stack-entry'] if stack.entries else [])}
+    world.put(keys.attempt(stack.attempt), json.dumps({'instances': []}), LEASE)
+    assert audit(world.build_planes()) == []
+
+
+def test_destroyed_and_failed_instances_of_a_stack_have_no_finding(world: WorldBuilder) -> None:
+    failed, ended = STACK.make_place('db/1'), STACK.make_place('db/2')
+    world.put_stack(STACK.with_delivered({FIRST: ONE, failed: ONE, ended: ONE}).with_ended(['db/2']))
+    world.put_request(ONE, FIRST.instance, tombstone=True)
+    world.put_record(FIRST.instance, record.DESTROYING)
+    world.put_record(failed.instance, record.ERROR, lease=LEASE)
+    assert audit(world.build_planes()) == []
+
+
+def test_tombstone_of_a_replaced_instance_is_no_mismatch(world: WorldBuilder) -> None:
+    world.put_stack(STACK.with_delivered({REPLACEMENT: TWO}))
+    world.put_stacked_request(TWO, REPLACEMENT)
+    request = Request(FIRST.instance, {}, image=None, stack=FIRST)
+    world.put(keys.request(ONE, FIRST.instance), to_json(request))
+    assert audit(world.build_planes()) == []
+
+
+def test_only_a_missing_stack_is_restored_automatically(world: WorldBuilder) -> None:
+    world.put_stacked_request(TWO, FIRST)
+    (finding,) = audit(world.build_planes())
+    assert (finding.fix, finding.how) == ('restores the stack from the requests', '')
+    assert FIRST.instance in finding.sentence
+    world.put_stack(STACK.with_delivered({REPLACEMENT: ONE}).with_ended(['web/1']))
+    (finding,) = audit(world.build_planes())
+    assert (finding.fix, '`etcdctl del /stacks/shop`' in finding.how) == ('', True)
+    assert f'/stacks/shop has {REPLACEMENT.instance} there' in finding.sentence
+
+
+def test_lost_stack_without_a_valid_uuid_has_no_finding(world: WorldBuilder) -> None:
+    world.put_stacked_request(TWO, FIRST, UNKNOWN)
+    assert audit(world.build_planes()) == []
+
+
+def test_stack_entry_that_is_delivered_between_two_reads_is_not_confirmed(world: WorldBuilder) -> None:
+    world.put_stack(STACK.with_delivered({FIRST: TWO}))
+    first, before = audit(world.build_planes()), index_revisions(world.etcd)
+    world.put_stack(STACK.with_delivered({REPLACEMENT: TWO}))
+    second, after = audit(world.build_planes()), index_revisions(world.etcd)
+    assert first == second != []
+    assert confirm_findings(first, second, [before, after, after]) == []
+    assert confirm_findings(second, second, [after, after, after]) == second
 
 
 def test_defects_cover_exactly_all_codes() -> None:

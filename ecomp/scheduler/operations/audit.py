@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys, planes
-from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings
+from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings, list_orphaned_entries
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
@@ -25,11 +25,14 @@ from ecomp.model.json_object import dump
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
+from ecomp.model.stack import Stack
+from ecomp.model.stack import to_json as stack_to_json
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
+from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_requested_instances, read_pending_instances
 from ecomp.store.sharing import (
@@ -278,6 +281,8 @@ class _Repairs:
             Repair.JOIN_GROUP: self._join_group,
             Repair.LEAVE_GROUP: self._remove_from_group,
             Repair.RECOUNT: self._recount,
+            Repair.END_ENTRIES: self._end_entries,
+            Repair.RESTORE_STACK: self._restore_stack,
         }
         try:
             return repairs[finding.repair](finding)
@@ -351,6 +356,30 @@ class _Repairs:
         """Count the usage of a project's quota again; CHANGED_SINCE if it has no limits."""
         counted = recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject))
         return 'recounted' if counted is not None else CHANGED_SINCE
+
+    def _end_entries(self, finding: Finding) -> str:
+        """Mark the entries of a stack whose instances are gone as ended, MAX_MEMBERS_PER_TRANSACTION at most."""
+        stack = self.world.stacks[finding.subject]
+        assert isinstance(stack, Stack)  # otherwise it is another finding
+        ended, instances = (
+            list_orphaned_entries(self.world, stack)[:MAX_MEMBERS_PER_TRANSACTION],
+            stack.list_instances(),
+        )
+        # An apply in flight may deliver a new instance for an entry.
+        unchanged = [keys.attempt(stack.attempt)]
+        for name in ended:
+            request = keys.request(stack.entries[name].compute, instances[name])
+            unchanged += [request, self.world.get_record_key(instances[name])]
+        put = Put(finding.keys[0], stack_to_json(stack.with_ended(ended)))
+        done = f'{len(ended)} entries are marked as ended' if len(ended) > 1 else f'{ended[0]} is marked as ended'
+        return self._commit(finding, [put], done, self._make_conditions(*unchanged))
+
+    def _restore_stack(self, finding: Finding) -> str:
+        """Write the key of a stack as its requests show it; CHANGED_SINCE without requests, or if the key exists."""
+        stack, revision = load_stack(self.store, finding.subject)
+        if stack is None or revision:
+            return CHANGED_SINCE
+        return self._commit(finding, [Put(finding.keys[0], stack_to_json(stack))], f'{finding.keys[0]} is restored')
 
     def _commit(
         self,
