@@ -443,11 +443,11 @@ _FORMAT_HELP = 'output format: table, or json (one JSON object per line). Defaul
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
-            'Print what happened to all instances, computes, queues, names, groups, quotas and flavors, or only to '
-            'the given instances: one event per line, the oldest first. etcd keeps the events of the last hour or '
-            'two, depending on the etcd option --auto-compaction-retention; stderr prints the oldest revision that '
-            'etcd still has. etcd stores no times: if an event contains no time, it is printed with the time of the '
-            'line before it, followed by ~. With -f json each line is one JSON object with its revision.',
+            'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '
+            'only to the given instances: one event per line, the oldest first. etcd keeps the events of the last '
+            'hour or two, depending on the etcd option --auto-compaction-retention; stderr prints the oldest revision'
+            ' that etcd still has. etcd stores no times: if an event contains no time, it is printed with the time of'
+            ' the line before it, followed by ~. With -f json each line is one JSON object with its revision.',
             parse_any_instances, _print_events,
             {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
@@ -27,11 +27,16 @@ from ecomp.model.order import (
 from ecomp.model.queue import parse_queue_entry, parse_taker
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, Interface, Record, from_json
+from ecomp.model.stack import Stack
+from ecomp.model.stack import from_json as stack_from_json
+from ecomp.model.text import join_some
 
 # Characters of an event's text, which may quote values of any length from etcd.
 MAX_TEXT_CHARACTERS = 500
-KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'cluster')
+MAX_QUOTED_ENTRIES = 10
+KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'stack', 'cluster')
 
+Parsed = TypeVar('Parsed')
 # Returns the display name of a compute, by its uuid.
 NameCompute = Callable[[str], str]
 
@@ -289,8 +294,8 @@ def _make_describer(
     return describe_change
 
 
-def _describe_value(describe: Callable[[str, bytes], str], name: str, value: bytes | None) -> str | None:
-    """Describe a value, or say why it is malformed; None for None."""
+def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: bytes | None) -> Parsed | str | None:
+    """Describe or parse a value, or say why it is malformed; None for None."""
     if value is None:
         return None
     try:
@@ -302,6 +307,26 @@ def _describe_value(describe: Callable[[str, bytes], str], name: str, value: byt
 def _describe_limits(project: str, value: bytes) -> str:
     """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
     return ', '.join(f'{name} {limit}' for name, limit in quota_from_json(project, value).limits.items()) or 'no limits'
+
+
+def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    """Yield that a stack is new, restored, removed or malformed, or which of its entries were delivered or ended."""
+    name = change.key.removeprefix(keys.STACKS)
+    before, after = (_describe_value(stack_from_json, name, value) for value in (change.before, change.after))
+    texts = []
+    if after is None:
+        texts = ['removed']
+    elif isinstance(after, str):
+        texts = [after]
+    elif isinstance(before, Stack):
+        changed = {entry: value for entry, value in after.entries.items() if value != before.entries.get(entry)}
+        for verb, is_ended in (('delivered', False), ('ended', True)):
+            names = [entry for entry, value in changed.items() if value.is_ended is is_ended]
+            texts += [f'{join_some(names, MAX_QUOTED_ENTRIES)} {verb}'] if names else []
+    elif change.is_known:
+        texts = ['restored from its requests' if after.floor else 'created']
+    for text in texts:
+        yield Event(change.revision, 'stack', f'stack {name}: {text}'), ()
 
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
@@ -318,5 +343,6 @@ _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], Dat
     keys.GROUPS: _make_describer('group', lambda name, value: group_from_json(name, value).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
     keys.FLAVORS: _make_describer('flavor', lambda name, value: flavor_from_json(name, value).query),
+    keys.STACKS: _describe_stack,
     keys.CLUSTER: _describe_cluster,
 }

@@ -22,7 +22,7 @@ from ecomp.cli.history import (
     timelines_to_dict,
 )
 from ecomp.cli.tables import OutputStyle
-from ecomp.model import flavor, group, keys, queue, quota
+from ecomp.model import flavor, group, keys, queue, quota, stack
 from ecomp.model import order as requests
 from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict, make_events
 from ecomp.model.flavor import parse_flavor
@@ -223,6 +223,28 @@ def test_names_groups_quotas_and_flavors_yield_events() -> None:
     ]
 
 
+def test_stack_yields_its_creation_deliveries_and_ends() -> None:
+    key, new = keys.stack('shop'), stack.Stack('shop', OTHER)
+    both = new.with_delivered({new.make_place('db/1'): COMPUTE, new.make_place('web/1'): COMPUTE})
+    replaced = both.with_ended(['db/1']).with_delivered({both.make_place('web/1'): COMPUTE})
+    empty, delivered, changed, restored = (
+        stack.to_json(each).encode() for each in (new, both, replaced, replace(both, floor=9))
+    )
+    (created,) = make_events([Change(key, None, empty, 7)], name_host)
+    assert (created.kind, created.instance, created.says) == ('stack', '', 'stack shop: created')
+    assert describe(Change(key, empty, delivered, 7)) == ['stack shop: db/1, web/1 delivered']
+    assert describe(Change(key, delivered, changed, 7)) == ['stack shop: web/1 delivered', 'stack shop: db/1 ended']
+    assert describe(Change(key, delivered, delivered, 7)) == []
+    assert describe(Change(key, None, restored, 7)) == ['stack shop: restored from its requests']
+    assert describe(Change(key, None, delivered, 7, is_known=False)) == []
+    assert describe(Change(key, b'{}', None, 7)) == ['stack shop: removed']
+    (malformed,) = describe(Change(key, empty, b'{"version": 99}', 7))
+    assert malformed.startswith('stack shop: malformed: format version 99')
+    many = new.with_delivered({new.make_place(f'web/{number}'): COMPUTE for number in range(1, 301)})
+    (text,) = describe(Change(key, empty, stack.to_json(many).encode(), 7))
+    assert text.endswith('web/10 and 290 more delivered')
+
+
 def test_events_of_one_revision_share_its_time() -> None:
     delivered = [Change(keys.name('web1'), None, name_to_json(INSTANCE).encode(), 7), change_record(None, NEW)]
     assert {event.time for event in make_events(delivered, name_host)} == {time_at(0)}
@@ -256,7 +278,7 @@ def test_line_of_an_event_has_time_name_and_text() -> None:
 ODD_VALUES = [b'', b'\xff', b'[]', b'{}', b'[' * 9999, b'{"version": 1}', b'{"version": 9, "state": "active"}']
 families = st.sampled_from(
     [keys.HOSTS, keys.INSTANCES, keys.QUEUES, keys.NAMES, keys.COMPUTES, keys.GROUPS, keys.QUOTAS, keys.FLAVORS,
-     keys.CLUSTER, keys.BOOTED, keys.RELEASED, '/', '']
+     keys.STACKS, keys.CLUSTER, keys.BOOTED, keys.RELEASED, '/', '']
 )  # fmt: skip
 values = (
     st.none() | st.sampled_from([*ODD_VALUES, make_presence(hostname=7, version=[], since={})]) | st.binary(max_size=40)
