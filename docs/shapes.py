@@ -217,6 +217,13 @@ _QUOTA = _object(
     limits=_map('limits by resource class, and of `instances`', _is('integer', 'limit')),
     used=_map('usage by resource class, and of `instances`', _is('integer', 'usage')),
 )  # fmt: skip
+_IMAGE = _object(
+    name=_text('name of the image in schedule.yaml'), image=_text('URL of the image'),
+    hosts=many(_object(
+        compute=_COMPUTE, host=_ON,
+        cached=_is('boolean', 'whether the image is in the cache of the compute; null if unknown', null=True),
+    ), 'living computes'),
+)  # fmt: skip
 _FINDING = _object(
     code=_text('code of the finding (see [audit codes](audit.md))'),
     subject=_text('instance, compute, name, group, project or stack that it is about'), name=_NAME,
@@ -310,6 +317,7 @@ SHAPES: Mapping[str, Schema] = {
     'flavor show': one_or_many(_FLAVOR),
     'flavor set': _single_outcome(),
     'flavor delete': _outcome(),
+    'image list': many(_IMAGE),
     'group list': many(_GROUP),
     'group show': one_or_many(_GROUP),
     'quota list': many(_QUOTA),

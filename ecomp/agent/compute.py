@@ -23,7 +23,7 @@ from ecomp.agent.host.digest import AuditAnswerer
 from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
-from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber
+from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_image_hashes
 from ecomp.agent.images.connections import make_egress_policy
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.plan import Kind
@@ -113,9 +113,11 @@ def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> H
     hypervisor.prepare()
     hypervisor.choose_virt_type(config.virt_type)
     admit({guest.compute for guest in hypervisor.list_guests().values() if guest.compute})
-    runner = InlineRunner(hypervisor, FakeImages())
+    images = FakeImages()
+    runner = InlineRunner(hypervisor, images)
     at_exit.callback(runner.stop)
-    return HostServices(hypervisor, runner, GuestData(config.state / 'metadata'))
+    data = GuestData(config.state / 'metadata')
+    return HostServices(hypervisor, runner, data, list_image_hashes=images.list_image_hashes)
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
@@ -152,8 +154,10 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     scrubber = Scrubber(config.state / 'images')
     at_exit.callback(scrubber.stop)
     scrubber.start()
-    data = GuestData(config.state / 'metadata')
-    return HostServices(libvirt, pool, data, ensure_metadata_served, lambda: libvirt.find_bridge() is not None)
+    data, list_hashes = GuestData(config.state / 'metadata'), partial(list_image_hashes, config.state / 'images')
+    return HostServices(
+        libvirt, pool, data, ensure_metadata_served, lambda: libvirt.find_bridge() is not None, list_hashes
+    )
 
 
 def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
@@ -451,7 +455,7 @@ class Compute:
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
         self.daemon = PlanningLoop(
-            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_room
+            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_hints
         )
         self.queues = None
         if config.queues and familiar:
@@ -587,12 +591,13 @@ class Compute:
             self._store.commit([condition], [Put(key, hostname_to_json(self._hostname))])
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
-    def _publish_room(self) -> None:
-        """Set the presence's room hint; None before requests are read, and while disabled, ending or read-only."""
+    def _publish_hints(self) -> None:
+        """Set the presence's hints; no room before requests are read, and while disabled, ending or read-only."""
         held = self._planner.held_resources
         is_known = held is not None and not self._provider.is_disabled and self._may_take()
         self._presence.add_fields(
-            room=host.make_room_hint(self._inventory, [held]) if is_known and held is not None else None
+            room=host.make_room_hint(self._inventory, [held]) if is_known and held is not None else None,
+            images=self.host.list_image_hashes(),
         )
 
     def _may_take(self) -> bool:

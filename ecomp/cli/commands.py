@@ -30,14 +30,14 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Showing instances': ('inspect', 'history'),
     'Entering guests': ('enter',),
     'Changing instances': ('change',),
-    'Flavors, groups and quotas': ('sharing',),
+    'Flavors, images, groups and quotas': ('sharing',),
     'Computes and the cluster': ('operators', 'doctor'),
     'Help': ('commands',),
 }
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('again', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
+    *('again', 'copy', 'evacuate', 'exec', 'logs', 'metrics', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
     *('version', 'what-if'),
 })  # fmt: skip
@@ -169,7 +169,8 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
 def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
     """Make the error for a word of FAMILY_WORDS (`host`) without a valid second word."""
     seconds = FAMILY_WORDS[first]
-    choices = f'the subcommands of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}'
+    listed = f's of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}' if seconds[1:] else f' is {seconds[0]}'
+    choices = f'the subcommand{listed}'
     if second is None:
         return UsageError(f'{first!r} is not a complete command: {choices}. Try: eschedule help {first}')
     also = f' ({suggestion})' if (suggestion := suggest((first, second))) else ''

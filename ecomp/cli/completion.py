@@ -20,6 +20,7 @@ LISTING_COMMANDS: Mapping[str, str] = {
     'hosts': 'hosts -f value -c HOST,COMPUTE',
     'computes': 'hosts -f value -c COMPUTE',
     'flavors': 'flavor list -f value -c FLAVOR',
+    'images': 'image list -f value -c NAME',
     'groups': 'group list -f value -c GROUP',
     'projects': 'quota list -f value -c PROJECT',
 }
@@ -35,6 +36,7 @@ KIND_BY_PLACEHOLDER = {
     '<id>': 'instances',
     '<host>': 'hosts',
     '<uuid>': 'computes',
+    'IMAGE_URL': 'images',
     'GROUP': 'groups',
     'PROJECT': 'projects',
     'FILE': FILES,

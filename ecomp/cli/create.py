@@ -572,11 +572,11 @@ COMMANDS: Sequence[Command] = (
             'Place a new instance on a compute that has room for it. The command name `create` is optional. The '
             'query, in quotes, is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in '
             'GiB, memory in MiB), optionally with &required=TRAIT and other parameters of placement. Without a query, '
-            '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image; if the URL ends with '
-            '#sha256=DIGITS, an image with another digest is refused. Default: the image of schedule.yaml. Once etcd '
-            'has the request for the chosen compute, the command prints `NOTIFIED TARGET, <compute>, OF INSTANCE '
-            '<instance>`, with both uuids. If no compute has room, the command prints NO ALLOCATIONS LEFT, and stderr '
-            'lists what each compute lacks.',
+            '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image, or a name from '
+            '`eschedule image list`; if the URL ends with #sha256=DIGITS, an image with another digest is refused. '
+            'Default: the image of schedule.yaml. Once etcd has the request for the chosen compute, the command '
+            'prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both uuids. If no compute has room, '
+            'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
                      'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,

@@ -1,4 +1,4 @@
-"""Commands for what instances share: flavors, groups and quotas.
+"""Commands for what instances share: flavors, images, groups and quotas.
 
 An EcompError about one name is printed, and the command goes on; the exit code is that of the first error.
 """
@@ -16,11 +16,14 @@ from ecomp.model import keys
 from ecomp.model.flavor import Flavor, to_dict
 from ecomp.model.group import Group
 from ecomp.model.host import Computes
+from ecomp.model.image import hash_image
 from ecomp.model.quota import Quota, format_quota, list_classes
-from ecomp.model.text import format_suggestion, make_printable
+from ecomp.model.text import format_suggestion, join_some, make_printable
 
 if TYPE_CHECKING:
     from ecomp.store.client import Store
+
+MAX_HOSTS_IN_CELL = 20
 
 
 def _list_flavors(ctx: Context) -> int:
@@ -56,6 +59,11 @@ def _delete_flavors(ctx: Context) -> int:
     from ecomp.scheduler.operations.sharing import delete_flavor
 
     return _apply_to_each(ctx, ctx.words, lambda name: delete_flavor(ctx.store, name))
+
+
+def _list_images(ctx: Context) -> int:
+    """Print the images of schedule.yaml, and which living computes have them in their caches; return 0."""
+    return ctx.show(make_image_listing(ctx.config.images, ctx.computes))
 
 
 def _list_groups(ctx: Context) -> int:
@@ -133,6 +141,21 @@ def make_flavor_listing(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
         rows.append(Row((name, resources, flavor.traits or None, source), {**to_dict(flavor), 'source': source}))
     columns = [Column('FLAVOR'), Column('RESOURCES', min_width=20), Column('TRAITS', 1, min_width=8), Column('IN', 2)]
     return Listing(columns, rows)
+
+
+def make_image_listing(images: Mapping[str, str], known_computes: Computes) -> Listing:
+    """List images, {name: URL}, with the living computes that have them in their caches, or may have them."""
+    rows = []
+    for name, url in images.items():
+        image_hash, hosts, names = hash_image(url), list[object](), dict[bool | None, list[str]]()
+        for compute, facts in sorted(known_computes.living.items()):
+            is_cached = facts.has_image(image_hash)
+            hosts.append({'compute': compute, 'host': known_computes.find_hostname(compute), 'cached': is_cached})
+            names.setdefault(is_cached, []).append(known_computes.format_name(compute))
+        texts = [join_some(names[True], MAX_HOSTS_IN_CELL)] if True in names else []
+        texts += [f'unknown: {join_some(names[None], MAX_HOSTS_IN_CELL)}'] if None in names else []
+        rows.append(Row((name, url, '; '.join(texts) or None), {'name': name, 'image': url, 'hosts': hosts}))
+    return Listing([Column('NAME'), Column('IMAGE', 1, min_width=20), Column('HOSTS', min_width=20, folds=True)], rows)
 
 
 def make_group_listing(groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str]) -> Listing:
@@ -225,6 +248,12 @@ COMMANDS: Sequence[Command] = (
             'Remove flavors from etcd. Existing instances do not change. Requests in the queue of a removed flavor '
             'wait until the flavor exists again.',
             parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
+    Command('image list', 'image list', 'list the images of schedule.yaml and which hosts have them cached',
+            'List the names in `images:` of schedule.yaml, their URLs, and the living hosts that have the image in '
+            'their caches: an instance there starts without a download. A host reports its cache a few seconds after '
+            'it has changed; `unknown:` is before hosts whose ecompute is of an earlier version, or which have more '
+            'images than they report.',
+            parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image list'),
     Command('group list', 'group list', 'list all groups and their policies',
             'List all groups, one a line: name, policy, number of members, and number of computes they are on.',
             parse_nothing, _list_groups, LISTING_OPTIONS, example='eschedule group list'),

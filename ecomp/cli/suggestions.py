@@ -46,7 +46,7 @@ FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
 FOREIGN_NOUNS: Mapping[str, str] = _index_by_word({
     '': 'server instance vm domain guest container pod alloc allocation job workload',
     'host': 'host node hypervisor compute computer agent cluster', 'flavor': 'flavor flavour profile',
-    'quota': 'quota limit project', 'group': 'group',
+    'quota': 'quota limit project', 'group': 'group', 'image': 'image img',
 })
 
 # By the first word of a two-word command: our command for a verb with another meaning there.
@@ -57,10 +57,6 @@ FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
     'quota': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'quota set'),
               **dict.fromkeys((DESTROY, 'unset', 'clear', 'reset'), NO_LIMIT)},
 }
-
-# Why there is no command for something that other tools have a command for.
-MISSING_COMMANDS = dict.fromkeys(('image', 'images', 'img'),
-                                 'an image is a URL, given after the query; ecomp has no list of images')
 
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
 LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a host that never comes back',
@@ -81,8 +77,6 @@ def make_hint(words: Sequence[str]) -> str:
 def suggest(words: Sequence[str]) -> str:
     """Return a sentence on what was probably meant by words that are no command, or ''."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
-    if first in MISSING_COMMANDS:
-        return MISSING_COMMANDS[first]
     command = _find_command(first, second)
     return f'did you mean eschedule {command}{LOSS_WARNINGS.get(command, "")}?' if command else ''
 

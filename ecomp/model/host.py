@@ -5,7 +5,7 @@ A compute is shown and typed by its host's name, which is in its presence and, u
 
 A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
 0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A
-closed or read-only compute publishes no hint.
+closed or read-only compute publishes no hint. {"images": [hash, …]} are its cached images, see image.hash_image().
 """
 
 from __future__ import annotations
@@ -240,6 +240,8 @@ def estimate_free_share(hint: Hint, resources: Resources) -> float:
 
 
 VERSION = 1
+# A presence names no more images: others may be cached, too.
+MAX_CACHED_IMAGES = 100
 # A version or kind is cut off after this many characters.
 MAX_SHOWN_CHARACTERS = 64
 
@@ -248,9 +250,9 @@ _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
 class PresenceFacts(NamedTuple):
-    """The content of a presence; absent or malformed fields, and in ecomp 1.0 `queues` and `room`, are None.
+    """The content of a presence; absent or malformed fields are None, as are those that an earlier ecomp does not have.
 
-    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues.
+    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. `images` are hashes of cached images.
     """
 
     hostname: str | None = None
@@ -258,6 +260,13 @@ class PresenceFacts(NamedTuple):
     kind: str | None = None
     queues: bool | None = None
     room: Hint | None = None
+    images: Collection[object] | None = None
+
+    def has_image(self, image_hash: str) -> bool | None:
+        """Return whether the compute has this image in its cache; None if that is unknown."""
+        if self.images is not None and image_hash in self.images:
+            return True
+        return None if self.images is None or len(self.images) >= MAX_CACHED_IMAGES else False
 
 
 class ComputeNames(Protocol):
@@ -434,7 +443,9 @@ def parse_presence(value: bytes) -> PresenceFacts:
         version = None
     queues = data.get('queues')
     takes_queued = queues if isinstance(queues, bool) else None
-    return PresenceFacts(_read_hostname(data), version, kind, takes_queued, parse_room_hint(data.get('room')))
+    room, images = parse_room_hint(data.get('room')), data.get('images')
+    cached = tuple(images) if isinstance(images, list) and len(images) <= MAX_CACHED_IMAGES else None
+    return PresenceFacts(_read_hostname(data), version, kind, takes_queued, room, cached)
 
 
 def _read_hostname(data: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
+IMAGE_HASH_DIGITS = 12
 # An @ before the path, where URL parsers look for it; matches without // too.
 USERINFO_PATTERN = re.compile(r'([^/?#]*//)?[^/?#]*@')
 HOST_PATTERN = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
@@ -73,6 +74,19 @@ def split_pin(url: str) -> tuple[str, str | None]:
     bare, _, fragment = url.partition('#')
     match = PIN_PATTERN.fullmatch(fragment)
     return bare, match[1].lower() if match else None
+
+
+def hash_url(url: str) -> str:
+    """Return the first 32 hexadecimal digits of the URL's SHA-256."""
+    import hashlib  # imported here because most commands of eschedule do not need it
+
+    return hashlib.sha256(url.encode(errors='replace')).hexdigest()[:32]
+
+
+def hash_image(url: str) -> str:
+    """Return what a compute publishes of a checked URL while its image is cached: the start of its digest or hash."""
+    bare, pin = split_pin(url)
+    return (pin or hash_url(bare))[:IMAGE_HASH_DIGITS]
 
 
 def find_sha256(checksums: str, url: str) -> str | None:

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images import download
-from ecomp.agent.images.cache import DAY_SECONDS, BaseVolumes, ImageCache, Scrubber, list_bad
+from ecomp.agent.images.cache import DAY_SECONDS, BaseVolumes, ImageCache, Scrubber, list_bad, list_image_hashes
 from ecomp.errors import BuildFailed
+from ecomp.model.host import MAX_CACHED_IMAGES
+from ecomp.model.image import hash_image
 from tests.functional.image_content import create_overlay, get_base_name, list_url_entries, make_raw_image, sha256
 from tests.functional.present import start_and_stop
 from tests.kit.image_server import Handler, ImageServer
@@ -49,6 +51,26 @@ def test_least_recently_used_image_is_evicted(web: ImageServer, directory: Path)
     assert {json.loads(path.read_text())['url'][-1] for path in list_url_entries(directory)} == {'a', 'c'}
     web.image = contents['b']
     assert get_base(image_cache, web.url + 'good?b').virtual_size == MIB
+
+
+def test_hashes_of_cached_images_are_listed(web: ImageServer, directory: Path) -> None:
+    image_cache = make_cache(directory, limit=2 * MIB)
+    assert list_image_hashes(directory) == []
+    urls = [f'{web.url}good?{name}' for name in 'abc']
+    pins = []
+    for number, url in enumerate(urls):
+        web.image = make_raw_image(MIB, number)
+        pins.append(f'{url}#sha256={sha256(web.image)}')
+        get_base(image_cache, pins[-1] if number == 1 else url)
+    # The third image has evicted the first one.
+    assert set(list_image_hashes(directory)) == {hash_image(each) for each in (*urls[1:], *pins[1:])}
+    (directory / f'.bad-{sha256(web.image)}').touch()
+    assert set(list_image_hashes(directory)) == {hash_image(urls[1]), hash_image(pins[1])}
+    for number in range(MAX_CACHED_IMAGES + 1):
+        (directory / f'base-{number:064x}.qcow2').touch()
+        (directory / f'base-{number:064x}.part').touch()
+    assert len(list_image_hashes(directory)) <= MAX_CACHED_IMAGES
+    assert list_image_hashes(directory / 'missing') == []
 
 
 def test_newer_image_may_evict_its_predecessor(web: ImageServer, directory: Path) -> None:

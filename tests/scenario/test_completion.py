@@ -38,6 +38,8 @@ def env(cluster: Control) -> Iterator[dict[str, str]]:
     instance = boot(cluster, SMALL_QUERY, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
     assert run_in_process(cluster, 'flavor', 'set', 'small', SMALL_QUERY).code == 0
     assert run_in_process(cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
+    with cluster.schedule_yaml.open('a') as file:
+        file.write('images: {trixie: "http://images.invalid/trixie.qcow2"}\n')
     path = f'{command.parent}:{os.environ["PATH"]}'
     home = {'ECOMP_CONFIG': str(cluster.directory), 'HOME': str(cluster.directory), 'TERM': 'dumb', 'PS1': '> '}
     yield {**make_environment(), **home, 'PATH': path, 'COMPUTE': compute.uuid, 'INSTANCE': instance}
@@ -121,6 +123,9 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
             'eschedule host forget ': sorted([env['COMPUTE'], socket.gethostname()]),
             'eschedule flavor delete ': ['small'],
             'eschedule group show ': ['apart'],
+            'eschedule resources=VCPU:1 tri': ['trixie'],
+            'eschedule create --flavor small ': ['trixie'],
+            'eschedule image ': ['list'],
             'eschedule quota show ': ['shop'],
             'eschedule resources=VCPU:1 --flavor ': ['small'],
             'eschedule --group ': ['apart'],

@@ -153,7 +153,7 @@ def test_every_command_has_a_valid_example(name: str) -> None:
         (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
-        (['images', 'x'], "'images' is not a command: an image is a URL, given after the query"),
+        (['images', 'x'], "'images' is not a command: did you mean eschedule image list?"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
         (['xyzzy', 'x'], "'xyzzy' is not a command. Try: --help"),
         (

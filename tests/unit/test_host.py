@@ -9,11 +9,15 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
+from docs.shapes import SHAPES
 from ecomp.cli.operators import make_host_listing
+from ecomp.cli.sharing import make_image_listing
 from ecomp.model import keys
 from ecomp.model.allocation import Room
 from ecomp.model.host import (
+    MAX_CACHED_IMAGES,
     NO_COMPUTES,
     Computes,
     EntriesByCompute,
@@ -36,6 +40,7 @@ from ecomp.model.host import (
     parse_hostname,
     parse_presence,
 )
+from ecomp.model.image import hash_image
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import ACTIVE, GONE, Failure, Record
 from ecomp.model.record import to_json as record_text
@@ -434,6 +439,43 @@ def test_invalid_host_name_is_refused(word: object) -> None:
 @pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
 def test_valid_host_name_is_accepted(word: str) -> None:
     assert parse_hostname(hostname_to_json(word).encode()) == word
+
+
+def test_images_of_a_presence_say_what_is_cached() -> None:
+    def parse(images: object) -> PresenceFacts:
+        return parse_presence(json.dumps({'images': images}).encode())
+
+    cached = parse(['0123456789ab', 7])
+    assert [cached.has_image(each) for each in ('0123456789ab', 'ffffffffffff')] == [True, False]
+    assert parse([]).has_image('0123456789ab') is False
+    for unknown in (None, '0123456789ab', {}, ['0123456789ab'] * (MAX_CACHED_IMAGES + 1)):
+        assert parse(unknown).has_image('0123456789ab') is None, unknown
+    full = parse([f'{number:012x}' for number in range(MAX_CACHED_IMAGES)])
+    assert [full.has_image(each) for each in ('000000000001', 'ffffffffffff')] == [True, None]
+
+
+def test_image_is_named_by_its_pin_or_else_its_url() -> None:
+    pin = 'AB' * 32
+    assert hash_image(f'http://h/a#sha256={pin}') == 'ab' * 6 == hash_image(f'http://h/b#sha256={pin}')
+    assert hash_image('http://h/a') not in (hash_image('http://h/b'), 'ab' * 6)
+
+
+def test_image_listing_shows_hosts_that_may_have_the_image() -> None:
+    image = 'http://h/a'
+    facts = {
+        HV1: PresenceFacts('hv1', images=(hash_image(image),)),
+        HV2: PresenceFacts('hv2', images=()),
+        HV3: PresenceFacts('hv3'),
+    }
+    listing = make_image_listing({'trixie': image, 'other': 'http://h/b'}, Computes(facts))
+    assert [row.cells for row in listing.rows] == [
+        ('trixie', image, 'hv1; unknown: hv3'),
+        ('other', 'http://h/b', 'unknown: hv3'),
+    ]
+    assert [each['cached'] for each in listing.rows[0].value['hosts']] == [True, False, None]
+    alone = make_image_listing({'trixie': image}, Computes({HV2: facts[HV2]}))
+    assert [row.cells for row in alone.rows] == [('trixie', image, None)]
+    Draft202012Validator(SHAPES['image list']).validate([row.value for row in listing.rows])
 
 
 def test_malformed_parts_of_a_presence_are_ignored() -> None:

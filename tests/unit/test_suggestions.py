@@ -68,6 +68,7 @@ OTHER_TOOLS: Mapping[str, Mapping[str, str]] = {
         'container rm': 'destroy',
         'kill': 'stop', 'pause': 'stop', 'unpause': 'start', 'restart': 'reboot', 'exec': 'ssh', 'cp': 'ssh-config',
         'logs': 'log', 'inspect': 'show', 'attach': 'console', 'stats': 'hosts', 'top': 'hosts', 'version': '--version',
+        'images': 'image list', 'image ls': 'image list',
         'prune': 'clear', 'history': 'events', 'node ls': 'host list', 'node inspect': 'host show',
     },
     'virsh': {

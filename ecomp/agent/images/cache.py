@@ -36,7 +36,8 @@ from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id, sync_directory, try_lock, write_durably
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage
-from ecomp.model.image import check_image, split_pin
+from ecomp.model.host import MAX_CACHED_IMAGES
+from ecomp.model.image import IMAGE_HASH_DIGITS, check_image, hash_image, hash_url, split_pin
 from ecomp.model.json_object import load_object
 from ecomp.virt.image import read_backing_chain, read_base_volume
 
@@ -73,12 +74,12 @@ class BaseVolumes:
         return self._hold_lock(self.get_part_path(url).stem, 0.1, checkpoint)
 
     def get_part_path(self, url: str) -> Path:
-        return self._directory / f'base-{_hash_url(url)}.part'
+        return self._directory / f'base-{hash_url(url)}.part'
 
     def read_url_entry(self, url: str) -> Download | None:
         """Return what record_url() wrote last about the URL; None if missing or malformed."""
         try:
-            named, entry = _read_url_file(self._get_note_path('.url-', f'{_hash_url(url)}.json'))
+            named, entry = _read_url_file(self._get_note_path('.url-', f'{hash_url(url)}.json'))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # its server is asked again
         return entry if named == url else None
@@ -86,18 +87,18 @@ class BaseVolumes:
     def record_url(self, url: str, entry: Download, asked_at: float) -> None:
         """Write what image the URL has, as its server answered at `asked_at` (monotonic); OSError if that fails."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
-        write_durably(self._get_note_path('.url-', f'{_hash_url(url)}.json'), text + '\n')
+        write_durably(self._get_note_path('.url-', f'{hash_url(url)}.json'), text + '\n')
         self.note_time(ASKED_PREFIX, url, asked_at)
 
     def note_time(self, prefix: str, url: str, moment: float) -> None:
         """Write a monotonic time, which all processes of a boot share, if possible (prefix: module docstring)."""
         with suppress(OSError):
-            self._get_note_path(prefix, _hash_url(url)).write_text(f'{read_boot_id()} {moment}')
+            self._get_note_path(prefix, hash_url(url)).write_text(f'{read_boot_id()} {moment}')
 
     def read_time(self, prefix: str, url: str) -> float:
         """Return the time that note_time() wrote last in this boot; -inf if none or invalid."""
         with suppress(OSError, ValueError):
-            boot, when = self._get_note_path(prefix, _hash_url(url)).read_text().split()
+            boot, when = self._get_note_path(prefix, hash_url(url)).read_text().split()
             if boot == read_boot_id() and float(when) <= time.monotonic():
                 return float(when)
         return -math.inf
@@ -259,6 +260,19 @@ def list_bad(directory: Path) -> list[str]:
     return sorted(path.name.removeprefix(BAD_PREFIX) for path in directory.glob(f'{BAD_PREFIX}*'))
 
 
+def list_image_hashes(directory: Path) -> list[str]:
+    """Return the hash_image() of the cached images, MAX_CACHED_IMAGES at most: of each content, and of each URL."""
+    found = (BASE_NAME.fullmatch(path.name) for path in directory.glob('base-*'))
+    contents = {match[1] for match in found if match}.difference(list_bad(directory))
+    hashes = {sha256[:IMAGE_HASH_DIGITS] for sha256 in contents}
+    for path in directory.glob('.url-*.json'):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            url, entry = _read_url_file(path)
+            if entry.sha256 in contents:
+                hashes.add(hash_image(url))
+    return sorted(hashes)[:MAX_CACHED_IMAGES]
+
+
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
     """Yield whether no process writes this download, and keep it so in the block; True for other .part files."""
@@ -316,11 +330,6 @@ def _stat(path: Path) -> tuple[int, int]:
     except FileNotFoundError:  # a download has just finished
         return 0, 0
     return status.st_mtime_ns, status.st_size
-
-
-def _hash_url(url: str) -> str:
-    """Return the first 32 hexadecimal digits of the URL's SHA-256."""
-    return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _format_size(size: int) -> str:
@@ -567,7 +576,13 @@ class ImageCache:
 
 
 class FakeImages:
-    """Images for the fake hypervisor: every URL exists and is empty."""
+    """Images for the fake hypervisor: every URL exists and is empty, and is cached once it was held."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, None] = {}
+
+    def list_image_hashes(self) -> list[str]:
+        return list(self._hashes)
 
     @contextmanager
     def hold(
@@ -576,6 +591,8 @@ class FakeImages:
         """Call `checkpoint` once, and yield one empty qcow2 image whose path is the URL."""
         del report_progress, requested_at
         checkpoint()
+        if len(self._hashes) < MAX_CACHED_IMAGES:
+            self._hashes[hash_image(url)] = None
         yield iter([BaseImage(url, 'qcow2', 0)])
 
 

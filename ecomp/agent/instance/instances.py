@@ -131,13 +131,14 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class HostServices:
-    """A host's hypervisor, workers and metadata; `ensure_metadata_server` runs every minute (default: no server)."""
+    """A host's hypervisor, workers, metadata, images; `ensure_metadata_server` runs every minute (default: none)."""
 
     hypervisor: Hypervisor
     runner: Runner
     guest_data: GuestData
     ensure_metadata_server: Callable[[], None] = lambda: None
     can_serve_metadata: Callable[[], bool] = lambda: False
+    list_image_hashes: Callable[[], Collection[str]] = tuple
 
 
 @dataclass(frozen=True)
