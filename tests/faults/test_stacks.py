@@ -177,6 +177,21 @@ def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -
         assert list_instances(cluster) == {}
 
 
+def test_refused_part_of_a_split_delivery_says_how_many_instances_exist(cluster: Control) -> None:
+    with ManyComputes(cluster, 20):
+        path = write_stack(cluster, {'web': {'count': 70}})
+        with Eschedule(cluster, 'apply', path, failpoint='delivered-part:stop') as eschedule:
+            eschedule.wait_frozen_at('delivered-part')
+            stored = json.loads(cluster.etcd.get('/stacks/shop') or b'')
+            cluster.etcd.put('/stacks/shop', json.dumps(stored))
+            eschedule.resume()
+            refused = eschedule.wait()
+        assert refused.code == 5, refused
+        assert 'another eschedule changed it; 30 of 70 new instances exist. Try: the same command' in refused.stderr
+        assert cluster.eschedule('apply', path).code == 0
+        assert len(list_instances(cluster)) == 70
+
+
 @pytest.mark.usefixtures('compute')
 def test_foreign_name_is_refused(cluster: Control) -> None:
     assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-db').code == 0

@@ -409,16 +409,19 @@ class StackAttempt(Attempt):
             part = requests[start : start + PART_SIZE]
             entries = [request.stack.entry_name for request in part if request.stack]
             is_last = start + PART_SIZE >= len(requests)
+            delivered = start
             try:
                 self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
+                delivered += len(part)
+                failpoint('stack-part')
+                if not is_last:
+                    computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
+                    self._note_change(self.change.stack.with_delivered(computes))
             except (_RefusedError, Excluded, Conflict) as error:
-                if not start:
+                if not delivered:
                     raise
-                raise _RefusedError(f'{start} of {len(requests)} new instances exist: {error or UNCHANGED}') from error
-            failpoint('stack-part')
-            if not is_last:
-                computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
-                self._note_change(self.change.stack.with_delivered(computes))
+                reason = f': {error}' if str(error) else ''
+                raise _RefusedError(f'{delivered} of {len(requests)} new instances exist{reason}') from error
 
     def _note_change(self, stack: Stack) -> None:
         """Take over what this process has just written to the stack's key."""
