@@ -90,7 +90,7 @@ class _Reader:
         owner = Order('', project_id=project, user_id=config.user_id)
         for member, section in members.read_each_section().items():
             desired = self._read_member(section, Desired(owner, SPREAD, origins))
-            names = self._read_names(section, f'{name}-{member}')
+            names = self._read_names(section, f'{name or "stack"}-{member}')  # its own mistake is reported above
             taken = {other.order.name: entry.rpartition('/')[0] for entry, other in instances.items()}
             try:
                 check_member_name(member)

@@ -199,3 +199,9 @@ def test_foreign_name_is_refused(cluster: Control) -> None:
     assert refused.code == 5
     assert 'which is not of this entry' in refused.stdout
     assert list_instances(cluster).keys() == {'shop-db'}
+
+
+def test_invalid_stack_name_is_one_mistake(cluster: Control) -> None:
+    refused = cluster.eschedule('apply', write_stack(cluster, {'db': {}}, name='my-shop'))
+    assert (refused.code, refused.stderr.count('\n')) == (2, 1), refused
+    assert "'my-shop' is not a valid stack name" in refused.stderr
