@@ -307,10 +307,10 @@ def deliver(
 ) -> bool:
     """Deliver (compute, request) pairs, at least one, in one transaction; True once it is done.
 
-    The transaction includes `make_shared_change` (names, group, quota) and, with `ends_attempt`, deletes the attempt's
-    key. The transaction includes and a set's `user_data`. False if our attempt's
-    key lost this `revision`, a record exists, or shared keys keep changing. Raises the errors of that function and of
-    etcd, with nothing delivered, and UnknownOutcome if an unknown outcome cannot be read back.
+    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
+    deletes the attempt's key. False if our attempt's key lost this `revision`, a record exists, or shared keys keep
+    changing. Raises the errors of that function and of etcd, with nothing delivered, and UnknownOutcome if an unknown
+    outcome cannot be read back.
     """
     conditions = [attempt]
     user_data_puts, granted = prepare_user_data(store, user_data)
