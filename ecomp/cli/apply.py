@@ -420,7 +420,8 @@ COMMANDS: Sequence[Command] = (
             'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
             '--replace. Instances that the file no longer has are kept, unless you give --prune. On an etcd that takes '
             'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
-            'than 30 instances is split; if a later part is refused, the message says how many instances exist.',
+            'than about 60 instances is split into parts of 30; if a later part is refused, the message says how many '
+            'instances exist.',
             _parse_file, _apply,
             {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
              'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '
