@@ -52,6 +52,7 @@ class Section:
         """Record problems: `node` is no mapping; a key is a mapping, a list or repeated (its first value counts)."""
         self._add_problem = add_problem
         self._prefix = prefix
+        self._line = node.line if node is not None else 1
         self._nodes: dict[str, Node] = {}
         self._keys: dict[str, int] = {}
         self._read_keys: dict[str, None] = {}
@@ -109,8 +110,8 @@ class Section:
             self.add_problem(key, reason)
 
     def add_problem(self, key: str, reason: str) -> None:
-        """Record the reason against a key, without the key against line 1."""
-        self._add_problem(self._keys.get(key, 1), f'{self._prefix}{shorten(key)}: {reason}')
+        """Record the reason against a key, without the key against the mapping."""
+        self._add_problem(self._keys.get(key, self._line), f'{self._prefix}{shorten(key)}: {reason}')
 
     def finish(self) -> None:
         """Record every unknown key, here and in the sections below."""

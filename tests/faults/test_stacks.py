@@ -205,3 +205,11 @@ def test_invalid_stack_name_is_one_mistake(cluster: Control) -> None:
     refused = cluster.eschedule('apply', write_stack(cluster, {'db': {}}, name='my-shop'))
     assert (refused.code, refused.stderr.count('\n')) == (2, 1), refused
     assert "'my-shop' is not a valid stack name" in refused.stderr
+
+
+def test_missing_query_is_reported_with_the_line_of_its_member(cluster: Control) -> None:
+    path = cluster.directory / 'lines.yaml'
+    path.write_text('stack: shop\ninstances:\n  db: {query: resources=VCPU:1}\n  web: {count: 2}\n')
+    refused = cluster.eschedule('apply', str(path))
+    assert (refused.code, refused.stderr.count('\n')) == (2, 1), refused
+    assert 'lines.yaml:4: instances.web.query: is missing' in refused.stderr
