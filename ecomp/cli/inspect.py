@@ -23,7 +23,7 @@ from ecomp.cli.command import (
     select_options,
 )
 from ecomp.cli.options import TABLE, parse_any_instances, parse_bare_instance, parse_instances, parse_nothing
-from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances
+from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import (
     STATE,
@@ -34,7 +34,6 @@ from ecomp.cli.tables import (
     Details,
     Listing,
     Row,
-    make_sort_key,
     render_details,
     render_listing,
 )
@@ -302,9 +301,7 @@ DETAIL_FIELDS = (
 
 def make_record_listing(records: Sequence[Record], known_computes: Computes = NO_COMPUTES) -> Listing:
     """List records by the time of request, those of a set by name, with errors and faults."""
-    records = sorted(
-        records, key=lambda each: (each.stages.get('requested', ''), make_sort_key(each.name), each.instance)
-    )
+    records = sort_records(records)
     # Usually no record has a reason; then the table has no such column.
     reason = REASON_COLUMN._replace(wide=not any(map(_describe_problem, records)))
     # If all instances have names, the uuid is the first column that a narrow terminal omits.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ecomp.cli.command import Context
 from ecomp.cli.options import Options
+from ecomp.cli.tables import make_sort_key
 from ecomp.cli.terminal import ask
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model.host import RecordFilter
-from ecomp.model.record import GONE
+from ecomp.model.record import GONE, Record
 from ecomp.model.text import join_some
 
 MAX_NAMES_IN_QUESTION = 20
@@ -62,6 +63,11 @@ def check_selection(name: str, words: Sequence[str], options: Options) -> None:
         raise UsageError(f'{name}: --file cannot be combined with other selections')
 
 
+def sort_records(records: Iterable[Record]) -> list[Record]:
+    """Sort by the time of the request, instances of one request by name."""
+    return sorted(records, key=lambda each: (each.stages.get('requested', ''), make_sort_key(each.name), each.instance))
+
+
 def select_instances(ctx: Context) -> bool:
     """Replace ctx.words by the selected instances, if options select them, and return True; NotFound for none."""
     if not has_selectors(ctx.options):
@@ -71,7 +77,7 @@ def select_instances(ctx: Context) -> bool:
     records, errors = list_records(ctx.store, with_gone=False)
     for error in errors:
         ctx.out.say(str(error))
-    selected = [record for record in make_filter(ctx).select(records) if record.state != GONE]
+    selected = sort_records(record for record in make_filter(ctx).select(records) if record.state != GONE)
     if not selected:
         raise NotFound(f'{ctx.name}: no instance is selected. Try: eschedule list with the same options')
     ctx.words = tuple(record.instance for record in selected)

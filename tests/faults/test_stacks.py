@@ -213,3 +213,10 @@ def test_missing_query_is_reported_with_the_line_of_its_member(cluster: Control)
     refused = cluster.eschedule('apply', str(path))
     assert (refused.code, refused.stderr.count('\n')) == (2, 1), refused
     assert 'lines.yaml:4: instances.web.query: is missing' in refused.stderr
+
+
+@pytest.mark.usefixtures('compute')
+def test_selected_instances_are_in_the_order_of_list(cluster: Control) -> None:
+    assert cluster.eschedule('apply', write_stack(cluster, {'web': {'count': 4}})).code == 0
+    asked = cluster.eschedule('destroy', '--stack', 'shop')
+    assert (asked.code, 'shop-web-1, shop-web-2, shop-web-3, shop-web-4' in asked.stderr) == (2, True), asked
