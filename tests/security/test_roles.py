@@ -51,6 +51,7 @@ WRITERS_BY_KEY = {
     '/quotas/p': (True, True),
     '/released/ab/1': (True, True),
     f'/requests/{INSTANCE}': (False, True),
+    '/stacks/shop': (False, True),
     '/user-data/ab': (False, True),
     '/audit/a': (False, True),
     '/audit/a/OWN': (False, True),
