@@ -33,7 +33,8 @@ ADDRESS = re.compile(r'\b10\.\d+\.\d+\.\d+\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b'
 TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 # The host of an instance: spread may choose any of them.
 HOST = re.compile(
-    r'\bhv\d(?=:?/| carries it out$| +\d{4}-)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|(?<= on )hv\d$|'
+    r'\bhv\d(?=:?/| carries it out$| +\d{4}-| [0-9a-f]{8}-| - -$)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|'
+    r'(?<= on )hv\d$|'
     r'(?<=^host )hv\d$'
 )
 COMMIT = re.compile(r'\+g[0-9a-f]{8}\b')
@@ -115,6 +116,8 @@ def test_names_match_only_equal_lines() -> None:
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  1  0/4')
     assert not names.matches('NO ALLOCATIONS LEFT', 'NOTHING LEFT')
     assert names.matches('console  hv1:/lab/hv1/console', 'console  hv3:/lab/hv3/console')
+    assert names.matches('shop-db  create  -  hv1  -  -', 'shop-db  create  -  hv2  -  -')
+    assert names.matches(f'shop-db  create  -  hv1  {first}  -', f'shop-db  create  -  hv2  {second}  -')
     assert not names.matches('hv1: lacks X', 'hv2: lacks X')
     assert not names.matches('the closest host is hv1', 'the closest host is hv2')
     assert names.matches('web1 is on hv1 (there), it weighed 0.75', 'web1 is on hv3 (there), it weighed 1.00')
