@@ -159,7 +159,7 @@ def from_json(name: str, value: bytes) -> Stack:
 def _parse_entry(name: str, data: Any) -> Entry:
     """Parse an entry; ValueError if it is malformed."""
     compute = str(data.get('compute')) if isinstance(data, dict) else ''
-    if not _ENTRY_NAME.fullmatch(name) or not keys.is_uuid(compute) or data.get('ended', False) not in (True, False):
+    if not _ENTRY_NAME.fullmatch(name) or not keys.is_uuid(compute) or type(data.get('ended', False)) is not bool:
         raise ValueError(f'not a valid stack: its entry {name[:80]!r} is malformed')
     return Entry(_parse_number(data, 'incarnation', MAX_INCARNATION), compute, data.get('ended', False))
 
