@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms, is_amount
-from ecomp.model.group import AFFINITY, Group
+from ecomp.model.group import Group
 
 SPREAD = 'spread'
 PACK = 'pack'
@@ -122,7 +122,7 @@ def distribute(
     `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited. A strict
     affinity group without members gets one compute: the first that has room for all, or else for most.
     """
-    if group is None or not group.strict or group.policy != AFFINITY or group.member_counts:
+    if group is None or not group.is_undecided:
         return _distribute(candidates, rooms, count, strategy, rng, group)
     best: list[Candidate] = []
     for compute in dict.fromkeys(candidate.compute for candidate in candidates):

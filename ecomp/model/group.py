@@ -52,6 +52,11 @@ class Group:
         """The rule in words, such as `strict anti-affinity`."""
         return f'{"strict" if self.strict else "soft"} {self.policy}'
 
+    @property
+    def is_undecided(self) -> bool:
+        """True if all members have to be on one compute, and none is on any yet."""
+        return self.strict and self.policy == AFFINITY and not self.member_counts
+
     @cached_property
     def member_counts(self) -> Counter[str]:
         """The number of members on each compute; members in a queue are left out."""

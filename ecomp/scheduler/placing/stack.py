@@ -27,7 +27,7 @@ from ecomp.errors import (
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Room, sum_allocations, sum_resources
+from ecomp.model.allocation import Allocations, Room, sum_allocations, sum_resources
 from ecomp.model.apply import StackOrder
 from ecomp.model.choose import Candidate, Offer, PlacementReason, add_usage, choose, distribute
 from ecomp.model.group import AFFINITY, Group, Membership
@@ -299,8 +299,12 @@ def distribute_lots(
     for lot in sorted(lots, key=lambda lot: (lot.membership is None, measure(lot))):
         wanted = [instance for instance in lot.instances if instance not in held]
         group = groups.get(lot.membership.name) if lot.membership else None
-        choice = choose(offers[lot.query], alive, lot.weigh, rng, group)
-        batch = distribute(choice.candidates, rooms, len(wanted), lot.weigh, rng, group)
+        candidates = choose(offers[lot.query], alive, lot.weigh, rng, group).candidates
+        if group is not None and group.is_undecided:
+            ours = [other for other in lots if other.membership and other.membership.name == group.name]
+            fitting = [each for each in candidates if _has_room_for_all(each.compute, ours, offers, rooms)]
+            candidates = fitting or candidates
+        batch = distribute(candidates, rooms, len(wanted), lot.weigh, rng, group)
         chosen |= dict(zip(wanted, batch, strict=False))
         if len(batch) < len(wanted):
             return chosen, lot
@@ -309,6 +313,20 @@ def distribute_lots(
         if group is not None:
             groups[group.name] = group.with_members({each: chosen[each].compute for each in wanted})
     return chosen, None
+
+
+def _has_room_for_all(
+    compute: str, lots: Sequence[Lot], offers: Mapping[str, Offer], rooms: Mapping[str, Mapping[str, Room]]
+) -> bool:
+    """Return True if the compute has room for all instances of these lots, each with its first candidate there."""
+    usages: list[Allocations] = []
+    for lot in lots:
+        first = next((each for each in offers[lot.query].candidates if compute in each), None)
+        if first is None:
+            return False
+        usages += [first] * len(lot.instances)
+    remaining = {provider: dict(rooms.get(provider, {})) for usage in usages for provider in usage}
+    return all(add_usage(usage, remaining) for usage in usages)
 
 
 @dataclass
@@ -494,7 +512,7 @@ class StackAttempt(Attempt):
     def _is_undecided(self, lot: Lot) -> bool:
         """Return True for a strict affinity group without members, and so without a compute."""
         group = self.groups.get(lot.membership.name) if lot.membership else None
-        return group is not None and group.strict and group.policy == AFFINITY and not group.member_counts
+        return group is not None and group.is_undecided
 
     def _take_over_all(self) -> dict[str, Candidate]:
         """Take over the claims of an earlier attempt; ClaimedElsewhere if one cannot be used."""
