@@ -1,0 +1,415 @@
+"""Stacks: their key and uuids, what an apply has to do, and how its instances are distributed."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.errors import UsageError
+from ecomp.model import apply, stack
+from ecomp.model.allocation import Room
+from ecomp.model.apply import ALL_MEMBERS, Desired, Existing, Step, find_exit_code, make_stack_order, plan_steps
+from ecomp.model.choose import PACK, SPREAD, Offer
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
+from ecomp.model.order import Order, Request, parse_request
+from ecomp.model.order import to_json as request_to_json
+from ecomp.model.record import Failure, Record
+from ecomp.model.stack import Entry, Place, Stack, from_json, parse_place, restore_stack, to_json
+from ecomp.scheduler.placing.stack import Lot, distribute_lots, make_lots
+from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, JSON_VALUES, OTHER_UUID, RESOURCES
+
+EPOCH = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+PLACE = {'name': 'shop', 'member': 'web', 'number': 2, 'epoch': EPOCH, 'incarnation': 7}
+SHOP = {'version': 1, 'epoch': EPOCH, 'entries': {'web/2': {'incarnation': 7, 'compute': COMPUTE}}}
+QUERY = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
+
+# The key and its uuids.
+
+entry_names = st.from_regex(stack._ENTRY_NAME, fullmatch=True)
+stacks = st.builds(
+    Stack,
+    st.from_regex(stack._STACK_NAME, fullmatch=True),
+    st.uuids().map(str),
+    st.dictionaries(
+        entry_names,
+        st.builds(Entry, st.integers(1, stack.MAX_INCARNATION), st.uuids().map(str), st.booleans()),
+        max_size=5,
+    ),
+    st.integers(0, stack.MAX_FLOOR),
+)
+
+
+@given(stacks)
+def test_stack_is_read_as_written(value: Stack) -> None:
+    assert from_json(value.name, to_json(value).encode()) == value
+
+
+@given(st.builds(Place, st.just('shop'), st.just('web'), st.integers(1, 300), st.uuids().map(str), st.integers(1, 9)))
+def test_place_in_a_request_is_read_as_written(place: Place) -> None:
+    request = Request(place.instance, image=IMAGE, allocations={COMPUTE: RESOURCES}, stack=place)
+    key = f'/hosts/{COMPUTE}/{place.instance}'
+    parsed = parse_request(COMPUTE, key, request_to_json(request).encode())
+    assert isinstance(parsed, Request)
+    assert parsed.stack == place
+
+
+@given(
+    st.sampled_from(['version', 'epoch', 'floor', 'entries']) | st.sampled_from(['incarnation', 'compute', 'ended']),
+    JSON_VALUES,
+)
+def test_any_value_of_a_field_is_valid_or_a_value_error(name: str, junk: object) -> None:
+    data = json.loads(json.dumps(SHOP))
+    (data if name in ('version', 'epoch', 'floor', 'entries') else data['entries']['web/2'])[name] = junk
+    for read in (lambda: from_json('shop', json.dumps(data).encode()), lambda: parse_place(PLACE | {name: junk})):
+        with suppress(ValueError):
+            assert isinstance(read(), Stack | Place)
+    assert parse_place(None) is None
+
+
+@pytest.mark.parametrize(
+    ('change', 'reason'),
+    [
+        ({'version': 2}, 'format version 2 of the stack is not supported'),
+        ({'version': None}, 'format version None'),
+        ({'epoch': 'shop'}, 'epoch is not a uuid'),
+        ({'entries': []}, 'entries is not an object'),
+        ({'floor': 0}, 'floor: expected a number from 1'),
+        ({'floor': stack.MAX_FLOOR + 1}, 'floor: expected'),
+        *(
+            ({'entries': {name: SHOP['entries']['web/2']}}, 'is malformed')
+            for name in ('web', 'web/0', 'web/01', 'web/1000', 'Web/1', '/1', '-a/1', 'a/1/2', 'a' * 64 + '/1')
+        ),
+        *(
+            ({'entries': {'web/2': {'incarnation': 7, 'compute': COMPUTE} | wrong}}, reason)
+            for wrong, reason in (
+                ({'incarnation': True}, 'incarnation: expected'),
+                ({'incarnation': 0}, 'incarnation: expected'),
+                ({'compute': 'hv1'}, 'is malformed'),
+                ({'ended': 'yes'}, 'is malformed'),
+                ({'ended': 1}, 'is malformed'),
+            )
+        ),
+        ({'entries': {'web/2': None}}, 'is malformed'),
+    ],
+)
+def test_malformed_key_is_refused_with_its_reason(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        from_json('shop', json.dumps(SHOP | change).encode())
+
+
+def test_names_of_stacks_and_members() -> None:
+    for name in ('a', '0', 'x' * 30):
+        assert stack.check_stack_name(name) == name
+    for name in ('a', 'a-b', '0', 'x' * 63):
+        assert stack.check_member_name(name) == name
+    for name in ('', 'a-b', 'A', 'x' * 31, 'é', 'a\n'):
+        with pytest.raises(ValueError, match='not a valid stack name'):
+            stack.check_stack_name(name)
+    for name in ('', '-a', 'a-', 'A', 'x' * 64, 'a/1', 'a\n', 'a.b'):
+        with pytest.raises(ValueError, match='not a valid member name'):
+            stack.check_member_name(name)
+
+
+def test_each_place_and_incarnation_has_its_own_uuid() -> None:
+    shop = Stack('shop', EPOCH, {'web/1': Entry(3, COMPUTE), 'db/1': Entry(1, COMPUTE, True)})
+    places = [shop.make_place(name) for name in ('web/1', 'web/2', 'db/1')]
+    assert [place.incarnation for place in places] == [4, 1, 2]
+    floored = replace(shop, floor=10)
+    assert [floored.make_place(name).incarnation for name in ('web/1', 'web/2')] == [11, 11]
+    assert floored.make_place('web/1', 3).instance == shop.list_instances()['web/1']
+    others = [replace(shop, epoch=OTHER_UUID).make_place('web/1'), floored.make_place('web/1')]
+    uuids = {place.instance for place in (*places, *others)} | {*shop.list_instances().values(), shop.attempt}
+    assert len(uuids) == 8
+    assert places[0].instance == str(uuid.uuid5(uuid.UUID(EPOCH), 'web/1/4'))
+    # It is a hash of the entry's name, so two members cannot be mistaken for one.
+    assert shop.make_place('a/11').instance != shop.make_place('a-1/1').instance
+    delivered = shop.with_delivered({places[0]: OTHER_UUID, places[2]: COMPUTE})
+    assert delivered.entries == {'web/1': Entry(4, OTHER_UUID), 'db/1': Entry(2, COMPUTE)}
+    ended = delivered.with_ended(['web/1'])
+    assert (ended.entries['web/1'], ended.make_place('web/1').incarnation) == (Entry(4, OTHER_UUID, True), 5)
+
+
+def test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances() -> None:
+    def place(entry: str, incarnation: int = 1, epoch: str = EPOCH) -> Place:
+        return Stack('shop', epoch).make_place(entry, incarnation)
+
+    places = {place('web/1', 3): 'c3', place('web/1', 2): 'c2', place('web/2'): 'c1', place('db/1', 9, OTHER_UUID): 'x'}
+    restored = restore_stack('shop', places, 70_000)
+    assert restored == Stack('shop', EPOCH, {'web/1': Entry(3, 'c3'), 'web/2': Entry(1, 'c1')}, 70_000)
+    assert restored.make_place('web/1').incarnation == 70_001
+    assert restore_stack('shop', dict(reversed(places.items())), 70_000) == restored
+    assert restore_stack('shop', {}, 70_000) is None
+
+
+# What an apply has to do.
+
+
+def make_order(**fields: Any) -> Order:
+    defaults = {'image': IMAGE, 'project_id': 'p', 'query': QUERY, 'name': 'shop-web', 'ssh_keys': ('ssh-rsa A',)}
+    return Order(INSTANCE, **(defaults | fields))
+
+
+def make_existing(state: str, has_request: bool = True, is_tombstone: bool = False, **fields: Any) -> Existing:
+    """Return an instance as made for make_order(), with other fields; without a request as if that were malformed."""
+    values = make_order(**fields).copy_fields()
+    recorded = values | {'ssh_keys': None, 'user_data_sha256': None}
+    if group := values['group']:
+        recorded['group'] = Membership(group.name)
+    error = Failure('image', 'no such file', 'removed') if state == 'error' else None
+    record = Record(**recorded, compute=COMPUTE, state=state, error=error)
+    if is_tombstone:
+        values['image'] = None
+    allocations = {} if is_tombstone else {COMPUTE: {'VCPU': 1}}
+    return Existing(record, Request(**values, allocations=allocations) if has_request else None)
+
+
+def plan(
+    desired: Desired | None,
+    existing: Existing | None,
+    owner: str | None = None,
+    replaced: Any = (),
+    prune: bool = False,
+) -> list[Step]:
+    owners = {'shop-web': owner} if owner else {}
+    return plan_steps(
+        {'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, replaced, prune
+    )
+
+
+SAME = Desired(make_order(), SPREAD)
+OTHER = Desired(make_order(image='http://other/'), SPREAD)
+# (existing, wanted by the file, as it is, with --replace web, with --prune)
+PLANS = [
+    (None, SAME, 'create', 'create', 'create'),
+    *((make_existing(each), SAME, 'keep', 'keep', 'keep') for each in ('active', 'stopped', 'building', 'scheduled')),
+    (make_existing('active', has_request=False), SAME, 'keep', 'keep', 'keep'),
+    (make_existing('active'), OTHER, 'differs', 'replace', 'differs'),
+    (make_existing('error'), SAME, 'failed', 'replace', 'failed'),
+    (make_existing('error'), OTHER, 'failed', 'replace', 'failed'),
+    (make_existing('queued'), SAME, 'differs', 'replace', 'differs'),
+    *((make_existing(each), SAME, 'destroying', 'destroying', 'destroying') for each in ('destroying', 'gone')),
+    (make_existing('active', is_tombstone=True), OTHER, 'destroying', 'destroying', 'destroying'),
+    (make_existing('active'), None, 'surplus', 'surplus', 'destroy'),
+    (make_existing('error'), None, 'surplus', 'surplus', 'destroy'),
+    (make_existing('destroying'), None, 'destroying', 'destroying', 'destroying'),
+]
+
+
+@pytest.mark.parametrize(('existing', 'desired', 'usual', 'replaced', 'pruned'), PLANS)
+def test_step_by_state_and_option(
+    existing: Existing | None, desired: Desired | None, usual: str, replaced: str, pruned: str
+) -> None:
+    owner = existing.record.instance if existing else None
+    actions = [
+        [step.action for step in plan(desired, existing, owner, *options)]
+        for options in (((),), (['web'],), (ALL_MEMBERS,), (['other'],), ((), True))
+    ]
+    assert actions == [[usual], [replaced], [replaced], [usual], [pruned]]
+    # Another instance's name is never taken, by no option.
+    if desired:
+        (taken,) = plan(desired, existing, OTHER_UUID, ALL_MEMBERS, True)
+        assert (taken.action, taken.instance, OTHER_UUID in taken.reasons[0]) == ('taken', '', True)
+
+
+def test_steps_name_reasons_and_states() -> None:
+    (failed,) = plan(SAME, make_existing('error'))
+    assert failed == Step('web/1', 'shop-web', 'failed', INSTANCE, 'error', failed.reasons)
+    assert failed.reasons == ['failed at stage image: no such file (removed)']
+    (queued,) = plan(OTHER, make_existing('queued'))
+    assert queued.reasons == ['it waits in a queue']
+    (ending,) = plan(SAME, make_existing('active', is_tombstone=True))
+    assert (ending.state, ending.member, ending.reasons) == ('destroying', 'web', ())
+
+
+GROUP = Membership('web', ANTI_AFFINITY, True)
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'reason', 'is_recorded'),
+    [
+        ({}, {'name': 'other'}, 'name: it has shop-web, the file asks for other', True),
+        ({'name': None}, {}, 'name: it has none, the file asks for shop-web', True),
+        ({}, {'query': 'resources=VCPU:2'}, f'query: it has {QUERY}, the file asks for resources=VCPU:2', True),
+        ({}, {'image': 'http://x/'}, f'image: it has {IMAGE}, the file asks for http://x/', True),
+        ({}, {'project_id': 'q'}, 'project: it has p, the file asks for q', True),
+        ({}, {'group': Membership('web')}, 'group: it has none, the file asks for web', True),
+        ({'group': GROUP}, {}, 'group: it has web anti-affinity strict, the file asks for none', True),
+        ({'group': GROUP}, {'group': Membership('db')}, 'group: it has web, the file asks for db', True),
+        (
+            {'group': GROUP},
+            {'group': GROUP._replace(strict=False)},
+            'group: it has web anti-affinity strict, the file asks for web anti-affinity soft',
+            False,
+        ),
+        (
+            {'group': GROUP},
+            {'group': Membership('web', AFFINITY)},
+            'group: it has web anti-affinity, the file asks for web affinity',
+            False,
+        ),
+        ({}, {'ssh_keys': None}, 'ssh_keys: it has 1 with the hash 39b925a15ca6, the file asks for none', False),
+        ({}, {'user_data_sha256': 'ab' * 32}, 'user_data: it has none, the file asks for sha256 abababababab', False),
+        ({'user_data_sha256': 'ab' * 32}, {}, 'user_data: it has sha256 abababababab, the file asks for none', False),
+    ],
+)
+def test_difference_has_both_values_and_their_origin(
+    old: dict[str, Any], new: dict[str, Any], reason: str, is_recorded: bool
+) -> None:
+    field = reason.partition(':')[0]
+    for origins, suffix in (({}, ''), ({field: 'flavor small', 'other': 'x'}, ' (flavor small)')):
+        desired = Desired(make_order(**new), SPREAD, origins)
+        (step,) = plan(desired, make_existing('active', **old))
+        assert (step.action, step.reasons) == ('differs', [reason + suffix])
+        # A malformed request cannot be compared, so only what a record has counts.
+        (step,) = plan(desired, make_existing('active', has_request=False, **old))
+        assert step.action == ('differs' if is_recorded else 'keep'), step
+
+
+def test_all_differences_are_listed_and_others_ignored() -> None:
+    new = Desired(make_order(name='n', query='q', image='i', project_id='q', group=GROUP, ssh_keys=None), PACK)
+    (step,) = plan(new, make_existing('stopped'))
+    names = [reason.partition(':')[0] for reason in step.reasons]
+    assert names == ['name', 'query', 'image', 'project', 'group', 'ssh_keys']
+    same = make_order(group=Membership('web'), user_id='another', stages={'requested': 'later'})
+    existing = make_existing('active', group=GROUP)
+    assert [step.action for step in plan(Desired(same, PACK), existing)] == ['keep']
+
+
+def test_order_of_steps_is_that_of_the_file_then_the_rest() -> None:
+    desired = {name: Desired(make_order(name=name[0]), SPREAD) for name in ('c/1', 'a/1', 'b/1')}
+    existing = {name: make_existing('active', name=name[0]) for name in ('x/1', 'a/1')}
+    steps = plan_steps(desired, existing, {})
+    assert [(step.entry, step.action) for step in steps] == [
+        ('c/1', 'create'),
+        ('a/1', 'keep'),
+        ('b/1', 'create'),
+        ('x/1', 'surplus'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('actions', 'code', 'dry_run_code'),
+    [
+        ('', 0, 0),
+        ('keep surplus', 0, 0),
+        ('create keep', 0, 8),
+        ('replace', 0, 8),
+        ('destroy', 0, 8),
+        ('destroying', 0, 8),
+        ('failed keep', 1, 1),
+        ('failed create', 1, 8),
+        ('taken create', 5, 5),
+        ('differs failed destroy', 5, 5),
+    ],
+)
+def test_exit_code_of_a_plan(actions: str, code: int, dry_run_code: int) -> None:
+    steps = [Step('web/1', 'shop-web', action) for action in actions.split()]
+    assert (find_exit_code(steps), find_exit_code(steps, dry_run=True)) == (code, dry_run_code)
+    assert set(actions.split()) <= set(apply.ACTIONS)
+
+
+def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
+    shop = Stack('shop', EPOCH, {'web/1': Entry(4, COMPUTE)})
+
+    def order(count: int, key_bytes: int) -> Any:
+        each = Desired(make_order(ssh_keys=('ssh-rsa ' + 'A' * key_bytes,)), SPREAD)
+        return make_stack_order(shop, {f'web/{number}': each for number in range(1, count + 1)}, {'requested': 'now'})
+
+    made = order(300, 3000)
+    assert (made.instance, made.count, made.minimum, made.shared_user_data) == (shop.attempt, 300, 300, None)
+    assert made.orders.keys() == {shop.make_place(f'web/{number}').instance for number in range(1, 301)}
+    first = made.orders[shop.make_place('web/1').instance]
+    assert (first.stack, first.instance, first.stages) == (
+        shop.make_place('web/1', 5),
+        shop.make_place('web/1', 5).instance,
+        {'requested': 'now'},
+    )
+    with pytest.raises(UsageError, match=r'^the 300 new instances have \d{7} bytes, .* Fix: give fewer ssh keys'):
+        order(300, 4000)
+
+
+# How they are distributed.
+
+
+def make_offer(query: str, amount: int, rooms: dict[str, Room]) -> dict[str, Offer]:
+    candidates = [{compute: {'VCPU': amount}} for compute in sorted(rooms)]
+    return {query: Offer(candidates, {compute: {'VCPU': room} for compute, room in rooms.items()})}
+
+
+def distribute(
+    lots: list[Lot], rooms: dict[str, int], groups: tuple[Group, ...] = (), held: tuple[str, ...] = ()
+) -> tuple[dict[str, str], Lot | None]:
+    """Distribute lots, whose query is their number of VCPU, over computes with this free room."""
+    offers: dict[str, Offer] = {}
+    for lot in lots:
+        offers |= make_offer(lot.query, int(lot.query), {name: Room(free + 1, 1) for name, free in rooms.items()})
+    chosen, failed = distribute_lots(
+        lots, offers, {group.name: group for group in groups}, rooms, held, random.Random(1)
+    )
+    for compute, free in rooms.items():
+        assert sum(each.allocations[compute]['VCPU'] for each in chosen.values() if each.compute == compute) <= free
+    return {instance: candidate.compute for instance, candidate in chosen.items()}, failed
+
+
+def test_larger_instances_are_placed_first_in_one_table_of_room() -> None:
+    small, large = Lot('1', None, SPREAD, ('s1', 's2', 's3')), Lot('3', None, SPREAD, ('l1',))
+    for lots in ([small, large], [large, small]):
+        places, failed = distribute(lots, {'a': 3, 'b': 3})
+        assert failed is None
+        assert {places[each] for each in ('s1', 's2', 's3')} == {'a', 'b'} - {places['l1']}
+        assert len(places) == 4
+        _, failed = distribute(lots, {'a': 3, 'b': 2})
+        assert failed == small
+    places, failed = distribute([small, large], {'a': 3, 'b': 2}, held=('s1', 'l1'))
+    assert (places.keys(), failed) == ({'s2', 's3'}, None)
+
+
+def test_groups_are_kept_over_the_lots_of_a_stack() -> None:
+    anti, near = Group('anti', ANTI_AFFINITY), Group('near', AFFINITY)
+    two = [Lot('1', anti.membership, SPREAD, ('a1', 'a2')), Lot('2', anti.membership, SPREAD, ('b1',))]
+    places, failed = distribute(two, {'a': 9, 'b': 9, 'c': 9}, (anti,))
+    assert (set(places.values()), failed) == ({'a', 'b', 'c'}, None)
+    assert distribute(two, {'a': 9, 'b': 9}, (anti,))[1] is not None
+    held = anti.with_members({'a1': 'a'})
+    places, failed = distribute(two, {'a': 9, 'b': 9, 'c': 9}, (held,), held=('a1',))
+    assert (set(places.values()), places.keys(), failed) == ({'b', 'c'}, {'a2', 'b1'}, None)
+    # All of a strict affinity group are on one compute, also those of another query, and those of no group fit in.
+    lots = [
+        Lot('1', None, SPREAD, ('x1', 'x2')),
+        Lot('1', near.membership, SPREAD, ('n1', 'n2')),
+        Lot('2', near.membership, SPREAD, ('m1',)),
+    ]
+    places, failed = distribute(lots, {'a': 2, 'b': 4}, (near,))
+    assert (places, failed) == (dict.fromkeys(('n1', 'n2', 'm1'), 'b') | dict.fromkeys(('x1', 'x2'), 'a'), None)
+    assert distribute(lots[1:], {'a': 3, 'b': 3}, (near,))[1] is not None
+
+
+def test_strict_affinity_group_of_two_queries_finds_the_compute_with_room_for_all() -> None:
+    near = Group('near', AFFINITY)
+    lots = [Lot('3', near.membership, PACK, ('m1',)), Lot('1', near.membership, PACK, ('n1', 'n2'))]
+    for rooms in ({'a': 4, 'b': 5}, {'a': 5, 'b': 4}):
+        places, failed = distribute(lots, rooms, (near,))
+        assert (failed, len(set(places.values())), len(places)) == (None, 1, 3)
+
+
+def test_lots_are_instances_with_the_same_query_group_and_strategy() -> None:
+    orders = {
+        'a/1': Desired(make_order(query='1'), SPREAD),
+        'a/2': Desired(make_order(query='1', name='other', image='http://x/'), SPREAD),
+        'b/1': Desired(make_order(query='1'), PACK),
+        'c/1': Desired(make_order(query='2', group=Membership('near', AFFINITY)), SPREAD),
+    }
+    lots = make_lots(make_stack_order(Stack('shop', EPOCH), orders, {}))
+    assert [(lot.query, lot.weigh, lot.membership is None, len(lot.instances)) for lot in lots] == [
+        ('2', SPREAD, False, 1),
+        ('1', SPREAD, True, 2),
+        ('1', PACK, True, 1),
+    ]
