@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,11 @@ CORE_SCHEMA_NUMBER = (
     r'(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?'
     r'|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$'
 )
+
+# The key `<<`, unquoted, whose value is a mapping or a list of them to inherit from.
+MERGE_TAG = 'tag:yaml.org,2002:merge'
+# Kinds of unquoted scalars that are not text.
+UNQUOTED_KINDS = ('int', 'float', 'bool', 'timestamp', 'null')
 
 T = TypeVar('T')
 Part = TypeVar('Part', Node, tuple[Node, Node])
@@ -67,6 +73,8 @@ class Section:
         for key, value in node.pairs:
             if key.items or key.pairs:
                 add_problem(key.line, f'{prefix}…: a key must be text')
+            elif key.kind in UNQUOTED_KINDS:
+                add_problem(key.line, f'{prefix}{shorten(key.text)}: a key must be text. Fix: put it in quotes')
             elif key.text in self._keys:
                 add_problem(
                     key.line,
@@ -257,10 +265,17 @@ def _parse(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
 
     Anchors and aliases are accepted if `max_nodes`, the values with each alias replaced, is not 0.
     """
-    return parse_plain(content.decode('ascii', 'replace')) or _parse_with_pyyaml(content, name, max_nodes)
+    plain = parse_plain(content.decode('ascii', 'replace'))
+    if plain is not None and (not max_nodes or _count_values(plain) <= max_nodes):
+        return plain
+    return _parse_with_pyyaml(content, name, max_nodes)
 
 
-def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int) -> Node | None:
+def _count_values(node: Node) -> int:
+    return 1 + sum(map(_count_values, node.items)) + sum(1 + _count_values(value) for _, value in node.pairs)
+
+
+def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
     """Parse as _parse() does, any YAML."""
     import yaml  # imported here: most eschedule commands do without it
 
@@ -268,21 +283,36 @@ def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int) -> Node | None
         place = f'{mark.line + 1}:{mark.column + 1}:' if mark else ''
         return UsageError(f'{name}:{place} {shorten(reason, 200)}')
 
-    count = 0
+    counts = Counter[str]()
+
+    def count_nodes(kind: str, number: int, mark: Any, depth: int) -> None:
+        """Refuse more than `max_nodes` of a kind, or more levels: an anchor may contain an alias of itself."""
+        counts[kind] += number
+        if max_nodes and (counts[kind] > max_nodes or depth > MAX_DEPTH):
+            limit = f'{max_nodes} values, or more than {MAX_DEPTH} levels'
+            raise refuse(mark, f'has more than {limit}, once its aliases are replaced')
+
+    def list_pairs(node: yaml.MappingNode, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return the pairs of a mapping, after those that it inherits with `<<` and does not replace."""
+        own: list[tuple[yaml.Node, yaml.Node]] = []
+        inherited: dict[object, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            bases = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if max_nodes and key.tag == MERGE_TAG and all(isinstance(base, yaml.MappingNode) for base in bases):
+                for base in bases:
+                    count_nodes('merged', 1 + len(base.value), base.start_mark, depth)
+                    for pair in list_pairs(base, depth + 1):
+                        inherited.setdefault(pair[0].value if isinstance(pair[0], yaml.ScalarNode) else pair[0], pair)
+            else:
+                own.append((key, value))
+        names = {key.value for key, _ in own if isinstance(key, yaml.ScalarNode)}
+        return [*(pair for name, pair in inherited.items() if name not in names), *own]
 
     def convert(node: yaml.Node, depth: int = 0) -> Node:
-        nonlocal count
-        count += 1
-        if max_nodes and (count > max_nodes or depth > MAX_DEPTH):  # an anchor may contain an alias of itself
-            limit = f'{max_nodes} values, or more than {MAX_DEPTH} levels'
-            raise refuse(node.start_mark, f'has more than {limit}, once its aliases are replaced')
+        count_nodes('converted', 1, node.start_mark, depth)
         kind, line = node.tag.rpartition(':')[2], node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
-            merged = [value for key, value in node.value if max_nodes and key.value == '<<' and value.tag == node.tag]
-            own = [pair for pair in node.value if pair[1] not in merged]
-            names = {key.value for key, _ in own if isinstance(key.value, str)}
-            inherited = [pair for mapping in merged for pair in mapping.value if pair[0].value not in names]
-            pairs = ((convert(key, depth + 1), convert(value, depth + 1)) for key, value in (*inherited, *own))
+            pairs = ((convert(key, depth + 1), convert(value, depth + 1)) for key, value in list_pairs(node, depth + 1))
             return Node(kind, line, pairs=tuple(pairs))
         if isinstance(node, yaml.SequenceNode):
             return Node(kind, line, items=tuple(convert(item, depth + 1) for item in node.value))
@@ -298,6 +328,8 @@ def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int) -> Node | None
                 raise refuse(
                     event.start_mark, 'tags (!) are not accepted. Fix: if ! is part of the value, put it in quotes'
                 )
+            if isinstance(event, yaml.NodeEvent):  # composing a file that is refused anyway takes a minute for 1 MiB
+                count_nodes('parsed', 1, event.start_mark, 0)
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:  # also limits the recursion of convert()
                 raise refuse(event.start_mark, 'is nested too deeply')
@@ -337,7 +369,7 @@ def explain_invalid_mapping(text: str) -> str | None:
 
 def parse_text(node: Node) -> str:
     """Parse a text of one printable line, not blank; else InvalidValue, also for an unquoted number, flag or date."""
-    if node.kind in ('int', 'float', 'bool', 'timestamp'):
+    if node.kind in UNQUOTED_KINDS and node.kind != 'null':
         raise InvalidValue(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
         raise InvalidValue(f'must be text, not {describe_node(node)}')
