@@ -63,6 +63,7 @@ class Section:
         self._keys: dict[str, int] = {}
         self._read_keys: dict[str, None] = {}
         self._sections: list[Section] = []
+        self._line = 1
         if node is None or node.kind == 'null':
             return
         if node.kind != 'map':
@@ -104,6 +105,7 @@ class Section:
         """Return the mapping under a key; an empty one if it is missing, null, or (which is recorded) no mapping."""
         self._read_keys[key] = None
         section = Section(self._add_problem, self._nodes.get(key), f'{self._prefix}{key}.')
+        section._line = self._keys.get(key, self._line)
         self._sections.append(section)
         return section
 
@@ -118,7 +120,7 @@ class Section:
             self.add_problem(key, reason)
 
     def add_problem(self, key: str, reason: str) -> None:
-        """Record the reason against a key, without the key against the mapping."""
+        """Record the reason against a key, without the key against the line of the section."""
         self._add_problem(self._keys.get(key, self._line), f'{self._prefix}{shorten(key)}: {reason}')
 
     def finish(self) -> None:

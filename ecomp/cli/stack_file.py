@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.cli.command import Context
 from ecomp.cli.create import STDIN, check_flavor_suffices, read_ssh_keys, read_user_data, resolve_image
@@ -34,6 +33,9 @@ from ecomp.yaml_file import (
     parse_text,
     shorten,
 )
+
+if TYPE_CHECKING:
+    from ecomp.model.flavor import Flavor
 
 MAX_FILE_BYTES = 1024 * 1024
 # Values of the file, once its aliases are replaced.
@@ -67,7 +69,8 @@ class _Reader:
         name = 'standard input' if path == STDIN else shorten(path, 200)
         self._directory = Path.cwd() if path == STDIN else Path(os.path.abspath(path)).parent
         try:
-            with sys.stdin.buffer if path == STDIN else open(path, 'rb') as stream:
+            # Closed, sys.stdin could not be asked later whether it is a terminal.
+            with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as stream:
                 content = stream.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -76,10 +79,12 @@ class _Reader:
             raise UsageError(f'{name}: is larger than {MAX_FILE_BYTES // 1024} KiB')
         self._file = YamlFile.parse(content, name, self._directory, MAX_NODES)
         self._user_data: dict[str, SharedUserData] = {}
+        self._groups: dict[str, Membership] = {}
+        self._flavors: dict[str, Flavor] = {}
 
     def read(self) -> StackFile:
         config, top = self._ctx.config, self._file.top
-        name = top.read('stack', make_text_parser(check_stack_name), '')
+        name = top.read('stack', make_text_parser(check_stack_name), 'unnamed')
         if 'stack' not in top:
             top.add_problem('stack', 'is missing. Fix: give the stack a name, as `stack: shop`')
         project = top.read('project', parse_text, config.project_id)
@@ -87,18 +92,20 @@ class _Reader:
         origins = {} if 'project' in top else {'project': FROM_CONFIG}
         members = top.read_section('instances')
         instances: dict[str, Desired] = {}
+        member_by_name: dict[str, str] = {}
         owner = Order('', project_id=project, user_id=config.user_id)
         for member, section in members.read_each_section().items():
             desired = self._read_member(section, Desired(owner, SPREAD, origins))
-            names = self._read_names(section, f'{name or "stack"}-{member}')  # its own mistake is reported above
-            taken = {other.order.name: entry.rpartition('/')[0] for entry, other in instances.items()}
+            names = self._read_names(section, f'{name}-{member}')
             try:
                 check_member_name(member)
                 check_name(names[-1])
             except ValueError as error:
                 members.add_problem(member, str(error))
-            if both := [own for own in names if own in taken]:
-                members.add_problem(member, f'its instance {both[0]} has the name of one of member {taken[both[0]]}')
+            if both := [own for own in names if own in member_by_name]:
+                problem = f'its instance {both[0]} has the name of one of member {member_by_name[both[0]]}'
+                members.add_problem(member, problem)
+            member_by_name |= dict.fromkeys(names, member)
             for number, own in enumerate(names, 1):
                 instances[f'{member}/{number}'] = desired._replace(order=replace(desired.order, name=own))
         if not instances and 'instances' not in top:
@@ -106,6 +113,10 @@ class _Reader:
         if len(instances) > MAX_STACK_SIZE:
             top.add_problem('instances', f'the stack has {len(instances)} instances; the limit is {MAX_STACK_SIZE}')
         self._file.finish()
+        for entry, desired in instances.items():
+            if desired.order.group is not None:
+                group = self._groups[desired.order.group.name]
+                instances[entry] = desired._replace(order=replace(desired.order, group=group))
         return StackFile(name, instances, self._user_data)
 
     def _read_names(self, section: Section, default: str) -> list[str]:
@@ -142,6 +153,8 @@ class _Reader:
             user_data_sha256=self._read_with(section, 'user_data', lambda: self._read_user_data(data), None),
             group=section.read('group', self._parse_group, None),
         )
+        if order.group is not None:
+            self._merge_group(section, order.group)
         weigh = section.read('weigh', make_choice_parser(*STRATEGIES), default.weigh)
         return Desired(order, weigh, origins | flavor_origin)
 
@@ -153,10 +166,13 @@ class _Reader:
             if 'query' not in section:
                 section.add_problem('query', 'is missing. Fix: give the member a flavor or a query')
             return query, {}
-        from ecomp.scheduler.operations.sharing import apply_flavor
+        from ecomp.model.flavor import merge_query
+        from ecomp.scheduler.operations.sharing import load_flavor
 
         def merge() -> str:
-            merged = apply_flavor(self._ctx.config, lambda: self._ctx.store, flavor, query)
+            if flavor not in self._flavors:
+                self._flavors[flavor] = load_flavor(self._ctx.config, lambda: self._ctx.store, flavor)
+            merged = merge_query(self._flavors[flavor], query)
             check_flavor_suffices(flavor, merged)
             return merged
 
@@ -190,6 +206,14 @@ class _Reader:
         if problems:
             raise InvalidValue(parts=problems)
         return membership
+
+    def _merge_group(self, section: Section, group: Membership) -> None:
+        """Note a group; its policy may be given in any member, and is that of all members."""
+        known = self._groups.get(group.name, group)
+        policy, strict = known.policy or group.policy, group.strict if known.strict is None else known.strict
+        if group.policy not in (None, policy) or group.strict not in (None, strict):
+            section.add_problem('group', f'group {group.name} has another policy in another member')
+        self._groups[group.name] = Membership(group.name, policy, strict)
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:

@@ -32,17 +32,19 @@ LIST_HINT = 'Try: eschedule flavor list'
 
 
 def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
-    """Return a flavor's query merged with `query`; `get_store` is called only for one that schedule.yaml lacks.
+    """Return a flavor's query merged with `query`; see load_flavor().
 
     Amounts in `query` replace the flavor's; the rest is added. Raises NotFound, UsageError (name, amounts), Unreadable.
     """
     try:
-        flavor = config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(
-            get_store(), name, config.flavors
-        )
-        return merge_query(flavor, query)
+        return merge_query(load_flavor(config, get_store, name), query)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def load_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str) -> Flavor:
+    """Return a flavor; `get_store` is called only if schedule.yaml lacks it. NotFound, ValueError, Unreadable."""
+    return config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(get_store(), name, config.flavors)
 
 
 def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
