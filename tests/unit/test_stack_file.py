@@ -1,0 +1,343 @@
+"""The file of `eschedule apply`: what it may contain, and every mistake with its line."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ecomp.cli.command import Context, Invocation
+from ecomp.cli.options import Options
+from ecomp.cli.stack_file import MAX_FILE_BYTES, StackFile, load_stack_file
+from ecomp.cli.terminal import Terminal
+from ecomp.conf import load_schedule
+from ecomp.errors import UsageError
+from ecomp.model.apply import Desired
+from ecomp.model.group import Membership
+from ecomp.store.client import Entry, Snapshot
+
+HASH = 'ab' * 32
+SCHEDULE = f"""
+image: http://images/trixie.qcow2#sha256={HASH}
+images: {{trixie: 'http://images/trixie.qcow2#sha256={HASH}', bookworm: http://images/bookworm.qcow2}}
+flavors: {{small: 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1', bare: 'resources=VCPU:1'}}
+project_id: shop
+"""
+KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ4Gl6f0tBkXwz0v4kUJQ1u0q8fD0oYl1h2d3c4b5a6Z ann'
+QUERY = 'resources=VCPU:2,MEMORY_MB:512,DISK_GB:4'
+
+
+class FlavorStore:
+    """An etcd with the flavor `shared`; `reads` are the keys that were read."""
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+
+    def get(self, key: str) -> Entry | None:
+        self.reads.append(key)
+        value = b'{"version": 1, "resources": {"VCPU": 8, "MEMORY_MB": 512, "DISK_GB": 1}}'
+        return Entry(key, value, 1) if key == '/flavors/shared' else None
+
+    def snapshot(self, *_: object, **__: object) -> Snapshot:
+        return Snapshot(1, {'/flavors/shared': Entry('/flavors/shared', b'', 1)})
+
+
+@pytest.fixture
+def store() -> FlavorStore:
+    return FlavorStore()
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: FlavorStore) -> Iterator[Callable[..., StackFile]]:
+    """A function that loads a text as shop.yaml, beside a public key, user-data and a schedule.yaml."""
+    (tmp_path / 'schedule.yaml').write_text(SCHEDULE)
+    files = tmp_path / 'files'
+    files.mkdir()
+    (files / 'id.pub').write_text(KEY + '\n')
+    (files / 'web.yaml').write_text('#cloud-config\n{}\n')
+    monkeypatch.setenv('HOME', str(files))
+
+    def load(content: str | bytes, path: str = 'files/shop.yaml', more: str = '') -> StackFile:
+        if more:
+            (tmp_path / 'schedule.yaml').write_text(SCHEDULE + more)
+        monkeypatch.chdir(tmp_path)
+        data = content if isinstance(content, bytes) else content.encode()
+        Path('files/shop.yaml').write_bytes(data)
+        terminal = Terminal(print, print, print)
+        ctx = Context(terminal, load_schedule(tmp_path / 'schedule.yaml'), Invocation('apply', (path,), Options()))
+        vars(ctx)['store'] = store
+        if path == '-':
+            read_end, write_end = os.pipe()
+            os.write(write_end, data)
+            os.close(write_end)
+            os.dup2(read_end, 0)
+            os.close(read_end)
+        return load_stack_file(ctx, path)
+
+    standard_input = os.dup(0)
+    yield load
+    os.dup2(standard_input, 0)
+    os.close(standard_input)
+
+
+@pytest.fixture
+def mistakes(load: Callable[..., StackFile]) -> Callable[..., list[str]]:
+    """A function that loads a text and returns the lines of its error, without the directory of the file."""
+
+    def read(content: str | bytes, path: str = 'files/shop.yaml') -> list[str]:
+        with pytest.raises(UsageError) as error:
+            load(content, path)
+        assert error.value.exit_code == 2
+        return [line.replace('files/shop.yaml:', '') for line in str(error.value).split('\n')]
+
+    return read
+
+
+def test_every_mistake_is_reported_at_once_with_its_line(mistakes: Callable[..., list[str]]) -> None:
+    text = """\
+stack: The-Shop
+project: ''
+instanzes: {}
+instances:
+  db: {flavor: small, image: nowhere, ssh_keys: none.pub, count: 0}
+  web:
+    query: resource=VCPU:1
+    image: http://images/x.qcow2
+    user_data: missing.yaml
+    ssh_keys: [id.pub, missing.pub]
+    group: {policy: both, strict: maybe, size: 3}
+    weigh: heavy
+    colour: red
+    query: resources=VCPU:2
+  Bad_Name: {flavor: small}
+  none: {}
+  list: [flavor, small]
+  huge: {flavor: smal, count: '3'}
+  bare: {flavor: bare, name: -x}
+  7: {flavor: small}
+  [a, b]: {flavor: small}
+  yes: {flavor: small}
+  db: {flavor: small}
+"""
+    found = mistakes(text)
+    assert [(int(line.split(':')[0]), line.split(':')[1].strip()) for line in found] == [
+        (1, 'stack'),
+        (2, 'project'),
+        (3, 'instanzes'),
+        (5, 'instances.db.count'),
+        (5, 'instances.db.image'),
+        (5, 'instances.db.ssh_keys'),
+        (7, 'instances.web.query'),
+        (9, 'instances.web.user_data'),
+        (10, 'instances.web.ssh_keys'),
+        *((11, 'instances.web.group') for _ in range(3)),
+        (12, 'instances.web.weigh'),
+        (13, 'instances.web.colour'),
+        (14, 'instances.web.query'),
+        (15, 'instances.Bad_Name'),
+        (16, 'instances.none.query'),
+        (17, 'instances.list.query'),
+        (17, 'instances.list'),
+        (18, 'instances.huge.count'),
+        (18, 'instances.huge.flavor'),
+        (19, 'instances.bare.flavor'),
+        (19, 'instances.bare.name'),
+        (20, 'instances.7'),
+        (21, 'instances.…'),
+        (22, 'instances.yes'),
+        (23, 'instances.db'),
+    ]
+    joined = '\n'.join(found)
+    for part in (
+        'instanzes: unknown key (did you mean instances?)',
+        "the image 'nowhere' is neither a URL nor a name in `images:` of schedule.yaml: it has trixie, bookworm",
+        'must be a list of files, not none.pub',
+        "web.query: placement has no parameter 'resource' (did you mean resources?)",
+        'missing.pub: cannot be read: No such file or directory',
+        'group: policy: must be affinity or anti-affinity',
+        'group: size: unknown key',
+        "'Bad_Name' is not a valid member name",
+        'none.query: is missing. Fix: give the member a flavor or a query',
+        'flavor bare lacks MEMORY_MB, DISK_GB',
+        '7: a key must be text. Fix: put it in quotes',
+        'db: is given more than once, first in line 5',
+    ):
+        assert part in joined, part
+
+
+@pytest.mark.parametrize(
+    ('content', 'reason'),
+    [
+        ('', '1: stack: is missing'),
+        ('stack: a\ninstances:\n', 'instances: is missing. Fix: give a mapping of members'),
+        ('[stack]', '1: the file: must be a mapping'),
+        ('stack: a\ninstances: [b]\n', '2: instances: must be a mapping'),
+        ('stack: 7\ninstances: {}\n', '1: stack: must be text. Fix: put 7 in quotes'),
+        ('stack: a\ninstances: {\n', '3:1: not YAML'),
+        (b'stack: \xff\n', '1: is not UTF-8 text'),
+        ('stack: !!str a\n', '1:8: tags (!) are not accepted'),
+        ('stack: a\ninstances: {b: *c}\n', '2:16: not YAML: found undefined alias'),
+        ('&a {stack: a, instances: *a}\n', 'has more than 10000 values, or more than 8 levels'),
+        ('stack: a\ninstances: {b: &b {<<: *b, flavor: small}}\n', 'has more than 10000 values, or more than 8'),
+        ('stack: a\ninstances:\n' + '  b:\n' * 10_000, '5000:5: has more than 10000 values'),
+        (f'stack: a\ninstances: [{"b, " * 10_000}]\n', ': has more than 10000 values'),
+        (
+            'a: &a [x, x, x, x, x, x, x, x, x, x]\n'
+            + ''.join(f'{name}: &{name} [{", ".join([f"*{chr(ord(name) - 1)}"] * 10)}]\n' for name in 'bcdef'),
+            'has more than 10000 values',
+        ),
+        (f'b: &b {{{", ".join(f"k{n}: 1" for n in range(900))}}}\nc: {{<<: [{"*b, " * 12}]}}\n', 'more than 10000'),
+        (' ' * (MAX_FILE_BYTES + 1), ' is larger than 1024 KiB'),
+        ('stack: a\ninstances: {b: {flavor: small, count: 301}}\n', '2: instances: the stack has 301 instances; the'),
+        (
+            'stack: a\ninstances: {b: {flavor: small, count: 1000000}, c: {flavor: small, count: 200}}\n',
+            '2: instances: the stack has 501 instances; the limit is 300',
+        ),
+        (
+            'stack: a\ninstances:\n  web: {flavor: small, count: 3}\n  web-2: {flavor: small}\n',
+            '4: instances.web-2: its instance a-web-2 has the name of one of member web',
+        ),
+        (
+            'stack: a\ninstances:\n  b: {flavor: small, name: x}\n  c: {flavor: small, name: x}\n',
+            '4: instances.c: its instance x has the name of one of member b',
+        ),
+        (f'stack: a\ninstances:\n  {"b" * 62}: {{flavor: small}}\n', '3: instances.bbbb'),
+        (
+            'stack: a\ninstances:\n  b: {flavor: small, group: {name: g, policy: affinity}}\n'
+            '  c: {flavor: small, group: g}\n  d: {flavor: small, group: {name: g, policy: anti-affinity}}\n',
+            '5: instances.d.group: group g has another policy in another member',
+        ),
+    ],
+)
+def test_a_mistake_of_the_whole_file(mistakes: Callable[..., list[str]], content: str | bytes, reason: str) -> None:
+    assert any(reason in line for line in mistakes(content)), mistakes(content)
+
+
+def test_unreadable_file_is_named(mistakes: Callable[..., list[str]]) -> None:
+    for path, reason in (('none/x.yaml', 'No such file or directory'), ('files', 'Is a directory'), ('a\0', 'null')):
+        (line,) = mistakes('', path)
+        assert (': cannot be read: ' in line, reason in line) == (True, True), line
+
+
+def summarize(desired: Desired) -> tuple[str, ...]:
+    order = desired.order
+    return order.name or '', order.query or '', order.image or '', desired.weigh
+
+
+def test_members_with_aliases_flavors_and_image_names(load: Callable[..., StackFile]) -> None:
+    stack = load(f"""\
+stack: shop
+instances:
+  db: &db {{flavor: small, image: bookworm, weigh: pack, group: {{name: g, policy: affinity, strict: false}}}}
+  web: &web
+    <<: *db
+    count: 2
+    query: resources=VCPU:2
+    group: g
+  api: {{<<: *web, count: 1, image: http://other/x.qcow2, name: front}}
+  all: {{<<: [*web, *db], weigh: spread, count: }}
+  own: {{query: '{QUERY}'}}
+""")
+    bookworm, small = 'http://images/bookworm.qcow2', 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+    double = small.replace('VCPU:1', 'VCPU:2')
+    assert {entry: summarize(desired) for entry, desired in stack.instances.items()} == {
+        'db/1': ('shop-db', small, bookworm, 'pack'),
+        'web/1': ('shop-web-1', double, bookworm, 'pack'),
+        'web/2': ('shop-web-2', double, bookworm, 'pack'),
+        'api/1': ('front-1', double, 'http://other/x.qcow2', 'pack'),
+        'all/1': ('shop-all', double, bookworm, 'spread'),
+        'own/1': ('shop-own', QUERY, f'http://images/trixie.qcow2#sha256={HASH}', 'spread'),
+    }
+    assert (stack.name, stack.members) == ('shop', ['db', 'web', 'api', 'all', 'own'])
+    # A policy holds for all members that name the group, wherever it is given.
+    groups = {entry: desired.order.group for entry, desired in stack.instances.items()}
+    assert groups == dict.fromkeys(stack.instances, Membership('g', 'affinity', False)) | {'own/1': None}
+    assert {desired.order.project_id for desired in stack.instances.values()} == {'shop'}
+    assert stack.instances['db/1'].origins == {
+        'project': 'the default of schedule.yaml',
+        'image': 'image bookworm of schedule.yaml',
+        'query': 'flavor small',
+    }
+    assert stack.instances['own/1'].origins['image'] == 'the default of schedule.yaml'
+    assert load('stack: a\nproject: p\ninstances: {}\n').instances == {}
+    assert len(load('stack: a\ninstances: {b: {flavor: small, count: 300}}\n').instances) == 300
+
+
+def test_flavor_of_etcd_is_read_once(load: Callable[..., StackFile], store: FlavorStore) -> None:
+    stack = load('stack: a\ninstances: {b: {flavor: shared, count: 3}, c: {flavor: shared, query: resources=VCPU:9}}\n')
+    queries = {entry: desired.order.query or '' for entry, desired in stack.instances.items()}
+    assert {entry: query.partition(',')[0] for entry, query in queries.items()} == {
+        **dict.fromkeys(('b/1', 'b/2', 'b/3'), 'resources=VCPU:8'),
+        'c/1': 'resources=VCPU:9',
+    }
+    assert store.reads == ['/flavors/shared']
+
+
+def test_paths_are_relative_to_the_file_or_the_current_directory(
+    load: Callable[..., StackFile], tmp_path: Path
+) -> None:
+    files, digest = tmp_path / 'files', hashlib.sha256(b'#cloud-config\n{}\n').hexdigest()
+    member = '{flavor: small, ssh_keys: [%s], user_data: %s}'
+    texts = {
+        prefix: f'stack: a\ninstances: {{b: {member % (prefix + "id.pub", prefix + "web.yaml")}}}\n'
+        for prefix in ('', '~/', f'{files}/', '../files/', 'files/')
+    }
+
+    def check(stack: StackFile) -> None:
+        (desired,) = stack.instances.values()
+        assert desired.order.ssh_keys == (KEY,)
+        assert desired.order.user_data_sha256 == digest
+        assert stack.user_data.keys() == {digest}
+        assert 'ssh_keys' not in desired.origins
+
+    for prefix in ('', '~/', f'{files}/', '../files/'):
+        check(load(texts[prefix]))
+    for prefix in ('files/', '~/', f'{files}/'):
+        check(load(texts[prefix], '-'))
+    # Defaults of schedule.yaml, and a list that overrides them.
+    more = 'ssh_keys: [files/id.pub]\nuser_data: files/web.yaml\n'
+    stack = load('stack: a\ninstances: {b: {flavor: small, ssh_keys: []}, c: {flavor: small}}\n', more=more)
+    b, c = stack.instances.values()
+    assert (b.order.ssh_keys, c.order.ssh_keys, b.order.user_data_sha256) == (None, (KEY,), digest)
+    assert ('ssh_keys' in b.origins, 'ssh_keys' in c.origins, 'user_data' in b.origins) == (False, True, True)
+
+
+def test_mistakes_on_standard_input_name_it(mistakes: Callable[..., list[str]]) -> None:
+    found = mistakes('stack: A\ninstances: {b: {flavour: small, user_data: web.yaml}}\n', '-')
+    assert not sys.stdin.closed  # it is asked later whether it is a terminal
+    assert [line.split(': ')[0] for line in found] == ['standard input:1', *['standard input:2'] * 3], found
+
+
+def test_random_files_are_accepted_or_refused_in_one_way(load: Callable[..., StackFile]) -> None:
+    """No junk in a file has another outcome than a stack or a UsageError."""
+    pieces = [
+        'stack: a\n',
+        'instances:',
+        ' {b: ',
+        '{flavor: small',
+        ', count: 2',
+        '}',
+        '}\n',
+        '&x ',
+        '*x',
+        '<<: ',
+        '[',
+        ']',
+    ]
+    pieces += [', ', '\n  c:', "'", '"', '#', ' - ', '? ', ': ', '~', '1', 'é', '\t', '|\n', '>', '%', '@', '\x00']
+    rng = random.Random(34)
+    outcomes = set()
+    for _ in range(300):
+        good = 'stack: a\ninstances: {b: {flavor: small}}\n'
+        at = rng.randrange(len(good))
+        text = good[:at] + ''.join(rng.choices(pieces, k=rng.randrange(1, 4))) + good[at + rng.randrange(3) :]
+        try:
+            outcomes.add(type(load(text)))
+        except UsageError as error:
+            outcomes.add(type(error))
+    assert outcomes == {StackFile, UsageError}
