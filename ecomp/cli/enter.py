@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ecomp.cli.command import MAX_QUOTED_WORDS, Command, Context, select_options
 from ecomp.cli.options import parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
+from ecomp.cli.selection import SELECTORS, check_selection, has_selectors, list_selected
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, format_time
@@ -83,7 +84,7 @@ def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str
 
 
 def _print_ssh_config(ctx: Context) -> int:
-    """Print ssh_config entries of the named guests, or of all active ones; return the exit code.
+    """Print ssh_config entries of the named guests, or of the active ones that are selected; return the exit code.
 
     Reported host keys are written to a file for each entry. A guest whose name could mislead ssh gets its uuid as Host.
     If no guests are named, those without reported host keys get no entry, but are listed on stderr.
@@ -115,7 +116,8 @@ def _print_ssh_config(ctx: Context) -> int:
 
     if ctx.words:
         return ctx.find_each(print_entry)[1]
-    records = [item for item in list_records(ctx.store, with_gone=False)[0] if item.state == ACTIVE and item.address]
+    records = list_selected(ctx) if has_selectors(ctx.options) else list_records(ctx.store, with_gone=False)[0]
+    records = [record for record in records if record.state == ACTIVE and record.address]
     unverified = [record.name or record.instance for record in records if not record.host_keys]
     if unverified:
         instance_names = make_printable(join_some(unverified, MAX_QUOTED_WORDS))
@@ -314,7 +316,8 @@ COMMANDS: Sequence[Command] = (
     Command('ssh-config', 'ssh-config [<id>…]', 'print entries for ~/.ssh/config',
             'Print entries for ~/.ssh/config. With them, ssh, scp and rsync reach guests as `eschedule ssh` does. '
             'Default: entries for all guests that run and have reported their host keys.',
-            parse_any_instances, _print_ssh_config, exit_codes=(4, 5, 6), example='eschedule ssh-config web1 web2'),
+            parse_any_instances, _print_ssh_config, SELECTORS, (4, 5, 6), example='eschedule ssh-config web1 web2',
+            check=lambda name, words, options: check_selection(name, words, options) if words else None),
     Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
             "Open `virsh console` of the guest, on its host, as `reach` in schedule.yaml describes. The guest's "
             'output goes to the terminal unfiltered. ^] leaves the console.',

@@ -46,7 +46,7 @@ def make_filter(ctx: Context) -> RecordFilter:
 
 
 def has_selectors(options: Options) -> bool:
-    """Return whether options select instances."""
+    """Return True if options select instances."""
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
 
 
@@ -68,10 +68,8 @@ def sort_records(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda each: (each.stages.get('requested', ''), make_sort_key(each.name), each.instance))
 
 
-def select_instances(ctx: Context) -> bool:
-    """Replace ctx.words by the selected instances, if options select them, and return True; NotFound for none."""
-    if not has_selectors(ctx.options):
-        return False
+def list_selected(ctx: Context) -> list[Record]:
+    """Read the records, not gone, that the options select; print the errors of malformed ones. NotFound for none."""
     from ecomp.scheduler.queries.find import list_records
 
     records, errors = list_records(ctx.store, with_gone=False)
@@ -80,6 +78,14 @@ def select_instances(ctx: Context) -> bool:
     selected = sort_records(record for record in make_filter(ctx).select(records) if record.state != GONE)
     if not selected:
         raise NotFound(f'{ctx.name}: no instance is selected. Try: eschedule list with the same options')
+    return selected
+
+
+def select_instances(ctx: Context) -> bool:
+    """Replace ctx.words by the selected instances, if options select them, and return True; NotFound for none."""
+    if not has_selectors(ctx.options):
+        return False
+    selected = list_selected(ctx)
     ctx.words = tuple(record.instance for record in selected)
     ctx.display_names |= {record.instance: record.name for record in selected if record.name}
     return True
