@@ -40,6 +40,7 @@ from ecomp.model.apply import (
     make_stack_order,
     plan_steps,
 )
+from ecomp.model.host import NO_COMPUTES
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.keys import ATTEMPT_SECONDS, make_uuid
 from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, from_json
@@ -65,7 +66,10 @@ COLUMNS = (
 
 @dataclass
 class _Apply:
-    """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed."""
+    """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
+
+    `states` is {new or kept instance: its state after --wait}.
+    """
 
     ctx: Context
     file: StackFile
@@ -85,13 +89,15 @@ class _Apply:
         return [desired.order.name or '' for desired in self.file.instances.values()]
 
     def read(self) -> None:
-        """Read the stack, and plan the steps."""
+        """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
         from ecomp.scheduler.queries.stacks import read_stack
 
         self.state = read_stack(self.ctx.store, self.file.name, self.names)
-        self.steps = plan_steps(
-            self.file.instances, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
+        desired = self.file.instances
+        steps = plan_steps(
+            desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
         )
+        self.steps = [step for step in steps if step.action != ENDING or step.entry in desired]
         self.ctx.display_names |= {step.instance: step.name for step in self.steps if step.instance and step.name}
 
     def select(self, *actions: str) -> list[Step]:
@@ -150,7 +156,9 @@ def _carry_out(run: _Apply) -> int:
             ctx.out.say('a replaced instance keeps its place until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
     except KeyboardInterrupt:
-        ctx.out.say(f'interrupted: the instances of stack {run.file.name} may exist, all or none. Try: the same command again')
+        ctx.out.say(
+            f'interrupted: the instances of stack {run.file.name} may exist, all or none. Try: the same command again'
+        )
         return StillGoing.exit_code
     except UnknownOutcome as error:
         ctx.out.say(put_before_fix(str(error), '. Try: the same command again'))
@@ -194,7 +202,9 @@ def _preview(run: _Apply, backend: Backend) -> int:
     from ecomp.scheduler.placing.stack import preview_change
 
     code = find_exit_code(run.steps, dry_run=True)
-    if code != Conflict.exit_code and run.select(CREATE, REPLACE):
+    if run.ctx.options.destroy_first and run.select(REPLACE):
+        run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
+    elif code != Conflict.exit_code and run.select(CREATE, REPLACE):
         change = _make_change(run, preview=True)
         try:
             run.computes = preview_change(run.ctx.store, backend, change, random.Random())
@@ -247,7 +257,7 @@ def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
             with LiveLine() as show_status:
                 wait_until_gone(Wait(ctx.config.etcd, step.instance, deadline, show_status, claims=ctx.read_claims))
     except (StillGoing, KeyboardInterrupt) as error:
-        ctx.out.say(str(error) or f'interrupted: {names}: still being destroyed. Try: the same command')
+        ctx.out.say(f'{error or f"interrupted: {names}: still being destroyed"}. Try: the same command')
         return False
     run.read()
     return True
@@ -275,10 +285,11 @@ def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: S
 def _report(run: _Apply, is_preview: bool = False) -> None:
     """Print the steps; in a table those that keep an instance are left out. A summary goes to stderr."""
     ctx = run.ctx
-    naming = ctx.name_computes()
+    shown = [step for step in run.steps if ctx.form != TABLE or step.action != KEEP or step.instance in run.outcomes]
+    naming = ctx.name_computes() if shown else NO_COMPUTES
     rows = []
     existing = {record.instance: record for record in run.records}
-    for step in run.steps:
+    for step in shown:
         instance = run.created.get(step.entry, step.instance)
         record, outcome = existing.get(instance), run.outcomes.get(instance, {})
         compute = run.computes.get(instance) or (record.compute if record else '')
@@ -298,8 +309,7 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'reasons': list(step.reasons),
         }
         cells = [step.name, step.action, state, address, naming.format_name(compute) or None, instance or None]
-        if ctx.form != TABLE or step.action != KEEP or outcome:
-            rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
+        rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
     if rows or ctx.form != TABLE:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
@@ -337,6 +347,8 @@ def _wait(run: _Apply) -> int:
     with _show_members(run, {each: places[each] for each in (*new, *kept)}):
         wait_and_report(ctx, outcomes, lambda instance: instance, index, show_progress=lambda _: None)
     run.outcomes = outcomes.results
+    if outcomes.exit_code == StillGoing.exit_code:
+        ctx.out.say(f'stack {run.file.name}: not all instances have reached the stage. Try: the same command')
     return outcomes.exit_code
 
 
