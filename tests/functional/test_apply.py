@@ -1,0 +1,359 @@
+"""`eschedule apply FILE` with real etcd and placement: exit codes, questions, selectors, reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.model.roles import WRITE, Permission, RevokePermission
+from ecomp.store import http2_client
+from ecomp.store.messages import Range, Transaction
+from ecomp.store.roles import Accounts
+from tests.functional.cloud import Cloud
+from tests.kit.behind_roles import start_etcd_with_roles
+from tests.kit.commands import Control, Ecompute, Result, run_in_process
+from tests.kit.invariants import read_allocations
+from tests.kit.journal import JOURNAL
+from tests.kit.many import ManyComputes
+from tests.kit.secured import load_etcd_config
+from tests.kit.servers import Etcd, PlacementServer, make_environment
+from tests.kit.story import IMAGE, wait_state
+
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+
+
+def write_stack(directory: Path, name: str = 'shop', **members: dict[str, Any]) -> str:
+    """Write the file of a stack as JSON, which is YAML, and return its path."""
+    path = directory / f'stack-{len(list(directory.iterdir()))}.yaml'
+    instances = {member: {'query': QUERY, 'image': IMAGE, **values} for member, values in members.items()}
+    path.write_text(json.dumps({'stack': name, 'instances': instances}))
+    return str(path)
+
+
+def change_memory(megabytes: int, vcpus: int = 1) -> dict[str, str]:
+    return {'query': f'resources=VCPU:{vcpus},DISK_GB:1,MEMORY_MB:{megabytes}'}
+
+
+def list_names(control: Control, *words: str) -> list[str]:
+    result = control.eschedule('list', *words, '-f', 'json')
+    assert result.code == 0, result
+    return sorted(
+        record['name'] for record in json.loads(result.stdout) if record['state'] not in ('gone', 'destroying')
+    )
+
+
+def read_actions(result: Result) -> dict[str, str]:
+    """Return {name: action} of the JSON of an apply."""
+    return {each['name']: each['action'] for each in json.loads(result.stdout)['instances']}
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that eschedule sends to etcd in this process, in their order."""
+    sent: list[Any] = []
+    call = http2_client.EtcdMember.call
+
+    def record(self: http2_client.EtcdMember, request: Any, timeout_seconds: float) -> Any:
+        sent.append(request)
+        return call(self, request, timeout_seconds)
+
+    monkeypatch.setattr(http2_client.EtcdMember, 'call', record)
+    return sent
+
+
+@pytest.mark.unaudited('its compute is a key that nobody keeps')
+def test_dry_run_predicts_each_outcome_and_writes_nothing(cluster: Control, requests: list[Any]) -> None:
+    Cloud(cluster.etcd, cluster.placement, None, None).make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10)  # type: ignore[arg-type]
+    assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-taken').code == 0
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    more = write_stack(cluster.directory, db=change_memory(65), web={'count': 2})
+    most = write_stack(cluster.directory, db={}, web={'count': 4})
+    less = write_stack(cluster.directory, web={'count': 2})
+    odd = write_stack(cluster.directory, db={}, taken={})
+    (broken := cluster.directory / 'broken.yaml').write_text('stack: shop\ninstances: {db: {flavour: x}}\n')
+
+    def read_revision() -> int:
+        return int(cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision'])
+
+    def dry_run(path: str, *options: str) -> tuple[int, dict[str, str]]:
+        requests.clear()
+        before, claims = read_revision(), read_allocations(cluster)
+        result = cluster.eschedule('apply', path, '--dry-run', '-f', 'json', *options)
+        assert (read_revision(), read_allocations(cluster)) == (before, claims)
+        reads = [each for each in requests if isinstance(each, Transaction)]
+        assert all(isinstance(part, Range) for each in reads for part in each.success)
+        assert {type(each) for each in requests} <= {Range, Transaction}  # no lease either
+        assert options or result.code in (3, 5) or 'would have' in result.stderr
+        return result.code, read_actions(result) if result.code in (0, 1, 5, 8) else {}
+
+    new = dict.fromkeys(('shop-db', 'shop-web-1', 'shop-web-2'), 'create')
+    kept = dict.fromkeys(new, 'keep')
+    assert dry_run(shop) == (8, new)
+    assert dry_run(most) == (3, {})
+    assert dry_run(odd) == (5, {'shop-db': 'create', 'shop-taken': 'taken'})
+    assert cluster.eschedule('apply', most).code == 3
+    assert cluster.eschedule('apply', odd).code == 5
+    assert cluster.eschedule('apply', shop).code == 0
+    assert dry_run(shop) == (0, kept)
+    assert dry_run(more) == (5, kept | {'shop-db': 'differs'})
+    assert dry_run(more, '--replace', 'web') == (5, kept | {'shop-db': 'differs'})
+    assert dry_run(most) == (3, {})
+    # The old one holds its claim, and nothing is left.
+    assert dry_run(more, '--replace', 'db,web') == (3, {})
+    assert dry_run(more, '--replace-all', '--destroy-first') == (8, kept | {'shop-db': 'replace'})
+    assert dry_run(less) == (0, kept | {'shop-db': 'surplus'})
+    assert dry_run(less, '--prune') == (8, kept | {'shop-db': 'destroy'})
+    for words, reason in (
+        (('--replace', 'wep'), "the file has no member 'wep'"),
+        ((str(broken),), 'broken.yaml:2: instances.db.flavour: unknown key (did you mean flavor?)'),
+        ((shop,), 'needs exactly one argument'),
+        (('--prune', '--timeout', '1'), '--timeout'),
+    ):
+        refused = cluster.eschedule('apply', *(words if words == (str(broken),) else (shop, *words)))
+        assert (refused.code, reason in refused.stderr) == (2, True), refused
+    # An unchanged apply costs the stack's key and one batch, and a flavor of etcd one more read.
+    requests.clear()
+    unchanged = cluster.eschedule('apply', shop)
+    assert (unchanged.code, unchanged.stdout) == (0, '')
+    assert unchanged.stderr == 'eschedule: stack shop: 3 as the file asks\n'
+    assert [type(each) for each in requests] == [Range, Transaction]
+    assert b''.join(each.key for each in requests[:1]) == b'/stacks/shop'
+
+
+def test_replace_with_and_without_room(cluster: Control, compute: Ecompute) -> None:
+    shop = write_stack(cluster.directory, db=change_memory(64, 2), web={})
+    created = cluster.eschedule('apply', shop, '-f', 'json')
+    assert (created.code, read_actions(created)) == (0, {'shop-db': 'create', 'shop-web': 'create'})
+    waited = cluster.eschedule('apply', shop, '-f', 'json', '--wait')
+    states = {each['name']: each['state'] for each in json.loads(waited.stdout)['instances']}
+    assert (waited.code, read_actions(waited), states) == (
+        0,
+        {'shop-db': 'keep', 'shop-web': 'keep'},
+        {'shop-db': 'active', 'shop-web': 'active'},
+    )
+    before = {each['name']: each['instance'] for each in json.loads(created.stdout)['instances']}
+    with_room = write_stack(cluster.directory, db=change_memory(64, 2), web=change_memory(65))
+    replaced = cluster.eschedule('apply', with_room, '--replace-all', '--yes', '--wait', '-f', 'json')
+    assert replaced.code == 0, replaced
+    db, web = json.loads(replaced.stdout)['instances']
+    assert (db['action'], db['instance'], db['replaced']) == ('keep', before['shop-db'], None)
+    assert (web['action'], web['replaced'], web['state']) == ('replace', before['shop-web'], 'active')
+    assert (web['compute'], web['instance'] != before['shop-web']) == (compute.uuid, True)
+    assert wait_state(cluster, before['shop-web'], 'gone')
+    large = write_stack(cluster.directory, db=change_memory(65, 3), web=change_memory(65))
+    refused = cluster.eschedule('apply', large, '--replace', 'db', '--yes')
+    assert (refused.code, 'Try: --destroy-first' in refused.stderr) == (3, True), refused
+    assert 'db: no compute has room for it; nothing was created' in refused.stderr
+    assert read_allocations(cluster).keys() == {db['instance'], web['instance']}
+    done = cluster.eschedule('apply', large, '--replace', 'db', '--yes', '--destroy-first', '--wait', '-f', 'json')
+    assert (done.code, json.loads(done.stdout)['instances'][0]['state']) == (0, 'active'), done
+    assert list_names(cluster) == ['shop-db', 'shop-web']
+
+
+@pytest.mark.parametrize('options', [(), ('--destroy-first',)])
+def test_failed_and_ending_instances(cluster: Control, compute: Ecompute, options: tuple[str, ...]) -> None:
+    shop = write_stack(cluster.directory, db={}, web={})
+    compute.pause()
+    created = json.loads(cluster.eschedule('apply', shop, '-f', 'json').stdout)['instances']
+    cluster.placement.call('DELETE', f'/allocations/{created[0]["instance"]}')
+    compute.resume()
+    failed = cluster.eschedule('apply', shop, '--wait')
+    assert (failed.code, 'failed at stage' in failed.stderr) == (1, True), failed
+    for words in ((), ('--wait',), ('--dry-run',)):
+        again = cluster.eschedule('apply', shop, *words, '-f', 'json')
+        assert (again.code, read_actions(again)) == (1, {'shop-db': 'failed', 'shop-web': 'keep'}), again
+        assert 'placement holds no allocation' in json.loads(again.stdout)['instances'][0]['reasons'][0]
+    replaced = cluster.eschedule('apply', shop, '--replace', 'db', '--yes', '--wait', *options)
+    assert replaced.code == 0, replaced
+    assert list_names(cluster) == ['shop-db', 'shop-web']
+    compute.pause()
+    assert cluster.eschedule('destroy', 'shop-web').code == 0
+    ending = cluster.eschedule('apply', shop)
+    assert (ending.code, 'shop-web: still being destroyed; nothing was changed' in ending.stderr) == (6, True), ending
+    assert cluster.eschedule('apply', shop, '--dry-run').code == 8
+    late = cluster.eschedule('apply', shop, '--wait', '--timeout', '0.5')
+    assert (late.code, 'Try: ' in late.stderr) == (6, True), late
+    # One that the file does not have is in nobody's way.
+    only = write_stack(cluster.directory, db={}, api={})
+    assert cluster.eschedule('apply', only).code == 0
+    late = cluster.eschedule('apply', only, '--wait', '--timeout', '0.5')
+    assert (late.code, 'not all instances have reached the stage. Try: ' in late.stderr) == (6, True), late
+    compute.resume()
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    assert list_names(cluster) == ['shop-api', 'shop-db', 'shop-web']
+    assert cluster.eschedule('destroy', '--file', shop, '--yes', '--wait').code == 0
+    assert list_names(cluster) == ['shop-api']
+    assert cluster.eschedule('apply', write_stack(cluster.directory), '--prune', '--yes', '--wait').code == 0
+    assert list_names(cluster) == []
+
+
+def test_destroy_file_removes_an_instance_in_error(cluster: Control, compute: Ecompute) -> None:
+    shop = write_stack(cluster.directory, db={}, web={})
+    compute.pause()
+    created = json.loads(cluster.eschedule('apply', shop, '-f', 'json').stdout)['instances']
+    cluster.placement.call('DELETE', f'/allocations/{created[0]["instance"]}')
+    compute.resume()
+    assert cluster.eschedule('apply', shop, '--wait').code == 1
+    destroyed = cluster.eschedule('destroy', '--file', shop, '--yes', '--wait', '-f', 'json')
+    assert (destroyed.code, list_names(cluster)) == (0, []), destroyed
+    assert read_actions(destroyed) == {'shop-db': 'destroy', 'shop-web': 'destroy'}
+
+
+def answer(control: Control, text: str, *words: str) -> Result:
+    """Run eschedule with a terminal as its standard input, on which `text` was typed."""
+    ours, theirs = pty.openpty()
+    os.write(ours, text.encode())
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
+    began = time.monotonic()
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=make_environment()
+    ) as process:
+        out, err = process.communicate(timeout=120)
+    os.close(ours)
+    os.close(theirs)
+    JOURNAL.add_run(words, process.returncode, (out, err), began, process.pid)
+    return Result(process.returncode, out, err)
+
+
+@pytest.mark.usefixtures('compute')
+def test_destroying_asks_on_a_terminal_and_needs_yes_without(cluster: Control) -> None:
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    less = write_stack(cluster.directory, web={'count': 2})
+    other = write_stack(cluster.directory, db=change_memory(65), web={'count': 2})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    names = ['shop-db', 'shop-web-1', 'shop-web-2']
+    (record,) = json.loads(cluster.eschedule('list', '--name', 'shop-db', '-f', 'json').stdout)
+    questions: list[tuple[str, tuple[str, ...]]] = [
+        ('1 instance, with their disks: shop-db', ('apply', less, '--prune')),
+        ('1 instance, with their disks: shop-db', ('apply', other, '--replace', 'db')),
+        ('1 instance, with their disks: shop-db', ('apply', other, '--replace-all', '--destroy-first')),
+        ('3 instances, with their disks: shop-db, shop-web-1, shop-web-2', ('destroy', '--file', shop)),
+        ('3 instances, with their disks: ', ('destroy', '--stack', 'shop')),
+        ('2 instances, with their disks: ', ('destroy', '--name', 'shop-web-?')),
+        ('3 instances, with their disks: ', ('destroy', '--every')),
+    ]
+    for question, words in questions:
+        refused = cluster.eschedule(*words)
+        assert (refused.code, f'would destroy {question}' in refused.stderr) == (2, True), refused
+        assert 'Fix: confirm with --yes' in refused.stderr
+        for text in ('n\n', '\n', 'yes\n', 'Y\n', '\x04'):
+            asked = answer(cluster, text, *words)
+            assert (asked.code, f'Destroy {question}' in asked.stderr) == (1, True), asked
+            assert asked.stderr.endswith('eschedule: nothing was changed\n')
+    prefix = record['instance'][:8]
+    asked = answer(cluster, 'n\n', 'destroy', prefix)
+    assert (asked.code, 'Destroy 1 instance, with their disks: ' in asked.stderr) == (1, True), asked
+    assert list_names(cluster) == names
+    assert answer(cluster, 'y\n', 'apply', less, '--prune').code == 0
+    assert wait_state(cluster, record['instance'], 'gone')
+    assert list_names(cluster) == names[1:]
+    asked = answer(cluster, '', 'destroy', 'shop-web-1')  # a whole name is no guess
+    assert (asked.code, 'Destroy' in asked.stderr) == (0, False), asked
+    second = json.loads(cluster.eschedule('list', '--name', 'shop-web-2', '-f', 'json').stdout)[0]['instance']
+    assert answer(cluster, 'y\n', 'destroy', second[:8], '--wait').code == 0
+    assert list_names(cluster) == []
+
+
+def test_selectors_of_all_commands(cluster: Control, compute: Ecompute) -> None:
+    group = {'group': {'name': 'g', 'policy': 'affinity'}}
+    shop = write_stack(cluster.directory, db={}, web={'count': 2, **group})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    assert cluster.eschedule(QUERY, IMAGE, '--name', 'alone', '--wait').code == 0
+    web = {'shop-web-1', 'shop-web-2'}
+    every = {*web, 'shop-db', 'alone'}
+
+    def select(*words: str) -> set[str]:
+        result = cluster.eschedule(*words, '-f', 'json')
+        assert result.code == 0, result
+        documents = json.loads(result.stdout)
+        return {each['name'] for each in (documents if isinstance(documents, list) else [documents])}
+
+    selections: list[tuple[tuple[str, ...], set[str]]] = [
+        (('--name', '*-web-*'), web),
+        (('--stack', 'shop'), every - {'alone'}),
+        (('--group', 'g'), web),
+        (('--host', compute.uuid), every),
+        (('--state', 'active,stopped'), every),
+        (('--every',), every),
+        (('--stack', 'shop', '--name', '*-1'), {'shop-web-1'}),
+    ]
+    for selectors, expected in selections:
+        if selectors != ('--every',):
+            assert set(list_names(cluster, *selectors)) == expected
+        waited = cluster.eschedule('wait', *selectors, '--for', 'started')
+        assert (waited.code, 'wait' in waited.stderr) == (0, False), waited
+        for command, state in (('stop', 'stopped'), ('start', 'active'), ('reboot', 'active')):
+            result = cluster.eschedule(command, *selectors, '--wait', '-f', 'json')
+            assert result.code == 0, result
+            documents = json.loads(result.stdout)
+            answers = documents if isinstance(documents, list) else [documents]
+            assert (len(answers), {each['state'] for each in answers}) == (len(expected), {state})
+            names = set(list_names(cluster, '--state', 'stopped'))
+            assert names == (expected if command == 'stop' else set())
+        unreported = cluster.eschedule('ssh-config', *selectors)
+        assert (unreported.code, unreported.stdout) == (0, ''), unreported
+        assert all((name in unreported.stderr) == (name in expected) for name in every), unreported
+    for command in ('stop', 'start', 'reboot', 'destroy', 'wait', 'ssh-config'):
+        for words, code, reason in (
+            (('--name', 'none-*'), 4, 'no instance is selected'),
+            (('--stack', 'none'), 4, 'none: no such stack'),
+            (('alone', '--every'), 2, 'give either instances, or options that select them'),
+        ):
+            refused = cluster.eschedule(command, *words)
+            assert (refused.code, reason in refused.stderr) == (code, True), refused
+    assert cluster.eschedule('stop').code == 2
+    assert cluster.eschedule('ssh-config').code == 0
+    assert cluster.eschedule('destroy', '--stack', 'shop', '--yes', '--wait').code == 0
+    assert list_names(cluster) == ['alone']
+    assert cluster.eschedule('destroy', '--every', '--yes', '--wait').code == 0
+
+
+def test_role_without_stacks_is_refused_with_the_remedy(tmp_path: Path, placement: PlacementServer) -> None:
+    with start_etcd_with_roles(tmp_path) as cloud:
+        cloud.enable()
+        config = cloud.write_config('scheduler-shell', placement.url)
+        shop = write_stack(tmp_path, web={})
+        permission = Permission(WRITE, keys.STACKS, '/stacks0')
+        with closing(Accounts(load_etcd_config(cloud.certs, 'operator-ann'))) as accounts:
+            accounts.apply(RevokePermission('scheduler', permission))
+        refused = run_in_process(config, 'apply', shop)
+        assert refused.code == 1, refused
+        assert 'write /stacks/shop: its role does not allow that' in refused.stderr
+        assert '`elab certs DIR --enable`' in refused.stderr
+        assert cloud.enable()
+        assert run_in_process(config, 'apply', shop).code == 3  # it may write, and there is no compute
+
+
+def test_300_instances_are_one_transaction_if_etcd_takes_it(
+    own_placement: PlacementServer, tmp_path: Path, requests: list[Any]
+) -> None:
+    with Etcd(tmp_path / 'etcd', '--max-txn-ops=2048') as etcd:
+        control = Control(etcd, own_placement, tmp_path)
+        with closing(control), ManyComputes(control, 100):
+            group = {'group': {'name': 'g', 'policy': 'anti-affinity', 'strict': False}}
+            members = {'web': {'count': 150, **group}, 'db': {'count': 100, **change_memory(65)}, 'api': {'count': 50}}
+            (tmp_path / 'data').write_text('#cloud-config\n' + '# ' * 10_000)
+            shop = write_stack(tmp_path, **{name: {**each, 'user_data': 'data'} for name, each in members.items()})
+            applied = control.eschedule('apply', shop)
+            assert applied.code == 0, applied
+            deliveries = [each for each in requests if isinstance(each, Transaction) and b'/hosts/' in each.to_bytes()]
+            writes = [each for each in deliveries if any(not isinstance(part, Range) for part in each.success)]
+            assert len(writes) == 1
+            assert len(writes[0].to_bytes()) < 1_400_000
+            revisions = etcd.call('kv/range', {'key': 'L2hvc3RzLw==', 'range_end': 'L2hvc3RzMA=='})['kvs']
+            assert (len(revisions), len({each['mod_revision'] for each in revisions})) == (300, 1)
+            assert etcd.list_keys('/requests/') == []
+            requests.clear()
+            assert control.eschedule('apply', shop).code == 0
+            assert len(requests) <= 9
+            assert control.eschedule('destroy', '--file', shop, '--yes').code == 0
