@@ -184,7 +184,7 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 def find_exit_code(steps: Sequence[Step], dry_run: bool = False) -> int:
     """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
 
-    5: a conflict; 1: an instance failed; 6: one is being destroyed; with `dry_run` 8 for changes.
+    5: a conflict; 1: an instance failed; with `dry_run` 8 for changes.
     """
     actions = {step.action for step in steps}
     if actions.intersection(CONFLICTS):
