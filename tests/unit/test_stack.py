@@ -31,30 +31,18 @@ PLACE = {'name': 'shop', 'member': 'web', 'number': 2, 'epoch': EPOCH, 'incarnat
 SHOP: dict[str, Any] = {'version': 1, 'epoch': EPOCH, 'entries': {'web/2': {'incarnation': 7, 'compute': COMPUTE}}}
 QUERY = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
 
-# The key and its uuids.
-
-entry_names = st.from_regex(stack._ENTRY_NAME, fullmatch=True)
-stacks = st.builds(
-    Stack,
-    st.from_regex(stack._STACK_NAME, fullmatch=True),
-    st.uuids().map(str),
-    st.dictionaries(
-        entry_names,
-        st.builds(Entry, st.integers(1, stack.MAX_INCARNATION), st.uuids().map(str), st.booleans()),
-        max_size=5,
-    ),
-    st.integers(0, stack.MAX_FLOOR),
-)
+uuids = st.uuids().map(str)
+names = st.from_regex(stack._STACK_NAME, fullmatch=True)
+entries = st.builds(Entry, st.integers(1, stack.MAX_INCARNATION), uuids, st.booleans())
+all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), entries, max_size=5)
 
 
-@given(stacks)
+@given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR)))
 def test_stack_is_read_as_written(value: Stack) -> None:
     assert from_json(value.name, to_json(value).encode()) == value
 
 
-@given(
-    st.sampled_from(['version', 'epoch', 'floor', 'entries', 'incarnation', 'compute', 'ended', *PLACE]), JSON_VALUES
-)
+@given(st.sampled_from(['version', 'epoch', 'floor', 'entries', 'compute', 'ended', *PLACE]), JSON_VALUES)
 def test_any_value_of_a_field_is_valid_or_a_value_error(name: str, junk: object) -> None:
     data = json.loads(json.dumps(SHOP))
     (data['entries']['web/2'] if name in ('incarnation', 'compute', 'ended') else data)[name] = junk
@@ -138,9 +126,6 @@ def test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances(
     assert restore_stack('shop', {}, 70_000) is None
 
 
-# What an apply has to do.
-
-
 def make_order(**fields: Any) -> Order:
     defaults = {'image': IMAGE, 'project_id': 'p', 'query': QUERY, 'name': 'shop-web', 'ssh_keys': ('ssh-rsa A',)}
     return Order(INSTANCE, **(defaults | fields))
@@ -160,17 +145,10 @@ def make_existing(state: str, has_request: bool = True, is_tombstone: bool = Fal
     return Existing(record, Request(**values, allocations=allocations) if has_request else None)
 
 
-def plan(
-    desired: Desired | None,
-    existing: Existing | None,
-    owner: str | None = None,
-    replaced: Any = (),
-    prune: bool = False,
-) -> list[Step]:
+def plan(desired: Desired | None, existing: Existing | None, owner: str | None = None, *options: Any) -> list[Step]:
+    """Return the step of one entry, with its owner and options as plan_steps() has them."""
     owners = {'shop-web': owner} if owner else {}
-    return plan_steps(
-        {'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, replaced, prune
-    )
+    return plan_steps({'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, *options)
 
 
 SAME = Desired(make_order(), SPREAD)
@@ -208,19 +186,8 @@ def test_step_by_state_and_option(
         assert (taken.action, taken.instance, OTHER_UUID in taken.reasons[0]) == ('taken', '', True)
 
 
-def test_steps_name_reasons_and_states() -> None:
-    (failed,) = plan(SAME, make_existing('error'))
-    assert failed == Step('web/1', 'shop-web', 'failed', INSTANCE, 'error', failed.reasons)
-    assert failed.reasons == ['failed at stage image: no such file (removed)']
-    (queued,) = plan(OTHER, make_existing('queued'))
-    assert queued.reasons == ['it waits in a queue']
-    (ending,) = plan(SAME, make_existing('active', is_tombstone=True))
-    assert (ending.state, ending.member, ending.reasons) == ('destroying', 'web', ())
-
-
 GROUP = Membership('web', ANTI_AFFINITY, True)
-
-
+ANTI, STRICT = {'group': GROUP}, 'web anti-affinity strict'
 DATA = {'user_data_sha256': 'ab' * 32}
 # (field, what exists, what the file asks for, both as text); the last five cannot be found without a valid request.
 DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
@@ -230,16 +197,10 @@ DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ('image', {}, {'image': 'http://x/'}, IMAGE, 'http://x/'),
     ('project', {}, {'project_id': 'q'}, 'p', 'q'),
     ('group', {}, {'group': Membership('web')}, 'none', 'web'),
-    ('group', {'group': GROUP}, {}, 'web anti-affinity strict', 'none'),
-    ('group', {'group': GROUP}, {'group': Membership('db')}, 'web', 'db'),
-    (
-        'group',
-        {'group': GROUP},
-        {'group': GROUP._replace(strict=False)},
-        'web anti-affinity strict',
-        'web anti-affinity soft',
-    ),
-    ('group', {'group': GROUP}, {'group': Membership('web', AFFINITY)}, 'web anti-affinity', 'web affinity'),
+    ('group', ANTI, {}, STRICT, 'none'),
+    ('group', ANTI, {'group': Membership('db')}, 'web', 'db'),
+    ('group', ANTI, {'group': GROUP._replace(strict=False)}, STRICT, 'web anti-affinity soft'),
+    ('group', ANTI, {'group': Membership('web', AFFINITY)}, 'web anti-affinity', 'web affinity'),
     ('ssh_keys', {}, {'ssh_keys': None}, '1 with the hash 39b925a15ca6', 'none'),
     ('user_data', {}, DATA, 'none', 'sha256 abababababab'),
     ('user_data', DATA, {}, 'sha256 abababababab', 'none'),
@@ -260,7 +221,15 @@ def test_difference_has_both_values_and_their_origin(
         assert step.action == ('differs' if is_recorded else 'keep'), step
 
 
-def test_all_differences_are_listed_and_others_ignored() -> None:
+def test_all_reasons_are_listed_and_other_differences_ignored() -> None:
+    (failed,), (queued,) = plan(SAME, make_existing('error')), plan(OTHER, make_existing('queued'))
+    assert failed == Step('web/1', 'shop-web', 'failed', INSTANCE, 'error', failed.reasons)
+    assert (failed.reasons, queued.reasons) == (
+        ['failed at stage image: no such file (removed)'],
+        ['it waits in a queue'],
+    )
+    (ending,) = plan(SAME, make_existing('active', is_tombstone=True))
+    assert (ending.state, ending.member, ending.reasons) == ('destroying', 'web', ())
     new = Desired(make_order(name='n', query='q', image='i', project_id='q', group=GROUP, ssh_keys=None), PACK)
     (step,) = plan(new, make_existing('stopped'))
     names = [reason.partition(':')[0] for reason in step.reasons]
@@ -290,16 +259,10 @@ def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
     assert (made.instance, made.count, made.minimum, made.shared_user_data) == (shop.attempt, 300, 300, None)
     assert made.orders.keys() == {shop.make_place(f'web/{number}').instance for number in range(1, 301)}
     first = made.orders[shop.make_place('web/1').instance]
-    assert (first.stack, first.instance, first.stages) == (
-        shop.make_place('web/1', 5),
-        shop.make_place('web/1', 5).instance,
-        {'requested': 'now'},
-    )
+    place = shop.make_place('web/1', 5)
+    assert (first.stack, first.instance, first.stages) == (place, place.instance, {'requested': 'now'})
     with pytest.raises(UsageError, match=r'^the 300 new instances have \d{7} bytes, .* Fix: give fewer ssh keys'):
         order(300, 4000)
-
-
-# How they are distributed.
 
 
 def distribute(
@@ -339,18 +302,12 @@ def test_groups_are_kept_over_the_lots_of_a_stack() -> None:
     places, failed = distribute(two, {'a': 9, 'b': 9, 'c': 9}, (held,), held=('a1',))
     assert (set(places.values()), places.keys(), failed) == ({'b', 'c'}, {'a2', 'b1'}, None)
     # All of a strict affinity group are on one compute, also those of another query, and those of no group fit in.
-    lots = [
-        Lot('1', None, SPREAD, ('x1', 'x2')),
-        Lot('1', near.membership, SPREAD, ('n1', 'n2')),
-        Lot('2', near.membership, SPREAD, ('m1',)),
-    ]
+    lots = [Lot('1', None, SPREAD, ('x1', 'x2'))]
+    lots += [Lot('1', near.membership, SPREAD, ('n1', 'n2')), Lot('2', near.membership, SPREAD, ('m1',))]
     places, failed = distribute(lots, {'a': 2, 'b': 4}, (near,))
     assert (places, failed) == (dict.fromkeys(('n1', 'n2', 'm1'), 'b') | dict.fromkeys(('x1', 'x2'), 'a'), None)
     assert distribute(lots[1:], {'a': 3, 'b': 3}, (near,))[1] is not None
-
-
-def test_strict_affinity_group_of_two_queries_finds_the_compute_with_room_for_all() -> None:
-    near = Group('near', AFFINITY)
+    # That compute has room for all of them.
     lots = [Lot('3', near.membership, PACK, ('m1',)), Lot('1', near.membership, PACK, ('n1', 'n2'))]
     for rooms in ({'a': 4, 'b': 5}, {'a': 5, 'b': 4}):
         places, failed = distribute(lots, rooms, (near,))
