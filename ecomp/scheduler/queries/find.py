@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -301,24 +301,29 @@ def _is_request_key(key: str) -> bool:
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 
-def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Container[str] = ()) -> Change:
+def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
     """Return an unwritten change that takes names ({instance: name or None}); errors as check_name_is_free()."""
     named = {name: instance for instance, name in names.items() if name is not None}
-    conditions = [check_name_is_free(store, name, instance, replaced) for name, instance in named.items()]
+    entries = store.read([keys.name(name) for name in named])
+    conditions = [
+        check_name_is_free(store, name, entries.get(keys.name(name)), {instance, *replaced})
+        for name, instance in named.items()
+    ]
     return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
-def check_name_is_free(store: Store, name: str, instance: str, replaced: Container[str] = ()) -> Unchanged:
-    """Return the condition that a name's key stays as it is; Conflict if another living one has it, Unreadable."""
-    key = keys.name(name)
-    entry = store.get(key)
+def check_name_is_free(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
+    """Return the condition that keeps a name's key; Conflict if a living instance has it, unless it is `admitted`.
+
+    Raises Unreadable if the key or the record of its instance is malformed.
+    """
     if entry is None:
-        return Unchanged(key, 0)
+        return Unchanged(keys.name(name), 0)
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
     owner = parse_name_holder(entry)
-    current = find(store, owner) if owner != instance and owner not in replaced else None
+    current = find(store, owner) if owner not in admitted else None
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
         state = ', which is being destroyed' if current.is_destroying else ''
         raise Conflict(f'{name}: name taken by instance {owner}{state}. Fix: {cure}')
-    return Unchanged(key, entry.revision)
+    return Unchanged(entry.key, entry.revision)
