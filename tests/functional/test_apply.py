@@ -16,6 +16,7 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
+from ecomp.model.stack import MAX_STACK_SIZE
 from ecomp.store import http2_client
 from ecomp.store.messages import Range, Transaction
 from ecomp.store.roles import Accounts
@@ -32,11 +33,11 @@ from tests.kit.story import IMAGE, wait_state
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 
-def write_stack(directory: Path, name: str = 'shop', **members: dict[str, Any]) -> str:
+def write_stack(directory: Path, **members: dict[str, Any]) -> str:
     """Write the file of a stack as JSON, which is YAML, and return its path."""
     path = directory / f'stack-{len(list(directory.iterdir()))}.yaml'
     instances = {member: {'query': QUERY, 'image': IMAGE, **values} for member, values in members.items()}
-    path.write_text(json.dumps({'stack': name, 'instances': instances}))
+    path.write_text(json.dumps({'stack': 'shop', 'instances': instances}))
     return str(path)
 
 
@@ -295,9 +296,11 @@ def test_300_instances_are_one_transaction_if_etcd_takes_it(
     with Etcd(tmp_path / 'etcd', '--max-txn-ops=2048') as etcd:
         control = Control(etcd, own_placement, tmp_path)
         with closing(control), ManyComputes(control, 100):
-            group = {'group': {'name': 'g', 'policy': 'anti-affinity', 'strict': False}}
-            members = {'web': {'count': 150, **group}, 'db': {'count': 100, **change_memory(65)}, 'api': {'count': 50}}
+            group = {'name': 'g', 'policy': 'anti-affinity', 'strict': False}
+            members: dict[str, Any] = {'web': {'count': 150, 'group': group}, 'api': {'count': 50}}
+            members['db'] = {'count': 100, **change_memory(65)}
             (tmp_path / 'data').write_text('#cloud-config\n' + '# ' * 10_000)
+            assert sum(each['count'] for each in members.values()) == MAX_STACK_SIZE
             shop = write_stack(tmp_path, **{name: {**each, 'user_data': 'data'} for name, each in members.items()})
             applied = control.eschedule('apply', shop)
             assert applied.code == 0, applied
