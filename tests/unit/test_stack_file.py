@@ -16,7 +16,6 @@ from ecomp.cli.stack_file import MAX_FILE_BYTES, StackFile, load_stack_file
 from ecomp.cli.terminal import Terminal
 from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
-from ecomp.model.apply import Desired
 from ecomp.model.group import Membership
 from ecomp.store.client import Entry, Snapshot
 
@@ -194,11 +193,6 @@ def test_unreadable_file_is_named(mistakes: Callable[..., list[str]]) -> None:
         assert (': cannot be read: ' in line, reason in line) == (True, True), line
 
 
-def summarize(desired: Desired) -> tuple[str, ...]:
-    order = desired.order
-    return order.name or '', order.query or '', order.image or '', desired.weigh
-
-
 def test_members_with_aliases_flavors_and_image_names(load: Callable[..., StackFile]) -> None:
     stack = load(f"""\
 stack: shop
@@ -215,7 +209,8 @@ instances:
 """)
     bookworm, small = 'http://images/bookworm.qcow2', 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
     double = small.replace('VCPU:1', 'VCPU:2')
-    assert {entry: summarize(desired) for entry, desired in stack.instances.items()} == {
+    orders = {entry: (desired.order, desired.weigh) for entry, desired in stack.instances.items()}
+    assert {entry: (each.name, each.query, each.image, weigh) for entry, (each, weigh) in orders.items()} == {
         'db/1': ('shop-db', small, bookworm, 'pack'),
         'web/1': ('shop-web-1', double, bookworm, 'pack'),
         'web/2': ('shop-web-2', double, bookworm, 'pack'),
