@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecomp.errors import UsageError
 from ecomp.yaml_file import _parse_with_pyyaml
-from ecomp.yaml_plain import parse_plain
+from ecomp.yaml_plain import Node, parse_plain
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -77,6 +79,32 @@ def test_plain_files_are_read_like_pyyaml(examples: int) -> None:
 
     read()
     assert len(plain_texts) > examples / 20, 'too few are plain for this to say anything'
+
+
+def read_outcome(text: str, loader: type) -> object:
+    """Return the nodes of a text, or the error, with this class in place of libyaml's loader."""
+    with patch.object(yaml, 'CSafeLoader', loader):
+        try:
+            root = _parse_with_pyyaml(text.encode(), 'x.yaml', 100)
+        except UsageError as error:
+            return str(error)
+    return root and remove_null_lines(root)
+
+
+def remove_null_lines(node: Node) -> Node:
+    """Remove the lines of null nodes: libyaml has another idea of where a value is that is not written."""
+    return Node(
+        node.kind,
+        0 if node.kind == 'null' else node.line,
+        node.text,
+        tuple(map(remove_null_lines, node.items)),
+        tuple((remove_null_lines(key), remove_null_lines(value)) for key, value in node.pairs),
+    )
+
+
+@given(FILES)
+def test_libyaml_and_pyyaml_read_the_same(text: str) -> None:
+    assert read_outcome(text, yaml.CSafeLoader) == read_outcome(text, yaml.SafeLoader)
 
 
 SECURED_CONFIGURATION = {
