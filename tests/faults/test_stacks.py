@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
-from typing import Any
 
 import pytest
 
@@ -12,35 +10,16 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check_invariants, read_allocations
 from tests.kit.many import ManyComputes
+from tests.kit.stacks import QUERY, list_instances, write_stack
 from tests.kit.story import IMAGE
 
-QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
-
-
-def write_stack(control: Control, members: dict[str, Any], name: str = 'shop') -> str:
-    """Write the file of a stack as JSON, which is YAML, and return its path."""
-    path = control.directory / f'{uuid.uuid4()}.yaml'
-    defaults = {'query': QUERY, 'image': IMAGE}
-    instances = {member: {**defaults, **values} for member, values in members.items()}
-    path.write_text(json.dumps({'stack': name, 'instances': instances}))
-    return str(path)
-
-
-def list_instances(control: Control) -> dict[str, str]:
-    """Return {name: uuid} of the instances that are not being destroyed, all with a claim and a request."""
-    result = control.eschedule('list', '-f', 'json')
-    assert result.code == 0, result
-    records = [record for record in json.loads(result.stdout) if record['state'] not in ('destroying', 'gone')]
-    names = [record['name'] for record in records]
-    assert len(set(names)) == len(names), names
-    return {record['name']: record['instance'] for record in records}
-
-
 SHOP = {'db': {}, 'web': {'count': 3}}
+APPLY_FAILPOINTS = ('stack-begun', 'stack-announced', 'claimed-some', 'stack-claimed', 'stack-delivered')
+CHANGE_FAILPOINTS = REMOVED, PART_DELIVERED = 'stack-removed', 'stack-part'
 NAMES = {'shop-db', 'shop-web-1', 'shop-web-2', 'shop-web-3'}
 
 
-@pytest.mark.parametrize('step', ['stack-begun', 'stack-announced', 'claimed-some', 'stack-claimed', 'stack-delivered'])
+@pytest.mark.parametrize('step', APPLY_FAILPOINTS)
 def test_killed_apply_is_continued_by_the_next(cluster: Control, compute: Ecompute, step: str) -> None:
     path = write_stack(cluster, SHOP)
     with Eschedule(cluster, 'apply', path, failpoint=f'{step}:kill') as eschedule:
@@ -116,8 +95,8 @@ def test_prune_destroys_only_what_the_file_lacks(cluster: Control) -> None:
     assert list_instances(cluster) == before
     unconfirmed = cluster.eschedule('apply', path, '--prune')
     assert (unconfirmed.code, 'would destroy 1 instance, with their disks: shop-db' in unconfirmed.stderr) == (2, True)
-    with Eschedule(cluster, 'apply', path, '--prune', '--yes', failpoint='stack-removed:kill') as eschedule:
-        eschedule.assert_killed_at('stack-removed')
+    with Eschedule(cluster, 'apply', path, '--prune', '--yes', failpoint=f'{REMOVED}:kill') as eschedule:
+        eschedule.assert_killed_at(REMOVED)
     assert cluster.eschedule('apply', path, '--prune', '--yes', '--wait').code == 0
     assert list_instances(cluster).keys() == NAMES - {'shop-db'}
 
@@ -165,8 +144,8 @@ def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -
     with ManyComputes(cluster, 20):
         members = {'web': {'count': 40}, 'db': {'count': 30, 'query': QUERY.replace('64', '65')}}
         path = write_stack(cluster, members)
-        with Eschedule(cluster, 'apply', path, failpoint='stack-part:kill') as eschedule:
-            eschedule.assert_killed_at('stack-part')
+        with Eschedule(cluster, 'apply', path, failpoint=f'{PART_DELIVERED}:kill') as eschedule:
+            eschedule.assert_killed_at(PART_DELIVERED)
         assert len(list_instances(cluster)) == 30
         repeated = cluster.eschedule('apply', path)
         assert repeated.code == 0, repeated
