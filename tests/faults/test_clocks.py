@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -13,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit.by_hand import put_claim
-from tests.kit.commands import Control
-from tests.kit.hands import Eschedule, read_guests
-from tests.kit.invariants import check_invariants, read_lasting_keys
+from tests.kit.commands import Command, Control, write_config
+from tests.kit.hands import LARGE_INVENTORY, Eschedule, read_guests
+from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
+from tests.kit.many import ManyComputes
 from tests.kit.servers import make_environment, wait_until
+from tests.kit.stacks import list_instances, write_stack
 from tests.kit.story import SMALL_QUERY, boot, find_log_lines, place, read_record, wait_address, wait_state
 from tests.kit.tuned import TunedEcompute, make_tuned
 
@@ -175,3 +179,39 @@ def test_clock_jump_during_build_does_not_end_the_wait(
     compute.restart()
     run_one_instance(cluster, compute)
     check_invariants(cluster, compute)
+
+
+@pytest.mark.slow
+def test_concurrent_applies_with_different_clocks_create_one_set(
+    cluster: Control, faketime_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """F30: two applies of one file, of two users with clocks five seconds apart: one set of instances (fake)."""
+    commands = []
+    for user, offset in (('ahead', '+5s'), ('behind', '+0')):
+        home = tmp_path / user
+        home.mkdir()
+        config = write_config(home / 'schedule.yaml', cluster.etcd.endpoint, cluster.placement.url)
+        environment = {**faketime_environment, 'FAKETIME': offset, 'HOME': str(home), 'XDG_CACHE_HOME': str(home)}
+        commands.append(([sys.executable, '-m', 'ecomp.schedule', '--config', str(config)], home, environment))
+    _, home, environment = commands[0]
+    with Command([sys.executable, '-c', 'import time; print(time.time())'], home, environment) as clock:
+        before, shown = time.time(), float(clock.wait().stdout)
+    assert before + 4 < shown < time.time() + 6, 'the clock was not moved'
+    with ManyComputes(cluster, 4, LARGE_INVENTORY):
+        for number in range(20):
+            path = write_stack(cluster, {'db': {}, 'web': {'count': 9}}, f'shop{number}')
+            running = [Command([*command, 'apply', path], home, extra) for command, home, extra in commands]
+            with running[0] as first, running[1] as second:
+                results = [first.wait(), second.wait()]
+            assert 0 in [result.code for result in results], results
+            assert {result.code for result in results} <= {0, 5}, results
+            instances = list_instances(cluster)
+            names = [f'shop{number}-db', *(f'shop{number}-web-{each}' for each in range(1, 10))]
+            assert sorted(instances) == sorted(names), results
+            assert read_allocations(cluster).keys() == set(instances.values())
+            again = cluster.eschedule('apply', path)
+            assert (again.code, again.stdout) == (0, ''), again
+            assert list_instances(cluster) == instances
+            assert cluster.eschedule('destroy', '--file', path, '--yes', '--wait').code == 0
+            assert read_allocations(cluster) == {}
+        check_invariants(cluster)

@@ -12,15 +12,16 @@ TOY_INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 class ManyComputes(Server):
-    """`ecompute --fake TOY_INVENTORY --count N`, with a compute.yaml in its directory.
+    """`ecompute --fake INVENTORY --count N`, with a compute.yaml in its directory.
 
     `placement` among the settings is another URL than the cluster's.
     """
 
     name = 'many'
 
-    def __init__(self, cluster: Control, count: int, **settings: Any) -> None:
+    def __init__(self, cluster: Control, count: int, inventory: str = TOY_INVENTORY, **settings: Any) -> None:
         super().__init__(cluster.directory)
+        self._inventory = inventory
         self.count = count
         self._etcd = cluster.etcd
         placement = settings.pop('placement', cluster.placement.url)
@@ -29,7 +30,7 @@ class ManyComputes(Server):
 
     def command(self) -> list[str]:
         """The command line; compute.yaml is found in the working directory."""
-        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY_INVENTORY, '--count', str(self.count)]
+        return [sys.executable, '-m', 'ecomp.compute', '--fake', self._inventory, '--count', str(self.count)]
 
     def environment(self) -> dict[str, str]:
         """Keep its temporary state in the test's directory, which is removed even if it is killed."""

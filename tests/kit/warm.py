@@ -30,7 +30,7 @@ from typing import Any
 PRELOADED_MODULES = [
     *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operations.audit', 'ecomp.placement.client'),
     *('ecomp.store.http2_client', 'ecomp.store.watch', 'ecomp.placement.http_client'),
-    *('ecomp.cli.inspect', 'yaml'),
+    *('ecomp.cli.inspect', 'ecomp.cli.apply', 'ecomp.scheduler.placing.stack', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
