@@ -48,7 +48,8 @@ CLASS_IDS = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
 class FakeCluster:
     """A cluster of keys and providers, without ecomputes."""
 
-    def __init__(self, computes: int) -> None:
+    def __init__(self, computes: int, *etcd_options: str) -> None:
+        self._etcd_options = etcd_options
         self.size = computes
         self.places = max(8, 2000 // computes)  # of each compute
         self.inventory = {name: {'total': self.places * amount} for name, amount in INSTANCE_RESOURCES.items()}
@@ -60,7 +61,7 @@ class FakeCluster:
 
     def __enter__(self) -> Self:
         enter = self._at_exit.enter_context
-        self.etcd = enter(Etcd())
+        self.etcd = enter(Etcd(None, *self._etcd_options))
         self._postgres = enter(Postgres())
         self.placement = enter(CountedPlacement(self._postgres.url))
         directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
