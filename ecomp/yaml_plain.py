@@ -26,7 +26,7 @@ class _Line(NamedTuple):
     rest: str
 
 
-_LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_]*):(?: +|$))([^ #].*|)')
+_LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_-]*):(?: +|$))([^ #].*|)')
 _BLANK_OR_COMMENT = re.compile(' *(#.*)?')
 _WORD = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?'
 # _WORD is a word in any place, this one a word outside of lists in brackets.
