@@ -313,9 +313,9 @@ class Cloud:
     def collect_placements(self) -> Mapping[str, str]:
         """Return the placements that users were told: {instance: compute}."""
         placements: dict[str, str] = {}
-        for command in self.commands:
-            if isinstance(command.actor.outcome, dict):
-                placements |= {instance: delivery.compute for instance, delivery in command.actor.outcome.items()}
+        for actor in self.world.actors:
+            if actor.command in ('create', 'apply') and isinstance(actor.outcome, dict):
+                placements |= {instance: delivery.compute for instance, delivery in actor.outcome.items()}
         return placements
 
 

@@ -6,12 +6,14 @@ A rule runs only after a step that changed what it reads, so a step that only re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.model import keys
-from ecomp.store.client import Delete, Put
+from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.stack import Place, from_json, parse_place
+from ecomp.store.client import Delete, Entry, Put
 
 if TYPE_CHECKING:
     from tests.model.cloud import Cloud
@@ -27,10 +29,18 @@ CLAIM = 'claim'
 # SIGTERM or a smaller inventory.
 CAPACITY = 'capacity'
 # A name belongs to one instance: that of the one request or queue entry with this name, from its delivery until the
-# transaction that ends it. A tombstone still has its name; an instance in error or gone has none.
+# transaction that ends it. A tombstone still has its name, unless it was replaced in its stack; an instance in error or
+# gone has none.
 NAME = 'name'
-RULES = (DOMAIN, CLAIM, CAPACITY, NAME)
+# An entry of a stack has at most one living instance: the one that the stack's key names, if there is that key.
+ENTRY = 'entry'
+# An instance of a stack is delivered once. A request that is changed, or replaced by a tombstone, is no delivery.
+DELIVERY = 'delivery'
+# All new instances of an apply are delivered in the one transaction that ends its attempt.
+WHOLE = 'whole'
+RULES = (DOMAIN, CLAIM, CAPACITY, NAME, ENTRY, DELIVERY, WHOLE)
 NAME_KEYS = (keys.HOSTS, keys.QUEUES, keys.NAMES)
+STACK_KEYS = (keys.HOSTS, keys.STACKS)
 
 
 class Invariants:
@@ -43,7 +53,14 @@ class Invariants:
         self._guests: Sequence[object] = ()
         self._used: dict[tuple[str, str], int] = {}
         self._names_changed = True
+        self._stacks_changed = True
+        # Of stacks: the requests that exist, the instances delivered so far, and the instances of attempts by key.
+        self._requested: set[str] = set()
+        self._delivered: set[str] = set()
+        self._attempted: dict[str, set[str]] = {}
+        self._wrong_deliveries: list[str] = []
         cloud.etcd.listeners.append(self._note_changes)
+        cloud.world.state_parts.append(lambda: tuple(sorted(self._delivered)))
 
     def check(self) -> Iterator[str]:
         cloud = self._cloud
@@ -59,11 +76,38 @@ class Invariants:
         if self._names_changed:
             self._names_changed = False
             yield from self._check_names()
+        if self._stacks_changed:
+            self._stacks_changed = False
+            yield from self._check_entries()
+        yield from self._wrong_deliveries
+        self._wrong_deliveries.clear()
 
     def _note_changes(self, operations: Sequence[Put | Delete]) -> None:
-        self._names_changed = self._names_changed or any(
-            operation.key.startswith(NAME_KEYS) for operation in operations
-        )
+        changed = [operation.key for operation in operations]
+        self._names_changed = self._names_changed or any(key.startswith(NAME_KEYS) for key in changed)
+        self._stacks_changed = self._stacks_changed or any(key.startswith(STACK_KEYS) for key in changed)
+        delivered, ended = set[str](), set[str]()
+        for operation in operations:
+            if isinstance(operation, Delete):
+                self._requested.discard(operation.key)
+                ended |= self._attempted.pop(operation.key, set())
+            elif operation.key.startswith(keys.ATTEMPTS):
+                self._attempted[operation.key] = set(json.loads(operation.value)['instances'])
+            elif operation.key.startswith(keys.HOSTS):
+                request = _parse(operation.value.encode())
+                is_delivery = request.place is not None and not request.is_tombstone
+                if is_delivery and operation.key not in self._requested:
+                    delivered.add(keys.get_last_part(operation.key))
+                self._requested |= {operation.key} if is_delivery else set()
+        if DELIVERY not in self.exempt:
+            self._wrong_deliveries += [
+                f'{self._format_name(instance)} is delivered twice' for instance in sorted(delivered & self._delivered)
+            ]
+        if WHOLE not in self.exempt and delivered and delivered != ended:
+            names = ' and '.join(sorted(map(self._format_name, delivered)))
+            others = ' and '.join(sorted(map(self._format_name, ended))) or 'nothing'
+            self._wrong_deliveries.append(f'{names} is delivered by an apply of {others}')
+        self._delivered |= delivered
 
     def _check_domains(self, machines: Sequence[Compute]) -> Iterator[str]:
         places: dict[str, list[str]] = {}
@@ -98,8 +142,10 @@ class Invariants:
         entries = self._cloud.etcd.entries
         holders: dict[str, set[str]] = {}
         for key, entry in entries.items():
-            if key.startswith((keys.HOSTS, keys.QUEUES)) and (name := _parse_name(entry.value)):
-                holders.setdefault(name, set()).add(keys.get_last_part(key))
+            if key.startswith((keys.HOSTS, keys.QUEUES)):
+                request = _parse(entry.value)
+                if request.name and not self._is_replaced(key, request):
+                    holders.setdefault(request.name, set()).add(keys.get_last_part(key))
         for name, instances in holders.items():
             name_entry = entries.get(keys.name(name))
             holder = json.loads(name_entry.value)['instance'] if name_entry is not None else None
@@ -107,6 +153,34 @@ class Invariants:
                 requesters = ' and '.join(sorted(map(self._format_name, instances)))
                 holder_name = self._format_name(holder or 'nobody')
                 yield f'the name {name} is requested by {requesters}, and held by {holder_name}'
+
+    def _is_replaced(self, key: str, request: _Request) -> bool:
+        """Return True for a tombstone whose stack has a newer instance, to which the name went."""
+        if not request.is_tombstone or request.place is None:
+            return False
+        return self._find_named(request.place) not in (key, None)
+
+    def _find_named(self, place: Place) -> str | None:
+        """Return the key of the request that the stack's key names for this entry; None without one."""
+        entry = self._cloud.etcd.entries.get(keys.stack(place.name))
+        return _list_request_keys(place.name, entry.value).get(place.entry_name) if entry is not None else None
+
+    def _check_entries(self) -> Iterator[str]:
+        if ENTRY in self.exempt:
+            return
+        entries = self._cloud.etcd.entries
+        living: dict[tuple[str, str], list[str]] = {}
+        for key, entry in entries.items():
+            request = _parse(entry.value)
+            if is_living_request(entry) and request.place is not None:
+                living.setdefault((request.place.name, request.place.entry_name), []).append(key)
+                if keys.stack(request.place.name) in entries and self._find_named(request.place) != key:
+                    instance = self._format_name(keys.get_last_part(key))
+                    yield f'the key of stack {request.place.name} does not name {instance}'
+        for (name, entry_name), requests in living.items():
+            if len(requests) > 1:
+                instances = ' and '.join(self._format_name(keys.get_last_part(key)) for key in requests)
+                yield f'entry {entry_name} of stack {name} has the living instances {instances}'
 
     def _format_name(self, uuid: str) -> str:
         return self._cloud.world.names.get(uuid, uuid)
@@ -116,11 +190,33 @@ def _are_identical(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
+class _Request(NamedTuple):
+    """What the rules read of a request or a queue entry; `place` is its place in a stack."""
+
+    name: str | None
+    place: Place | None
+    is_tombstone: bool
+
+
 @lru_cache(maxsize=4096)
-def _parse_name(value: bytes) -> str | None:
-    """Return the name in a request or a queue entry; None if it has no name or is malformed."""
+def _parse(value: bytes) -> _Request:
+    """Parse a request or a queue entry; all is missing if it is malformed."""
+    parsed = load_object_or_empty(value)
+    is_tombstone = parsed.get('allocations') == {}
     try:
-        parsed = json.loads(value)
+        return _Request(parsed.get('name'), parse_place(parsed.get('stack')), is_tombstone)
     except ValueError:
-        return None
-    return parsed.get('name') if isinstance(parsed, dict) else None
+        return _Request(parsed.get('name'), None, is_tombstone)
+
+
+def is_living_request(entry: Entry) -> bool:
+    """Return True for a request that is no tombstone."""
+    return entry.key.startswith(keys.HOSTS) and not _parse(entry.value).is_tombstone
+
+
+@lru_cache(maxsize=4096)
+def _list_request_keys(name: str, value: bytes) -> Mapping[str, str]:
+    """Return {entry: key of its request} of a stack's key."""
+    stack = from_json(name, value)
+    instances = stack.list_instances()
+    return {each: keys.request(entry.compute, instances[each]) for each, entry in stack.entries.items()}

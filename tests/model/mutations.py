@@ -1,8 +1,8 @@
 """Bugs that are planted in the product, one at a time; each must be found by a scenario.
 
 A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first. `python
--m tests.model --planted` prints how many schedules each bug takes. mutations_host.py and mutations_told.py have more
-rows.
+-m tests.model --planted` prints how many schedules each bug takes. mutations_host.py, mutations_stacks.py and
+mutations_told.py have more rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tests.model.explorer import Scenario, search
 from tests.model.mutations_host import HOST
+from tests.model.mutations_stacks import STACKS
 from tests.model.mutations_told import PAIRED, REPORTED
 from tests.model.planting import (
     Bug,
@@ -198,7 +199,7 @@ SHARED = {
         'ecomp.scheduler.changes.change:make_tombstone', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
-MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **REPORTED, **PAIRED}
+MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **STACKS, **REPORTED, **PAIRED}
 
 
 class Detection(NamedTuple):

@@ -164,7 +164,7 @@ def destroy_all(cloud: Cloud) -> None:
 
 def find_leftovers(cloud: Cloud) -> list[str]:
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
-    permanent = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
+    permanent = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS, keys.STACKS)
     # Keys that belong to a dead compute, or to its instances, stay until the compute is forgotten.
     unreachable = {
         keys.get_last_part(key)

@@ -17,6 +17,7 @@ from tests.model import (
     scenarios_restored,
     scenarios_returning,
     scenarios_shared,
+    scenarios_stacks,
     scenarios_strangers,
     scenarios_threads,
     scenarios_three,
@@ -27,6 +28,6 @@ MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
-    scenarios_restored,
+    *(scenarios_restored, scenarios_stacks),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

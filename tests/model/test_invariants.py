@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 
 from ecomp.model import keys
 from ecomp.model.guest import Guest
+from ecomp.model.stack import Place
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds, Call
-from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.cloud import A, B, Cloud, S, U, V, W
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario, explore
-from tests.model.invariants import CAPACITY, CLAIM, DOMAIN, NAME, RULES
+from tests.model.invariants import CAPACITY, CLAIM, DELIVERY, DOMAIN, ENTRY, NAME, RULES, WHOLE
 
 pytestmark = pytest.mark.fast
 
@@ -44,6 +46,24 @@ def _commit(cloud: Cloud, *operations: Put | Delete) -> None:
     ModelStore(cloud.etcd).commit([], operations)
 
 
+def _deliver(cloud: Cloud, attempted: Sequence[str], *delivered: str) -> None:
+    """Deliver instances of one entry of a stack as an apply of `attempted` does."""
+    attempt = keys.attempt(S)
+    _commit(cloud, Put(attempt, json.dumps({'instances': attempted})))
+    value = json.dumps({'allocations': {B: {}}, 'stack': Place('s', 'web', 1, S, 1)._asdict()})
+    _commit(cloud, Delete(attempt), *(Put(keys.request(B, instance), value) for instance in delivered))
+
+
+def _deliver_again(cloud: Cloud) -> None:
+    _deliver(cloud, [V], V)
+    _withdraw(cloud)
+    _deliver(cloud, [V], V)
+
+
+def _withdraw(cloud: Cloud) -> None:
+    _commit(cloud, Delete(keys.request(B, V)), Delete(keys.request(B, W)))
+
+
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 BREACHES = {
     DOMAIN: Breach(
@@ -66,6 +86,13 @@ BREACHES = {
         lambda cloud: _commit(cloud, Delete(keys.request(B, V))),
         'the name web is requested by U and V, and held by U',
     ),
+    ENTRY: Breach(
+        lambda cloud: _deliver(cloud, [V, W], V, W),
+        _withdraw,
+        'entry web/1 of stack s has the living instances V and W',
+    ),
+    DELIVERY: Breach(_deliver_again, _withdraw, 'V is delivered twice'),
+    WHOLE: Breach(lambda cloud: _deliver(cloud, [V, W], V), _withdraw, 'V is delivered by an apply of V and W'),
 }
 
 

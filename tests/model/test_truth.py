@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
+from ecomp.errors import Conflict, NoCapacity, NotFound, StillGoing, Unreachable
 from ecomp.model.order import PowerAction
 from ecomp.scheduler.changes.change import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
@@ -35,6 +35,13 @@ LIES = {
     'drained, while something lives there': ('drain', A, None),
     'disabled, while it is enabled': ('disable', A, f'{A}: disabled: no new instances are placed there'),
     'a quota that is not there': ('quota', 'q', 'quota of project q: instances 1/5'),
+    'applied, and it is not there': ('apply', V, {V: DeliveryOutcome(A)}),
+    'not applied, while it is there': ('apply', U, Conflict(f'stack s: another eschedule changed it; {UNDONE}')),
+    'apply changed nothing, with a claim left': (
+        'apply',
+        W,
+        Conflict('stack s: another apply is in flight, process 1 on h; nothing was changed'),
+    ),
     'released, while it is held': ('fix', '', [f'allocation-orphaned {U}: released on {A}']),
 }
 TRUTHS = {
@@ -43,6 +50,8 @@ TRUTHS = {
     'destroy not accepted': ('destroy', U, Unreachable(f'the destroy of {U} is not accepted')),
     'no such instance': ('destroy', V, NotFound(f'{V}: no such instance')),
     'not forgotten': ('forget', A, Conflict(f'compute {A} is not forgotten: it is alive')),
+    'an apply': ('apply', U, {U: DeliveryOutcome(A)}),
+    'an apply waits': ('apply', V, StillGoing('s-web: still being destroyed; nothing was changed')),
     'quota set': ('quota', 'p', 'quota of project p: instances 1/5'),
 }
 

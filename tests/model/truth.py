@@ -255,8 +255,8 @@ class Row(NamedTuple):
     holds: Callable[[FinalState, Sentence], bool]
 
 
-CREATE, QUEUE, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLEAR, FIX = (
-    *(('create',), ('queue',), ('destroy',), ('power',), ('forget',), ('drain',)),
+CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLEAR, FIX = (
+    *(('create',), ('queue',), ('apply',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
 ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
@@ -264,11 +264,22 @@ ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
     Row(ANY, KeyboardInterrupt, '', promises_nothing),
-    # eschedule QUERY
-    Row(CREATE, dict, '', is_delivered),
-    Row(CREATE, Unreachable, 'its claim (stays|within)', is_not_placed),
-    Row(CREATE, Unreachable, '(nothing was changed|nothing was placed, and the claim is released)$', has_released),
-    Row(CREATE, Unreachable, 'is not placed: the computes release its claim', is_not_placed),
+    # eschedule QUERY, eschedule apply
+    Row(CREATE + APPLY, dict, '', is_delivered),
+    Row(CREATE + APPLY, Unreachable, 'its claim (stays|within)', is_not_placed),
+    Row(
+        CREATE + APPLY,
+        Unreachable,
+        '(nothing was changed|nothing was placed, and the claim is released)$',
+        has_released,
+    ),
+    Row(CREATE + APPLY, Unreachable, 'is not placed: the computes release its claim', is_not_placed),
+    # eschedule apply
+    Row(APPLY, Unreachable, '', is_not_placed),
+    Row(APPLY, Conflict, 'another eschedule changed it; nothing was (changed|placed, and the claim)', has_left_nothing),
+    Row(APPLY, Conflict, 'another eschedule changed it; .*(its claim stays|release its claim)', promises_nothing),
+    Row(APPLY, Conflict, '(another apply is in flight, .*|instances conflict); nothing was changed', has_left_nothing),
+    Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
     Row(
         PLACEMENT_COMMANDS,
         Conflict,

@@ -9,16 +9,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, tzinfo
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from ecomp.model.choose import Offer
 from tests.model import directory
 from tests.model.world import World
 
 NOW = '2030-01-01T00:00:00Z'
+HOST = 'h'
+# The process id of the first actor of a world; the next one has the next.
+FIRST_PID = 1000
 
 
 class CurrentWorld:
@@ -83,6 +88,54 @@ def _virtual_wait(event: threading.Event, timeout: float | None = None) -> bool:
     return event.is_set()
 
 
+def _find_pid() -> int:
+    """Return the process id of the current actor; that of the scene belongs to nobody."""
+    world = CurrentWorld.get()
+    assert world is not None
+    return FIRST_PID - 1 if world.current is None else FIRST_PID + world.actors.index(world.current)
+
+
+def _virtual_kill(pid: int, _: int) -> None:
+    """Raise ProcessLookupError if the actor with this process id has ended."""
+    world = CurrentWorld.get()
+    assert world is not None
+    is_alive = pid >= FIRST_PID and world.actors[pid - FIRST_PID].is_active
+    if world.current is not None:
+        world.current.history = hash((world.current.history, pid, is_alive))
+    if not is_alive:
+        raise ProcessLookupError
+
+
+def _virtual_ask_placement(placement: object, *_: object) -> Future[tuple[object, Offer]]:
+    """Return the completed future of a client; the product connects to placement in a thread."""
+    future: Future[tuple[object, Offer]] = Future()
+    future.set_result((placement, Offer(())))
+    return future
+
+
+def _make_apply_patches() -> list[Any]:
+    """Patch `eschedule apply`: its file is that of its context, and its process is its actor."""
+    import ecomp.cli.apply
+    import ecomp.scheduler.queries.find
+    import ecomp.scheduler.queries.stacks
+
+    system = SimpleNamespace(kill=_virtual_kill, urandom=lambda _: uuid.uuid4().bytes)
+    return [
+        mock.patch.object(ecomp.cli.apply, 'os', system),
+        mock.patch.object(ecomp.cli.apply, 'random', SimpleNamespace(Random=lambda: random.Random(_find_pid()))),
+        mock.patch.object(ecomp.cli.apply, 'make_timestamp', return_value=NOW),
+        mock.patch.object(
+            ecomp.cli.apply, 'describe_owner', lambda since: {'host': HOST, 'pid': _find_pid(), 'since': since}
+        ),
+        mock.patch.object(ecomp.cli.apply, 'socket', SimpleNamespace(gethostname=lambda: HOST)),
+        mock.patch.object(ecomp.cli.apply, 'load_stack_file', lambda ctx, _: ctx.file),
+        mock.patch.object(
+            ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + _find_pid())
+        ),
+        mock.patch.object(ecomp.scheduler.queries.find, 'ask_placement', _virtual_ask_placement),
+    ]
+
+
 def _record_exception(_: logging.Logger, message: str, *arguments: object) -> None:
     world = CurrentWorld.get()
     if world is not None:
@@ -120,6 +173,7 @@ def patch_environment() -> Iterator[None]:
         mock.patch.object(ecomp.agent.host.provider, 'write_durably', directory.write_as_step),
         mock.patch.object(logging.Logger, 'exception', _record_exception),
         mock.patch.object(logging.Logger, 'isEnabledFor', _is_enabled_for),
+        *_make_apply_patches(),
     ]
     with ExitStack() as patched:
         for patch in patches:

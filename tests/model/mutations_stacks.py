@@ -1,0 +1,130 @@
+"""Bugs that are planted in stacks: their key, their uuids, and how an apply claims and delivers."""
+
+from __future__ import annotations
+
+from tests.model.planting import (
+    drop_argument,
+    drop_operand,
+    make_bug,
+    make_pair,
+    never,
+    replace_argument,
+    replace_assignment,
+    replace_call,
+    replace_condition,
+    replace_return,
+    return_constant,
+)
+
+STACKS = {
+    # The stack's key
+    'the first key of a stack is written without a check': make_bug(
+        'ecomp.scheduler.placing.stack:write_stack', drop_operand('Unchanged'), 'applied_twice'
+    ),
+    "a change of a stack does not compare the stack's key": make_bug(
+        'ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged'), 'pruned_and_applied'
+    ),
+    "an apply does not check the stack's key after it announced": make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt.announce_alone',
+        never('entry', 'revision'),
+        'applied_twice',
+    ),
+    "an apply compares the stack's key neither after it announced nor as it delivers": make_pair(
+        make_bug('ecomp.scheduler.placing.stack:StackAttempt.announce_alone', never('entry', 'revision')),
+        make_bug('ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged')),
+        'applied_with_two_files',
+    ),
+    'a delivery is not noted in the key': make_bug(
+        'ecomp.model.stack:Stack.with_delivered', replace_return('self'), 'applied_twice'
+    ),
+    # Uuids
+    'the incarnation does not rise': make_bug(
+        'ecomp.model.stack:Stack.make_place',
+        replace_return('Place(self.name, member, int(number), self.epoch, incarnation or self.floor + 1)'),
+        'applied_and_destroyed',
+    ),
+    'a lost key is restored with floor 0': make_bug(
+        'ecomp.scheduler.queries.stacks:load_stack',
+        replace_argument('restore_stack', 2, '0'),
+        'applied_without_its_key',
+    ),
+    # Attempts and claims
+    "a delivery compares neither its attempt nor the stack's key": make_pair(
+        make_bug('ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged')),
+        make_bug('ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]')),
+        'applied_twice_and_frozen',
+    ),
+    'a slow apply delivers although its attempt has ended': make_bug(
+        'ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]'), 'apply_frozen', 'apply_late'
+    ),
+    'an apply takes all claims for its own': make_bug(
+        'ecomp.scheduler.placing.stack:apply_change',
+        replace_assignment('movable', 'set(change.order.instances)'),
+        'apply_interrupted_after_a_restore',
+    ),
+    "an apply neither reads earlier claims nor leaves another attempt's claim where it is": make_pair(
+        make_bug('ecomp.scheduler.placing.create:read_earlier_claims', return_constant(({}, {}))),
+        make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
+        'applied_after_a_restore_beside_silence',
+    ),
+    'an apply does not take over the claims of a killed one': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt._take_over_all', return_constant({}), 'apply_killed'
+    ),
+    'an apply that is refused keeps its claims': make_bug(
+        'ecomp.scheduler.placing.create:Attempt.undo', never('releasable', 'movable'), 'applied_in_one_group'
+    ),
+    'a new instance of a stack is not charged to the quota': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt._deliver_part',
+        replace_call('charge_quota', '([], [])'),
+        'apply_late',
+    ),
+    'a killed apply is never taken over': make_bug(
+        'ecomp.cli.apply:_check_previous', replace_condition('False', 'gethostname'), 'apply_killed'
+    ),
+    'an apply is placed on disabled computes': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt._read_offer',
+        replace_argument('read_candidates', 1, "f'{query}&root_required=COMPUTE_STATUS_DISABLED'"),
+        'applied_and_disabled',
+    ),
+    # Replacements, and what is destroyed
+    'a removal does not compare the request': make_bug(
+        'ecomp.scheduler.placing.stack:_make_removal',
+        replace_call('make_tombstone', '([], make_tombstone(store, entries)[1])'),
+        'pruned_and_destroyed',
+    ),
+    'a prune beside new members destroys nothing': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt.deliver_all',
+        replace_argument('_deliver_part', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
+        'pruned_beside_create',
+    ),
+    'a replacement leaves the old instance': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt.deliver_all',
+        replace_argument('_deliver_part', 2, '()'),
+        'replaced_twice',
+    ),
+    'a replacement does not take the name over': make_bug(
+        'ecomp.scheduler.queries.find:reserve_names',
+        drop_argument('check_name_is_free', 'replaced'),
+        'replaced_twice',
+    ),
+    'a replacement takes any name': make_bug(
+        'ecomp.scheduler.queries.find:check_name_is_free',
+        replace_assignment('current', 'None'),
+        'replaced_beside_create_of_its_name',
+    ),
+    'a name of a new member is not compared': make_bug(
+        'ecomp.scheduler.queries.find:reserve_names',
+        replace_return('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
+        'applied_beside_create_of_its_name',
+    ),
+    'an apply takes a refused claim for granted': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt.claim_all',
+        replace_assignment('claimed', '(self.claimer.claim_what_fits(chosen), set(chosen))[1]'),
+        'replaced_beside_create_in_its_room',
+    ),
+    'a group admits everybody of a stack': make_bug(
+        'ecomp.scheduler.placing.stack:StackAttempt._deliver_part',
+        replace_call('join_group', '([], [])'),
+        'applied_in_one_group',
+    ),
+}
