@@ -78,6 +78,9 @@ STACKS = {
         replace_call('charge_quota', '([], [])'),
         'apply_late',
     ),
+    'an instance that is newer than the restored key of its stack is foreign': make_bug(
+        'ecomp.scheduler.queries.stacks:_is_newer', return_constant(False), 'applied_after_a_restore'
+    ),
     'a killed apply is never taken over': make_bug(
         'ecomp.cli.apply:_check_previous', replace_condition('False', 'gethostname'), 'apply_killed'
     ),

@@ -222,10 +222,20 @@ def _add_acceptance(cloud: Cloud, host: Compute, after: Actor | None = None) -> 
     cloud.add_actor('the compute, accepting', accept, mortal=False)
 
 
-def applied_after_a_restore(cloud: Cloud) -> None:
+def applied_after_a_restore(cloud: Cloud) -> Check:
     """An instance is newer than the restored etcd; the file is applied as its compute accepts."""
     _add_acceptance(cloud, _restore_older(cloud))
-    add_apply(cloud, 'apply', FILE, may_fail=(Conflict,))
+    add_apply(cloud, 'apply', FILE)
+
+    def check() -> list[str]:
+        try:
+            placements = run_apply(cloud, FILE)
+        except Conflict as error:
+            return [f'accepted, and applied again: {error}']
+        guests = {each for host in cloud.computes.values() for each in host.hypervisor.list_guests()}
+        return [] if placements.keys() == guests else ['an instance that ran is not of the stack']
+
+    return check
 
 
 def applied_after_a_restore_beside_silence(cloud: Cloud) -> None:

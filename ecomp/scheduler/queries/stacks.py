@@ -73,7 +73,21 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
             current = own.get(owner) or find(store, owner)
             if current is not None and current.record.state not in (GONE, ERROR):
                 owners[keys.get_last_part(key)] = owner
+                place = current.request.stack if current.request else None
+                if stack is not None and place is not None and _is_newer(stack, place, owner):
+                    stack = stack.with_delivered({place: current.record.compute})
+                    entries[place.entry_name] = current
     return StackState(stack, revision, entries, owners)
+
+
+def _is_newer(stack: Stack, place: Place, instance: str) -> bool:
+    """Return True for an instance of the stack that its key lacks: etcd was restored to before its delivery.
+
+    Its compute has written its request and its name again.
+    """
+    is_ours = (place.name, place.epoch, place.instance) == (stack.name, stack.epoch, instance)
+    previous = stack.entries.get(place.entry_name)
+    return is_ours and (previous is None or previous.incarnation < place.incarnation)
 
 
 def load_stack(store: Store, name: str) -> tuple[Stack | None, int]:
