@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, StillGoing
 from ecomp.model import keys
 from ecomp.model.stack import from_json
@@ -21,14 +23,14 @@ DB, WEB, CACHE = 'db/1', 'web/1', 'cache/1'
 FILE = make_file(DB, WEB)
 
 
-def _add_hosts(cloud: Cloud, room: int = 4) -> None:
+def _add_hosts(cloud: Cloud, *computes: str) -> None:
     cloud.set_instance_limit(5)
-    cloud.add_hosts(A, B, room=room)
+    cloud.add_hosts(*(computes or (A, B)))
 
 
-def _make_applied(cloud: Cloud, *entries: str, room: int = 4) -> dict[str, str]:
+def _make_applied(cloud: Cloud, *entries: str, computes: Sequence[str] = (A, B)) -> dict[str, str]:
     """Apply a stack and build it; return {entry: instance}."""
-    _add_hosts(cloud, room)
+    _add_hosts(cloud, *computes)
     run_apply(cloud, make_file(*entries))
     _build(cloud)
     return _list_instances(cloud)
@@ -44,10 +46,9 @@ def _list_instances(cloud: Cloud) -> dict[str, str]:
     return dict(from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value).list_instances())
 
 
-def _add_builds(cloud: Cloud, *computes: str) -> None:
-    for compute in computes or (A, B):
-        host = cloud.computes[compute]
-        cloud.add_compute_actor(compute, '', host.repeat(2, host.plan))
+def _add_builds(cloud: Cloud) -> None:
+    for host in list(cloud.computes.values()):
+        cloud.add_compute_actor(host.uuid, '', host.repeat(2, host.plan))
 
 
 def _add_apply_after(cloud: Cloud, *earlier: Actor, may_fail: tuple[type[EcompError], ...] = ()) -> Actor:
@@ -74,8 +75,8 @@ def applied_twice_and_frozen(cloud: Cloud) -> None:
 
 def apply_frozen(cloud: Cloud) -> None:
     """An apply is slower than its lease, and the compute releases its claims as an orphan's."""
-    cloud.set_instance_limit(5)
-    host = cloud.add_host(A)
+    _add_hosts(cloud, A)
+    host = cloud.computes[A]
     add_apply(cloud, 'apply', FILE)
     cloud.add_compute_actor(A, '', host.repeat(2, host.check_claims, host.plan))
 
@@ -139,7 +140,7 @@ def applied_and_destroyed(cloud: Cloud) -> None:
 
 def pruned_and_destroyed(cloud: Cloud) -> None:
     """An instance is destroyed during an apply with --prune that destroys it, too."""
-    instances = _make_applied(cloud, DB, WEB)
+    instances = _make_applied(cloud, DB, WEB, computes=[A])
     add_apply(cloud, 'apply --prune', make_file(WEB), prune=True)
     cloud.add_destroy('destroy', instances[DB])
     _add_builds(cloud)
@@ -286,7 +287,7 @@ def replaced_beside_create_in_its_room(cloud: Cloud) -> None:
 
 def replaced_twice(cloud: Cloud) -> None:
     """An instance is replaced by two applies, one of which may be killed."""
-    _make_applied(cloud, WEB)
+    _make_applied(cloud, WEB, computes=[A])
     for number in (1, 2):
         add_apply(cloud, f'apply {number} --replace', make_file(WEB, image=OTHER_IMAGE), replace_all=True)
     _add_builds(cloud)
@@ -294,7 +295,7 @@ def replaced_twice(cloud: Cloud) -> None:
 
 def pruned_and_applied(cloud: Cloud) -> None:
     """A member is pruned with one file while another file that has it is applied."""
-    _make_applied(cloud, DB, WEB)
+    _make_applied(cloud, DB, WEB, computes=[A])
     add_apply(cloud, 'apply --prune', make_file(WEB), prune=True)
     add_apply(cloud, 'apply', make_file(DB, WEB, CACHE), may_fail=(StillGoing,))
     _add_builds(cloud)
