@@ -141,7 +141,7 @@ def _apply(ctx: Context) -> int:
 
 def _carry_out(run: _Apply) -> int:
     """Create, replace and destroy; return 0, or the exit code of what was refused or interrupted."""
-    from ecomp.scheduler.placing.stack import NoRoom, Owner, apply_change
+    from ecomp.scheduler.placing.stack import Owner, apply_change
     from ecomp.scheduler.queries.find import ask_placement
 
     ctx = run.ctx
@@ -151,14 +151,13 @@ def _carry_out(run: _Apply) -> int:
     try:
         run.computes = apply_change(ctx.store, backend, change, owner, random.Random(), make_timestamp)
     except NoCapacity as error:
-        lot = error if isinstance(error, NoRoom) else None
-        if lot is not None and run.select(REPLACE):
-            ctx.out.say('a replaced instance keeps its place until the new one is placed. Try: --destroy-first')
+        if run.select(REPLACE):
+            kept = 'its place and its share of the quota'
+            ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
     except KeyboardInterrupt:
-        ctx.out.say(
-            f'interrupted: the instances of stack {run.file.name} may exist, all or none. Try: the same command again'
-        )
+        doubt = f'the change of stack {run.file.name} may be carried out'
+        ctx.out.say(f'interrupted: {doubt}. Try: the same command again')
         return StillGoing.exit_code
     except UnknownOutcome as error:
         ctx.out.say(put_before_fix(str(error), '. Try: the same command again'))
@@ -432,7 +431,7 @@ COMMANDS: Sequence[Command] = (
             'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
             '--replace. Instances that the file no longer has are kept, unless you give --prune. On an etcd that takes '
             'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
-            'than about 60 instances is split into parts of 30; if a later part is refused, the message says how many '
+            'than about 60 instances is split into parts of 25; if a later part is refused, the message says how many '
             'instances exist.',
             _parse_file, _apply,
             {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',

@@ -11,7 +11,7 @@ from ecomp.cli.tables import make_sort_key
 from ecomp.cli.terminal import ask
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model.host import RecordFilter
-from ecomp.model.record import GONE, Record
+from ecomp.model.record import ERROR, GONE, Record
 from ecomp.model.text import join_some
 
 MAX_NAMES_IN_QUESTION = 20
@@ -75,7 +75,8 @@ def list_selected(ctx: Context) -> list[Record]:
     records, errors = list_records(ctx.store, with_gone=False)
     for error in errors:
         ctx.out.say(str(error))
-    selected = sort_records(record for record in make_filter(ctx).select(records) if record.state != GONE)
+    left_out = (GONE, ERROR) if ctx.options.every else (GONE,)
+    selected = sort_records(record for record in make_filter(ctx).select(records) if record.state not in left_out)
     if not selected:
         raise NotFound(f'{ctx.name}: no instance is selected. Try: eschedule list with the same options')
     return selected

@@ -29,3 +29,9 @@ def list_instances(control: Control) -> dict[str, str]:
     names = [record['name'] for record in records]
     assert len(set(names)) == len(names), names
     return {record['name']: record['instance'] for record in records}
+
+
+def list_states(control: Control, state: str) -> list[str]:
+    """Return the uuids of the instances in this state."""
+    records = json.loads(control.eschedule('list', '-f', 'json').stdout)
+    return [record['instance'] for record in records if record['state'] == state]

@@ -229,6 +229,8 @@ class Attempt:
     attempted: list[str] = field(default_factory=list)
     unclaimed: set[str] = field(default_factory=set)
     placement: Placement = field(init=False)
+    # Ends the cure for a claim of another attempt.
+    alternative: str = ', or use another uuid'
     _alive: list[str] | None = None
     _computes: Computes | None = None
     _placer: Placer | None = None
@@ -367,7 +369,7 @@ class Attempt:
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
         if compute in self.read_alive():
             problem = f'{which} claimed on {host} by another attempt'
-            cure = f'wait two minutes ({host} then has released the claim if no request owns it), or use another uuid'
+            cure = f'wait two minutes ({host} then has released the claim if no request owns it){self.alternative}'
         else:
             from ecomp.model.host import describe_silent_fix
 

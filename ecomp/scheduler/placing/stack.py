@@ -52,14 +52,16 @@ from ecomp.store.sharing import (
     join_group,
     load_quota,
     merge_changes,
+    read_index,
     release_name,
     try_revoke,
 )
 
 log = logging.getLogger(__name__)
 
-# Instances of one part of a delivery, if etcd takes only 128 conditions: each needs four at most.
-PART_SIZE = 30
+# Instances of one part of a delivery, if etcd takes only 128 conditions: each needs five at most (record, name, group,
+# and two for a replaced one in error), and all together three.
+PART_SIZE = 25
 
 
 class Removal(NamedTuple):
@@ -228,7 +230,7 @@ def apply_change(
         if isinstance(error, Unreachable):
             raise add_state(error, outcome) from error
         if isinstance(error, _RefusedError | Excluded):  # Excluded: others of a group or of the project came first
-            raise make_conflict(change.stack.name, str(error) or outcome) from error
+            raise make_conflict(change.stack.name, outcome) from error
         if outcome not in (UNCHANGED, UNDONE):
             log.warning('%s', outcome)
         raise
@@ -250,7 +252,7 @@ def preview_change(
 
 
 class _RefusedError(Conflict):
-    """The delivery was refused; the text says what exists of a delivery in parts."""
+    """The delivery was refused; the caller adds what exists."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,13 @@ class StackAttempt(Attempt):
     """The attempt of one apply: it claims for several queries and groups, and delivers one change of the stack."""
 
     change: StackChange = field(kw_only=True)
+    delivered_count: int = 0
+    alternative: str = ''  # the uuid follows from the stack
+
+    def undo(self) -> str:
+        """Undo as Attempt does; if a part was delivered, return how many instances exist."""
+        outcome = super().undo()
+        return f'{self.delivered_count} of {self.order.count} new instances exist' if self.delivered_count else outcome
 
     @property
     def stack_order(self) -> StackOrder:
@@ -416,10 +425,7 @@ class StackAttempt(Attempt):
         return {instance: candidate.compute for instance, candidate in claims.items()}
 
     def _deliver_in_parts(self, requests: Sequence[Request], claims: Mapping[str, Candidate]) -> None:
-        """Deliver PART_SIZE instances at a time to an etcd with its default limit; the last part ends the attempt.
-
-        _RefusedError, if a later part is refused, says how many instances exist.
-        """
+        """Deliver PART_SIZE instances at a time to an etcd with its default limit; the last part ends the attempt."""
         replaced = {removal.entry: removal for removal in self.change.removals if removal.is_replaced}
         others = [removal for removal in self.change.removals if not removal.is_replaced]
         self.change = remove_instances(self.store, self.change, others)
@@ -427,19 +433,12 @@ class StackAttempt(Attempt):
             part = requests[start : start + PART_SIZE]
             entries = [request.stack.entry_name for request in part if request.stack]
             is_last = start + PART_SIZE >= len(requests)
-            delivered = start
-            try:
-                self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
-                delivered += len(part)
-                failpoint('stack-part')
-                if not is_last:
-                    computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
-                    self._note_change(self.change.stack.with_delivered(computes))
-            except (_RefusedError, Excluded, Conflict) as error:
-                if not delivered:
-                    raise
-                reason = f': {error}' if str(error) else ''
-                raise _RefusedError(f'{delivered} of {len(requests)} new instances exist{reason}') from error
+            self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
+            self.delivered_count += len(part)
+            failpoint('stack-part')
+            if not is_last:
+                computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
+                self._note_change(self.change.stack.with_delivered(computes))
 
     def _note_change(self, stack: Stack) -> None:
         """Take over what this process has just written to the stack's key."""
@@ -518,6 +517,7 @@ class StackAttempt(Attempt):
         """Take over the claims of an earlier attempt; ClaimedElsewhere if one cannot be used."""
         if self.change.is_new:
             return {}
+        self._check_unused()
         earlier: dict[str, Candidate] = {}
         elsewhere: dict[str, str] = {}
         for lot in self.lots:
@@ -532,6 +532,14 @@ class StackAttempt(Attempt):
         if len(held) < len(earlier):
             raise ClaimedElsewhere({each: earlier[each].compute for each in earlier.keys() - held.keys()}, '')
         return held
+
+    def _check_unused(self) -> None:
+        """Raise Conflict if a new uuid was delivered before: after a restore of etcd the stack's key may be old."""
+        index, key = read_index(self.store), keys.stack(self.change.stack.name)
+        for instance in self.order.instances:
+            if instance in index.requests or instance in index.records:
+                problem = f'{key} is older than its instance {instance}, as after a restore of etcd; {UNCHANGED}'
+                raise Conflict(f'{problem}. Fix: `etcdctl del {key}`, then the same command, which restores it')
 
     def _check_quota(self, claims: Mapping[str, Candidate]) -> None:
         """Raise OverQuota if the project may not have all of these."""
