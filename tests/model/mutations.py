@@ -136,7 +136,7 @@ DELIVERY = {
     ),
     'a lost delivery is only looked for': make_bug(
         'ecomp.scheduler.placing.claim:deliver',
-        replace_condition('store.get(attempt_key)', 'delete_if_unchanged'),
+        replace_condition('store.get(attempt.key)', 'delete_if_unchanged'),
         'late_delivery',
     ),
     'a set and one of its instances are delivered at once': make_bug(
