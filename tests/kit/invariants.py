@@ -38,7 +38,7 @@ def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
 def remove_hints(presence: bytes) -> bytes:
     """Remove the hints from a compute's presence."""
     facts = json.loads(presence)
-    return json.dumps({name: fact for name, fact in facts.items() if name != 'room'}).encode()
+    return json.dumps({name: fact for name, fact in facts.items() if name not in ('room', 'images')}).encode()
 
 
 def read_allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
