@@ -114,11 +114,8 @@ def _apply(ctx: Context) -> int:
     run.read()
     if ctx.options.dry_run:
         return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
-    if conflicts := run.select(*CONFLICTS):
-        _report(run)
-        fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
-        ctx.out.say(f'stack {file.name}: {len(conflicts)} of its instances conflict; nothing was changed. Fix: {fixes}')
-        return Conflict.exit_code
+    if run.select(*CONFLICTS):
+        return _refuse_conflicts(run)
     ending = [step for step in run.select(ENDING) if step.entry in file.instances]
     if ending and not _wait_for_ends(run, ending):
         return StillGoing.exit_code
@@ -131,12 +128,22 @@ def _apply(ctx: Context) -> int:
     if run.state.stack is not None and not run.state.revision:  # its key was lost
         _make_change(run, ())
         run.read()
+    if run.select(*CONFLICTS):  # since the first check
+        return _refuse_conflicts(run)
     code = _carry_out(run) if run.select(*CHANGES) else 0
     if code:
         return code
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
     return code or find_exit_code(run.steps)
+
+
+def _refuse_conflicts(run: _Apply) -> int:
+    """Report the instances that differ or whose name is taken; return 5."""
+    _report(run)
+    count, fixes = len(run.select(*CONFLICTS)), 'give --replace MEMBER or --replace-all, or correct the file'
+    run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; nothing was changed. Fix: {fixes}')
+    return Conflict.exit_code
 
 
 def _carry_out(run: _Apply) -> int:

@@ -41,6 +41,7 @@ def _destroy(ctx: Context) -> int:
     if select_instances(ctx):
         confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
     elif sys.stdin.isatty():
+        ctx.out.say('destroy deletes the disk of an instance with all data on it')
         confirm_destroy(ctx, _list_guessed(ctx))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
 

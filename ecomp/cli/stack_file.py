@@ -111,7 +111,7 @@ class _Reader:
         if not instances and 'instances' not in top:
             top.add_problem('instances', 'is missing. Fix: give a mapping of members, such as `web: {flavor: small}`')
         if len(instances) > MAX_STACK_SIZE:
-            top.add_problem('instances', f'the stack has {len(instances)} instances; the limit is {MAX_STACK_SIZE}')
+            top.add_problem('instances', f'the stack has more than {MAX_STACK_SIZE} instances, the limit')
         self._file.finish()
         for entry, desired in instances.items():
             if desired.order.group is not None:

@@ -352,7 +352,12 @@ class StackAttempt(Attempt):
     def announce_alone(self, owner: Owner) -> None:
         """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
         value = {'version': 1, 'instances': list(self.order.instances), 'query': None, **owner.facts}
-        self.revision = announce(self.store, self.lease, self.order.instance, value, True, owner.check_previous)
+
+        def check_previous(entry: Entry) -> None:
+            owner.check_previous(entry)
+            self.movable.clear()  # it may have claimed for the same uuids (rule 13)
+
+        self.revision = announce(self.store, self.lease, self.order.instance, value, True, check_previous)
         entry = self.store.get(keys.stack(self.change.stack.name))
         if entry is None or entry.revision != self.change.revision:
             raise _RefusedError
@@ -515,7 +520,7 @@ class StackAttempt(Attempt):
 
     def _take_over_all(self) -> dict[str, Candidate]:
         """Take over the claims of an earlier attempt; ClaimedElsewhere if one cannot be used."""
-        if self.change.is_new:
+        if self.movable:  # the stack is new, and no other attempt has had its uuids
             return {}
         self._check_unused()
         earlier: dict[str, Candidate] = {}

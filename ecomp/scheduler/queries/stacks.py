@@ -14,7 +14,7 @@ from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_request, read_record
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import parse_name_holder, read_index, resolve_places
+from ecomp.store.sharing import find_by_listing, parse_name_holder, read_index, resolve_places
 
 
 class StackState(NamedTuple):
@@ -52,17 +52,16 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
     entries: dict[str, InstanceEntries] = {}
     for entry, instance in instances.items():
         located = found.get(instance)
-        if located is not None:
-            current = (
-                InstanceEntries(read_record(located.record), located.record, located.request)
-                if located.record is not None
-                else from_request(located)
-            )
-        elif places[instance].is_ended:
-            current = None
-        else:
-            key_index = key_index or read_index(store)
-            current = find(store, instance, key_index)
+        if located is None:
+            if places[instance].is_ended:
+                continue
+            key_index = key_index or read_index(store)  # one listing for all that were cleared
+            located = find_by_listing(store, instance, key_index)
+        current = (
+            InstanceEntries(read_record(located.record), located.record, located.request)
+            if located.record is not None
+            else from_request(located)
+        )
         if current is not None and current.record.state != GONE:
             entries[entry] = current
     own = {current.record.instance: current for current in entries.values()}
