@@ -154,7 +154,7 @@ def test_refused_delivery_leaves_no_user_data_lease(cloud: Cloud) -> None:
         raise Excluded(())
 
     before = list_leases(cloud)
-    assert not deliver(cloud.store, [(make_uuid(), request)], make_uuid(), 7, data, lambda: ([], []))
+    assert not deliver(cloud.store, [(make_uuid(), request)], Unchanged(keys.attempt(make_uuid()), 7), data, lambda: ([], []))
     with pytest.raises(Excluded):
-        deliver(cloud.store, [(make_uuid(), request)], make_uuid(), 7, data, refuse)
+        deliver(cloud.store, [(make_uuid(), request)], Unchanged(keys.attempt(make_uuid()), 7), data, refuse)
     assert list_leases(cloud) <= before

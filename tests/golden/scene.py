@@ -43,11 +43,12 @@ ALIVE_LEASE = 1
 NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 FILES = {
     'schedule.yaml': 'image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: '
-    "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\n",
+    "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\nimages:\n  tiny: http://images.invalid/tiny.img\n",
     'a.pub': 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n',
     'no.pub': 'not a key\n',
     'data.yaml': '#cloud-config\nhostname: x\n',
     'odd.txt': 'something else\n',
+    'shop.yaml': 'stack: shop\ninstances:\n  web: {count: 2, flavor: here, image: tiny, weigh: first}\n',
 }
 
 
@@ -206,7 +207,7 @@ def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: py
     monkeypatch.setattr(Follower, 'start', start)
     monkeypatch.setattr(Follower, 'stop', lambda _: None)
     monkeypatch.setattr(uuid, 'uuid4', uuid4)
-    for module in ('create', 'change'):
+    for module in ('create', 'change', 'apply'):
         monkeypatch.setattr(f'ecomp.cli.{module}.make_uuid', lambda _: str(make_uuid()))
     monkeypatch.setattr(socket, 'gethostname', lambda: 'laptop')
     monkeypatch.setattr(time, 'sleep', lambda _: None)

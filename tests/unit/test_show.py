@@ -39,6 +39,7 @@ from ecomp.model.record import (
     describe_failure,
     describe_wait,
 )
+from ecomp.model.stack import Place
 from tests.kit.forms import render
 
 # Output about instances: tables, JSON, and what an instance waits for.
@@ -135,6 +136,7 @@ def test_every_field_may_be_requested_of_any_instance() -> None:
         stages=dict.fromkeys([*STAGES, 'gone', 'error'], NOW),
         boots=boots,
         group=Membership('web'),
+        stack=Place('shop', 'web', 1, COMPUTE, 1),
         console='hv1:/log',
         progress=Progress('image', 1, 2),
         error=Failure('image', 'no', 'nothing'),

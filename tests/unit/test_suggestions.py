@@ -97,7 +97,7 @@ OTHER_TOOLS: Mapping[str, Mapping[str, str]] = {
     },
     'kubectl': {
         'get': 'list', 'get pods': 'list', 'get nodes': 'host list', 'describe': 'show', 'describe node': 'host show',
-        'describe pod': 'show', 'delete pod': 'destroy', 'apply': '', 'cordon': 'host disable', 'scp': 'ssh-config',
+        'describe pod': 'show', 'delete pod': 'destroy', 'cordon': 'host disable', 'scp': 'ssh-config',
         'cordon node': 'host disable', 'uncordon': 'host enable', 'undrain': 'host enable', 'drain': 'host drain',
         'drain node': 'host drain', 'taint': 'host disable', 'cluster-info': 'hosts', 'explain': 'why',
     },
