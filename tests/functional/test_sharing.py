@@ -20,7 +20,7 @@ from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
 from ecomp.scheduler.placing.claim import deliver
-from ecomp.store.client import Entry, Store
+from ecomp.store.client import Entry, Store, Unchanged
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -154,7 +154,8 @@ def test_refused_delivery_leaves_no_user_data_lease(cloud: Cloud) -> None:
         raise Excluded(())
 
     before = list_leases(cloud)
-    assert not deliver(cloud.store, [(make_uuid(), request)], Unchanged(keys.attempt(make_uuid()), 7), data, lambda: ([], []))
+    attempt = Unchanged(keys.attempt(make_uuid()), 7)
+    assert not deliver(cloud.store, [(make_uuid(), request)], attempt, data, lambda: ([], []))
     with pytest.raises(Excluded):
-        deliver(cloud.store, [(make_uuid(), request)], Unchanged(keys.attempt(make_uuid()), 7), data, refuse)
+        deliver(cloud.store, [(make_uuid(), request)], attempt, data, refuse)
     assert list_leases(cloud) <= before

@@ -39,7 +39,7 @@ from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, fi
         (['events', '-n', '-1'], '-n: must be 0 to 1000000'),
         (['hosts', '-n', '3'], '--lines is not accepted by this command'),
         (['wait', 'web1', '--for', 'readdy'], "--for: 'readdy' is not a valid stage (did you mean ready?). Fix"),
-        ([SMALL_QUERY, '--wait', '5'], 'the image '5' is neither a URL nor a name in `images:`'),
+        ([SMALL_QUERY, '--wait', '5'], "the image '5' is neither a URL nor a name in `images:`"),
         ([SMALL_QUERY, '/etc/passwd'], 'the image /etc/passwd must be a URL'),
         ([SMALL_QUERY, 'http://a b/c'], 'is not a URL'),
         ([SMALL_QUERY, 'http://images.invalid/a#sha256=zz'], 'has a #fragment'),

@@ -171,7 +171,10 @@ instances:
             (f'stack: a\ninstances: {{b: {{flavor: small, {rest}}}\n', f'2: instances{reason}')
             for rest, reason in (
                 ('count: 301}', ': the stack has more than 300 instances, the limit'),
-                ('count: 1000000}, c: {flavor: small, count: 200}', ': the stack has more than 300 instances, the limit'),
+                (
+                    'count: 1000000}, c: {flavor: small, count: 200}',
+                    ': the stack has more than 300 instances, the limit',
+                ),
                 ('count: 3}, b-2: {flavor: small}', '.b-2: its instance a-b-2 has the name of one of member b'),
                 ('name: x}, c: {flavor: small, name: x}', '.c: its instance x has the name of one of member b'),
                 (f'name: x}}, {"c" * 62}: {{flavor: small}}', f'.{"c" * 60}…'),
