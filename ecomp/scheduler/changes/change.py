@@ -34,12 +34,15 @@ from ecomp.scheduler.queries.find import (
     list_records,
     read_queued_record,
 )
+from ecomp.scheduler.queries.stacks import make_end
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, is_alive
 from ecomp.store.sharing import (
+    Change,
     KeyIndex,
     commit_with_shared,
     find_places,
     load_group,
+    merge_changes,
     read_index,
     release_name,
     release_shared_keys,
@@ -155,10 +158,11 @@ def _prepare_destroy(
         revision = entries.record_entry.revision if entries.record_entry else 0
         return partial(remove_record, store, record_key, revision, entries), message
     conditions, tombstone = make_tombstone(store, entries)
+    stack_conditions, stack_puts = make_end(store, entries.request.stack if entries.request else record.stack)
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
         message += ' once this compute is no longer silent'
-    return partial(store.commit, conditions, [tombstone]), message
+    return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts]), message
 
 
 def make_tombstone(store: Store, entries: InstanceEntries) -> tuple[list[Unchanged], Put]:
@@ -193,9 +197,11 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
     """Delete a record (finished: unchecked), its lease and name; return the revision, None if changed or requested."""
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
-    written = commit_with_shared(
-        store, conditions, [Delete(key)], partial(release_name, store, entries.name, record.instance)
-    )
+
+    def make_change() -> Change:
+        return merge_changes(release_name(store, entries.name, record.instance), make_end(store, record.stack))
+
+    written = commit_with_shared(store, conditions, [Delete(key)], make_change)
     if written is not None and entries.record_entry is not None:
         try_revoke(store, entries.record_entry.lease)
     return written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from ecomp.errors import Unreadable
@@ -11,10 +12,10 @@ from ecomp.model import keys
 from ecomp.model.apply import Existing
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
-from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack
+from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack, to_json
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_request, read_record
-from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import find_by_listing, parse_name_holder, read_index, resolve_places
+from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.sharing import Change, find_by_listing, parse_name_holder, read_index, resolve_places
 
 
 class StackState(NamedTuple):
@@ -116,3 +117,17 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
     store.snapshot(keys.HOSTS, transform=collect)
     return places
+
+
+def make_end(store: Store, place: Place | None) -> Change:
+    """Return the change that notes the end of an instance in its stack's key; empty if the key does not have it."""
+    stored = store.get(keys.stack(place.name)) if place else None
+    if place is None or stored is None:
+        return [], []
+    with suppress(ValueError):  # the audit reports a malformed key
+        stack = from_json(place.name, stored.value)
+        entry = stack.entries.get(place.entry_name)
+        if entry is not None and (stack.epoch, entry[::2]) == (place.epoch, (place.incarnation, False)):
+            ended = to_json(stack.with_ended([place.entry_name]))
+            return [Unchanged(stored.key, stored.revision)], [Put(stored.key, ended)]
+    return [], []
