@@ -189,8 +189,7 @@ def _make_change(run: _Apply, actions: Sequence[str] = CHANGES, preview: bool = 
     used = {desired.order.user_data_sha256 for desired in new.values()}
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
     places = [each.stack for each in order.orders.values()] if order else []
-    if run.state.stack is not None or not preview:  # a preview of a new stack has no epoch
-        run.created = {place.entry_name: place.instance for place in places if place}
+    run.created = {place.entry_name: place.instance for place in places if place}
     return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
@@ -299,6 +298,8 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
         instance = run.created.get(step.entry, step.instance)
         record, outcome = existing.get(instance), run.outcomes.get(instance, {})
         compute = run.computes.get(instance) or (record.compute if record else '')
+        # Before the first apply a stack has no epoch, so the uuids of its instances are not known.
+        known_uuid = '' if is_preview and run.state.stack is None else instance
         state = outcome.get('state') or (step.state if record else None)
         address = outcome.get('address') or (record.address if record else None)
         value = {
@@ -306,7 +307,7 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'number': int(step.entry.rpartition('/')[2]),
             'name': step.name,
             'action': step.action,
-            'instance': instance or None,
+            'instance': known_uuid or None,
             'replaced': step.instance if step.action == REPLACE else None,
             'state': state,
             'address': address,
@@ -314,7 +315,7 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'host': naming.find_hostname(compute),
             'reasons': list(step.reasons),
         }
-        cells = [step.name, step.action, state, address, naming.format_name(compute) or None, instance or None]
+        cells = [step.name, step.action, state, address, naming.format_name(compute) or None, known_uuid or None]
         rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
     if rows or ctx.form != TABLE:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
