@@ -141,7 +141,8 @@ def _apply(ctx: Context) -> int:
 def _refuse_conflicts(run: _Apply) -> int:
     """Report the instances that differ or whose name is taken; return 5."""
     _report(run)
-    count, fixes = len(run.select(*CONFLICTS)), 'give --replace MEMBER or --replace-all, or correct the file'
+    count = len(run.select(*CONFLICTS))
+    fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
     run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; nothing was changed. Fix: {fixes}')
     return Conflict.exit_code
 
