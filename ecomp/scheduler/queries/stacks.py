@@ -48,7 +48,7 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
     ]
     name_keys = [keys.name(each) for each in instance_names]
     read = store.read([*instance_keys, *name_keys])
-    found = resolve_places(store, [(key, entry) for key, entry in read.items() if key not in name_keys])
+    found = resolve_places(store, [(key, entry) for key, entry in read.items() if not key.startswith(keys.NAMES)])
     key_index = None
     entries: dict[str, InstanceEntries] = {}
     for entry, instance in instances.items():
