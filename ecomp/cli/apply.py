@@ -18,7 +18,7 @@ from ecomp.cli.options import TABLE, Options, Words
 from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
-from ecomp.cli.terminal import LiveLine, make_timestamp
+from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
 from ecomp.errors import Conflict, NoCapacity, StillGoing, UnknownOutcome, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.apply import (
@@ -125,7 +125,7 @@ def _apply(ctx: Context) -> int:
         run.replaced_members = ()
         if not _wait_for_ends(run, replaced):
             return StillGoing.exit_code
-    if run.state.stack is not None and not run.state.revision:  # its key was lost
+    if run.state.is_stale:
         _make_change(run, ())
         run.read()
     if run.select(*CONFLICTS):  # since the first check
@@ -178,7 +178,8 @@ def _make_change(run: _Apply, actions: Sequence[str] = CHANGES, preview: bool = 
     from ecomp.scheduler.placing.stack import Removal, StackChange, write_stack
 
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
-    revision = run.state.revision if run.state.revision or preview else write_stack(run.ctx.store, stack)
+    is_written = preview or not (run.state.stack is None or run.state.is_stale)
+    revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
     steps = run.select(*actions)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
     removals = [
@@ -363,14 +364,15 @@ def _wait(run: _Apply) -> int:
 @contextmanager
 def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
     """On a terminal show a line for each member: how many of its instances {instance: compute} reached which stage."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield
         return
     from ecomp.store.watch import Follower
 
     members = {step.instance: step.member for step in run.steps}
     members |= {instance: entry.rpartition('/')[0] for entry, instance in run.created.items()}
-    with LiveLine() as show_status:
+    live = LiveLine()
+    with live:
 
         def show(state: Mapping[str, Entry]) -> None:
             stages: dict[str, Counter[str]] = {members[instance]: Counter() for instance in places}
@@ -381,12 +383,12 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
                 for member, counts in stages.items()
             }
             width = max(map(len, texts), default=0)
-            show_status('\n'.join(f'{member:{width}}  {text}' for member, text in texts.items()))
+            live.show_lines([f'{member:{width}}  {text}' for member, text in texts.items()])
 
         follower = Follower(
             run.ctx.config.etcd,
             [(keys.INSTANCES, show)],
-            on_lost=lambda error: show_status(str(error)),
+            on_lost=lambda error: live.show_lines([str(error)]),
             on_back=lambda: None,
         )
         follower.start()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, extract_status, make_wait_options
 from ecomp.cli.options import TABLE, parse_any_instances, parse_nothing
 from ecomp.cli.selection import SELECTORS, check_selection, confirm_destroy, select_instances
-from ecomp.cli.terminal import LiveLine
+from ecomp.cli.terminal import LiveLine, is_terminal
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
@@ -40,7 +40,7 @@ def _destroy(ctx: Context) -> int:
         return destroy_file(ctx)
     if select_instances(ctx):
         confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
-    elif sys.stdin.isatty():
+    elif is_terminal(sys.stdin):
         ctx.out.say('destroy deletes the disk of an instance with all data on it')
         confirm_destroy(ctx, _list_guessed(ctx))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ecomp.cli.command import Context
 from ecomp.cli.options import Options
 from ecomp.cli.tables import make_sort_key
-from ecomp.cli.terminal import ask
+from ecomp.cli.terminal import ask, is_terminal
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model.host import RecordFilter
 from ecomp.model.record import ERROR, GONE, Record
@@ -101,7 +101,7 @@ def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
         return
     count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'
     listed = join_some(names, MAX_NAMES_IN_QUESTION)
-    if not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         raise UsageError(f'{ctx.name}: would destroy {count}, with their disks: {listed}. Fix: confirm with --yes')
     if ask(f'Destroy {count}, with their disks: {listed}? [y/N] ') != 'y':
         raise EcompError('nothing was changed')

@@ -248,7 +248,7 @@ COMMANDS: Sequence[Command] = (
             'Remove flavors from etcd. Existing instances do not change. Requests in the queue of a removed flavor '
             'wait until the flavor exists again.',
             parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
-    Command('image list', 'image list', 'list the images of schedule.yaml and which hosts have them cached',
+    Command('image list', 'image list', 'list named images, and which hosts have them',
             'List the names in `images:` of schedule.yaml, their URLs, and the living hosts that have the image in '
             'their caches: an instance there starts without a download. A host reports its cache a few seconds after '
             'it has changed; `unknown:` is before hosts whose ecompute is of an earlier version, or which have more '

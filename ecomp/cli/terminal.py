@@ -107,16 +107,24 @@ class LiveLine:
         return f'\r{up}\x1b[J' if up else '\r\x1b[K'
 
     def _show_status(self, text: str) -> None:
-        """Replace the status by one line or several, each cut to the terminal's width; no-op without a terminal."""
+        self.show_lines([text])
+
+    def show_lines(self, texts: Sequence[str]) -> None:
+        """Replace the status by these lines, each cut to the terminal's width; no-op without a terminal."""
         columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
 
             # A line that the terminal wraps becomes several, of which only the last would be overwritten.
-            lines = [cut(make_printable(line), max(columns - 1, 1)) for line in text.split('\n')[:MAX_STATUS_LINES]]
+            lines = [cut(make_printable(line), max(columns - 1, 1)) for line in texts[:MAX_STATUS_LINES]]
             sys.stderr.write(self._make_erasure() + '\n'.join(lines))
             sys.stderr.flush()
             self._line_count = len(lines)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether it is a terminal; False for a closed one."""
+    return stream is not None and stream.isatty()
 
 
 def ask(question: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.model.planting import (
-    drop_argument,
     drop_operand,
     make_bug,
     make_pair,
@@ -90,9 +89,12 @@ STACKS = {
         'applied_and_disabled',
     ),
     # Replacements, and what is destroyed
-    'a removal does not compare the request': make_bug(
-        'ecomp.scheduler.placing.stack:_make_removal',
-        replace_call('make_tombstone', '([], make_tombstone(store, entries)[1])'),
+    'a removal does not compare the request, and a destroy does not note the end of the entry': make_pair(
+        make_bug(
+            'ecomp.scheduler.placing.stack:_make_removal',
+            replace_call('make_tombstone', '([], make_tombstone(store, entries)[1])'),
+        ),
+        make_bug('ecomp.scheduler.queries.stacks:make_end', return_constant(([], []))),
         'pruned_and_destroyed',
     ),
     'a prune beside new members destroys nothing': make_bug(
@@ -107,7 +109,7 @@ STACKS = {
     ),
     'a replacement does not take the name over': make_bug(
         'ecomp.scheduler.queries.find:reserve_names',
-        drop_argument('check_name_is_free', 'replaced'),
+        replace_argument('check_name_is_free', 3, '{instance}'),
         'replaced_twice',
     ),
     'a replacement takes any name': make_bug(

@@ -14,6 +14,7 @@ from ecomp.errors import EcompError, NoCapacity, UsageError
 from ecomp.model import status
 from ecomp.scheduler.operations.audit import audit
 from tests.model.cloud import Cloud
+from tests.model.invariants import ENTRY
 
 Json = dict[str, Any]
 
@@ -213,6 +214,8 @@ def check_audit(facts: Facts) -> Iterator[str]:
     for finding in report.findings:
         if finding.code == 'compute-silent':
             continue  # this compute is dead for good in the scenario, and is not forgotten
+        if finding.code == 'stack-mismatch' and ENTRY in facts.cloud.invariants.exempt:
+            continue  # etcd is restored to before a delivery, and the next apply completes the stack's key
         yield f'the audit finds {finding.code} of {facts.format_name(finding.subject)}: {finding.sentence}'
 
 

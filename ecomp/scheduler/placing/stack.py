@@ -111,11 +111,11 @@ class StackChange:
         return [removal.entries.record.instance for removal in self.removals]
 
 
-def write_stack(store: Store, stack: Stack) -> int:
-    """Write the key of a new or restored stack; return its revision, Conflict if another process wrote it."""
+def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
+    """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
     key = keys.stack(stack.name)
     try:
-        revision = store.commit([Unchanged(key, 0)], [Put(key, to_json(stack))])
+        revision = store.commit([Unchanged(key, previous_revision)], [Put(key, to_json(stack))])
     except UnknownOutcome:
         entry = store.get(key)
         revision = entry.revision if entry is not None and entry.value.decode() == to_json(stack) else None

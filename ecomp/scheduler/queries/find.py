@@ -304,7 +304,7 @@ def _is_request_key(key: str) -> bool:
 def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
     """Return an unwritten change that takes names ({instance: name or None}); errors as check_name_is_free()."""
     named = {name: instance for instance, name in names.items() if name is not None}
-    entries = store.read([keys.name(name) for name in named])
+    entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
         check_name_is_free(store, name, entries.get(keys.name(name)), {instance, *replaced})
         for name, instance in named.items()

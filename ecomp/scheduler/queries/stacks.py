@@ -19,8 +19,9 @@ from ecomp.store.sharing import Change, find_by_listing, parse_name_holder, read
 
 
 class StackState(NamedTuple):
-    """A stack as etcd has it; `revision` is that of its key, 0 if the key is missing and was restored from requests.
+    """A stack as etcd has it; `revision` is that of its key, 0 if the key is missing.
 
+    `is_stale`: the requests show more than the key, which is missing, or was restored from before a delivery.
     `entries` is {entry name: its last instance} of those that are not gone. `owners` is {name: living instance that
     has it}, of the names that were asked for.
     """
@@ -29,6 +30,7 @@ class StackState(NamedTuple):
     revision: int
     entries: Mapping[str, InstanceEntries]
     owners: Mapping[str, str]
+    is_stale: bool = False
 
     @property
     def existing(self) -> dict[str, Existing]:
@@ -65,6 +67,7 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
         )
         if current is not None and current.record.state != GONE:
             entries[entry] = current
+    is_stale = stack is not None and not revision
     own = {current.record.instance: current for current in entries.values()}
     owners: dict[str, str] = {}
     for key in name_keys:
@@ -76,8 +79,8 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
                 place = current.request.stack if current.request else None
                 if stack is not None and place is not None and _is_newer(stack, place, owner):
                     stack = stack.with_delivered({place: current.record.compute})
-                    entries[place.entry_name] = current
-    return StackState(stack, revision, entries, owners)
+                    entries[place.entry_name], is_stale = current, True
+    return StackState(stack, revision, entries, owners, is_stale)
 
 
 def _is_newer(stack: Stack, place: Place, instance: str) -> bool:
