@@ -226,7 +226,7 @@ def _add_acceptance(cloud: Cloud, host: Compute, after: Actor | None = None) -> 
 def applied_after_a_restore(cloud: Cloud) -> Check:
     """An instance is newer than the restored etcd; the file is applied as its compute accepts."""
     _add_acceptance(cloud, _restore_older(cloud))
-    add_apply(cloud, 'apply', FILE)
+    add_apply(cloud, 'apply', FILE, may_fail=(Conflict,))  # if the compute publishes it in between
 
     def check() -> list[str]:
         try:

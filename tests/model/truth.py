@@ -276,6 +276,7 @@ ROWS = [
     Row(CREATE + APPLY, Unreachable, 'is not placed: the computes release its claim', is_not_placed),
     # eschedule apply
     Row(APPLY, Unreachable, '', is_not_placed),
+    Row(APPLY, Conflict, 'is older than its instance', has_left_nothing),
     Row(APPLY, Conflict, 'another eschedule changed it; nothing was (changed|placed, and the claim)', has_left_nothing),
     Row(APPLY, Conflict, 'another eschedule changed it; .*(its claim stays|release its claim)', promises_nothing),
     Row(APPLY, Conflict, '(another apply is in flight, .*|instances conflict); nothing was changed', has_left_nothing),

@@ -544,7 +544,8 @@ class StackAttempt(Attempt):
         for instance in self.order.instances:
             if instance in index.requests or instance in index.records:
                 problem = f'{key} is older than its instance {instance}, as after a restore of etcd; {UNCHANGED}'
-                raise Conflict(f'{problem}. Fix: `etcdctl del {key}`, then the same command, which restores it')
+                again = f'if it refuses again, `etcdctl del {key}` before it: it restores the key'
+                raise Conflict(f'{problem}. Try: the same command again; {again}')
 
     def _check_quota(self, claims: Mapping[str, Candidate]) -> None:
         """Raise OverQuota if the project may not have all of these."""
