@@ -82,7 +82,7 @@ def plan_steps(
     destroyed.
     """
     steps = [
-        _plan_desired(entry, wanted, existing.get(entry), owners, replaced_members) for entry, wanted in desired.items()
+        _plan_desired(entry, target, existing.get(entry), owners, replaced_members) for entry, target in desired.items()
     ]
     for entry, (record, request) in existing.items():
         if entry not in desired:
@@ -213,11 +213,11 @@ class StackOrder(SetOrder):
 def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mapping[str, str]) -> StackOrder:
     """Return the order of new instances for these entries, at least one; UsageError if they exceed a transaction."""
     members = {}
-    for entry, wanted in desired.items():
+    for entry, target in desired.items():
         place = stack.make_place(entry)
-        fields = wanted.order.copy_fields(instance=place.instance, stack=place, stages=stages)
-        members[place.instance] = wanted._replace(order=Order(**fields))
-    size = sum(len(dump(dump_fields(wanted.order))) + 1000 for wanted in members.values())
+        fields = target.order.copy_fields(instance=place.instance, stack=place, stages=stages)
+        members[place.instance] = target._replace(order=Order(**fields))
+    size = sum(len(dump(dump_fields(target.order))) + 1000 for target in members.values())
     if size > MAX_SET_BYTES:
         problem = f'the {len(members)} new instances have {size} bytes, more than a transaction of etcd can have'
         raise UsageError(f'{problem}. Fix: give fewer ssh keys, or split the stack')

@@ -4,8 +4,8 @@ The key holds JSON: {"version", "epoch": uuid, "floor", "entries": {"<member>/<n
 "ended"}}}.
 The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
 instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
-never deleted. `compute` is where the last one was delivered; "ended" is true once `apply --prune` or `destroy --file`
-destroyed it. New instances get incarnations above `floor`, which is 0 until a lost key is restored.
+never deleted. `compute` is where the last one was delivered; "ended" is true once a user has destroyed it. New
+instances get incarnations above `floor`, which is 0 until a lost key is restored.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def from_json(name: str, value: bytes) -> Stack:
     data = load_object(value)
     if not is_supported_version(data.get('version'), VERSION):
         raise ValueError(
-            f'format version {data.get("version")!r:.40} of the stack is not supported: see `eschedule --version`'
+            f'format version {data.get("version")!r:.40} of the stack is not supported: '
+            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
         )
     epoch, entries = data.get('epoch'), data.get('entries')
     if not isinstance(epoch, str) or not keys.is_uuid(epoch):

@@ -73,7 +73,7 @@ class Removal(NamedTuple):
 
 
 class NoRoom(NoCapacity):
-    """There is no room for `members`, the uuids of instances with one query; `placed` have a place."""
+    """There is no room for all of `instances`, uuids of one query; `placed` are the places that were found."""
 
     def __init__(self, message: str, instances: Sequence[str], placed: Sequence[Candidate]) -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
         revision = store.commit([Unchanged(key, previous_revision)], [Put(key, to_json(stack))])
     except UnknownOutcome:
         entry = store.get(key)
-        revision = entry.revision if entry is not None and entry.value.decode() == to_json(stack) else None
+        revision = entry.revision if entry is not None and entry.value == to_json(stack).encode() else None
     if revision is None:
         raise make_conflict(stack.name)
     failpoint('stack-begun')
@@ -239,7 +239,7 @@ def apply_change(
 def preview_change(
     store: Store, backend: Future[tuple[Placement, Offer]], change: StackChange, rng: random.Random
 ) -> dict[str, str]:
-    """Return {new instance: compute} as apply_change() would place them now, with claims of nobody; write nothing.
+    """Return {new instance: compute} as apply_change() would place them now; write nothing, and ignore earlier claims.
 
     Raises NoRoom, OverQuota, Conflict, UsageError and errors of the backends.
     """
@@ -299,21 +299,21 @@ def distribute_lots(
         return sorted((-amount for amount in sum_allocations(candidates[0]).values()) if candidates else ())
 
     for lot in sorted(lots, key=lambda lot: (lot.membership is None, measure(lot))):
-        wanted = [instance for instance in lot.instances if instance not in held]
+        unplaced = [instance for instance in lot.instances if instance not in held]
         group = groups.get(lot.membership.name) if lot.membership else None
         candidates = choose(offers[lot.query], alive, lot.weigh, rng, group).candidates
         if group is not None and group.is_undecided:
             ours = [other for other in lots if other.membership and other.membership.name == group.name]
             fitting = [each for each in candidates if _has_room_for_all(each.compute, ours, offers, rooms)]
             candidates = fitting or candidates
-        batch = distribute(candidates, rooms, len(wanted), lot.weigh, rng, group)
-        chosen |= dict(zip(wanted, batch, strict=False))
-        if len(batch) < len(wanted):
+        batch = distribute(candidates, rooms, len(unplaced), lot.weigh, rng, group)
+        chosen |= dict(zip(unplaced, batch, strict=False))
+        if len(batch) < len(unplaced):
             return chosen, lot
         for candidate in batch:
             add_usage(candidate.allocations, rooms)
         if group is not None:
-            groups[group.name] = group.with_members({each: chosen[each].compute for each in wanted})
+            groups[group.name] = group.with_members({each: chosen[each].compute for each in unplaced})
     return chosen, None
 
 
@@ -448,7 +448,7 @@ class StackAttempt(Attempt):
     def _note_change(self, stack: Stack) -> None:
         """Take over what this process has just written to the stack's key."""
         entry = self.store.get(keys.stack(stack.name))
-        if entry is None or entry.value.decode() != to_json(stack):
+        if entry is None or entry.value != to_json(stack).encode():
             raise _RefusedError
         self.change = replace(self.change, stack=stack, revision=entry.revision)
 
@@ -544,7 +544,7 @@ class StackAttempt(Attempt):
         for instance in self.order.instances:
             if instance in index.requests or instance in index.records:
                 problem = f'{key} is older than its instance {instance}, as after a restore of etcd; {UNCHANGED}'
-                again = f'if it refuses again, `etcdctl del {key}` before it: it restores the key'
+                again = f'if it refuses again, run `etcdctl del {key}` first, and the command restores the key'
                 raise Conflict(f'{problem}. Try: the same command again; {again}')
 
     def _check_quota(self, claims: Mapping[str, Candidate]) -> None:
