@@ -76,7 +76,8 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
             current = own.get(owner) or find(store, owner)
             if current is not None and current.record.state not in (GONE, ERROR):
                 owners[keys.get_last_part(key)] = owner
-                place = current.request.stack if current.request else None
+                request = None if owner in own else current.request
+                place = request.stack if request else None
                 if stack is not None and place is not None and _is_newer(stack, place, owner):
                     stack = stack.with_delivered({place: current.record.compute})
                     entries[place.entry_name], is_stale = current, True
