@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,8 +40,7 @@ from ecomp.model.apply import (
     plan_steps,
 )
 from ecomp.model.host import NO_COMPUTES
-from ecomp.model.json_object import load_object_or_empty
-from ecomp.model.keys import ATTEMPT_SECONDS, make_uuid
+from ecomp.model.keys import make_uuid
 from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, from_json
 from ecomp.model.stack import Stack
 from ecomp.model.text import format_suggestion, join_some
@@ -116,8 +114,7 @@ def _apply(ctx: Context) -> int:
         return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
     if run.select(*CONFLICTS):
         return _refuse_conflicts(run)
-    ending = [step for step in run.select(ENDING) if step.entry in file.instances]
-    if ending and not _wait_for_ends(run, ending):
+    if not _wait_for_ends(run, run.select(ENDING)):
         return StillGoing.exit_code
     confirm_destroy(ctx, [step.name or step.instance for step in run.select(REPLACE, DESTROY)])
     if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
@@ -135,7 +132,9 @@ def _apply(ctx: Context) -> int:
         return code
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
-    return code or find_exit_code(run.steps)
+    code = code or find_exit_code(run.steps)
+    destroyed = run.select(DESTROY) if ctx.options.wait is not None and not code else ()
+    return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
 
 
 def _refuse_conflicts(run: _Apply) -> int:
@@ -149,13 +148,13 @@ def _refuse_conflicts(run: _Apply) -> int:
 
 def _carry_out(run: _Apply) -> int:
     """Create, replace and destroy; return 0, or the exit code of what was refused or interrupted."""
-    from ecomp.scheduler.placing.stack import Owner, apply_change
+    from ecomp.scheduler.placing.stack import apply_change
     from ecomp.scheduler.queries.find import ask_placement
 
     ctx = run.ctx
     backend = ask_placement(ctx.config.placement, None, ctx.slow_notice)
-    change = _make_change(run)
-    owner = Owner(describe_owner(make_timestamp()), lambda entry: _check_previous(run.file.name, entry))
+    change = _make_change(run, run.select(*CHANGES))
+    owner = describe_owner(make_timestamp())
     try:
         run.computes = apply_change(ctx.store, backend, change, owner, random.Random(), make_timestamp)
     except NoCapacity as error:
@@ -173,14 +172,13 @@ def _carry_out(run: _Apply) -> int:
     return 0
 
 
-def _make_change(run: _Apply, actions: Sequence[str] = CHANGES, preview: bool = False) -> StackChange:
+def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
     from ecomp.scheduler.placing.stack import Removal, StackChange, write_stack
 
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
     revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
-    steps = run.select(*actions)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
     removals = [
         Removal(step.entry, run.state.entries[step.entry], step.action == REPLACE)
@@ -197,11 +195,10 @@ def _make_change(run: _Apply, actions: Sequence[str] = CHANGES, preview: bool = 
 
 def _remove(run: _Apply, steps: Sequence[Step]) -> None:
     """Destroy the instances of these steps, without replacements."""
-    from ecomp.scheduler.placing.stack import Removal, remove_instances
+    from ecomp.scheduler.placing.stack import remove_instances
 
-    change = _make_change(run, (), preview=True)
-    removals = [Removal(step.entry, run.state.entries[step.entry], False) for step in steps]
-    remove_instances(run.ctx.store, change, removals)
+    change = _make_change(run, [step._replace(action=DESTROY) for step in steps])
+    remove_instances(run.ctx.store, change, change.removals)
 
 
 def _preview(run: _Apply, backend: Backend) -> int:
@@ -212,7 +209,7 @@ def _preview(run: _Apply, backend: Backend) -> int:
     if run.ctx.options.destroy_first and run.select(REPLACE):
         run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
     elif code != Conflict.exit_code and run.select(CREATE, REPLACE):
-        change = _make_change(run, preview=True)
+        change = _make_change(run, run.select(CREATE, REPLACE), preview=True)
         try:
             run.computes = preview_change(run.ctx.store, backend, change, random.Random())
         except NoCapacity as error:
@@ -232,28 +229,13 @@ def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str]
     return replaced
 
 
-def _check_previous(name: str, entry: Entry) -> None:
-    """Raise Conflict unless the process of another attempt for the stack ran on this machine and has ended."""
-    facts = load_object_or_empty(entry.value)
-    host, pid = str(facts.get('host'))[:80], facts.get('pid')
-    if host == socket.gethostname() and type(pid) is int and pid > 0:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        except (PermissionError, OverflowError):
-            pass
-    raise Conflict(
-        f'stack {name}: another apply is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
-        f'the command when it has finished, or {ATTEMPT_SECONDS} s after it was killed'
-    )
-
-
 def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
     """Wait until these instances are gone, and plan again; without --wait or --destroy-first report, return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
     ctx = run.ctx
+    if not steps:
+        return True
     names = join_some([step.name or step.instance for step in steps], MAX_NAMES_IN_QUESTION)
     if ctx.options.wait is None and not ctx.options.destroy_first:
         ctx.out.say(f'{names}: still being destroyed; nothing was changed. Try: the same command with --wait')

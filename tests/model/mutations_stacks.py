@@ -81,7 +81,7 @@ STACKS = {
         'ecomp.scheduler.queries.stacks:_is_newer', return_constant(False), 'applied_after_a_restore'
     ),
     'a killed apply is never taken over': make_bug(
-        'ecomp.cli.apply:_check_previous', replace_condition('False', 'gethostname'), 'apply_killed'
+        'ecomp.scheduler.placing.stack:_check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
     ),
     'an apply is placed on disabled computes': make_bug(
         'ecomp.scheduler.placing.stack:StackAttempt._read_offer',

@@ -304,11 +304,11 @@ def deliver(
     user_data: SharedUserData | None,
     make_shared_change: Callable[[], Change],
     ends_attempt: bool = True,
-) -> bool:
-    """Deliver (compute, request) pairs, at least one, in one transaction; True once it is done.
+) -> int:
+    """Deliver (compute, request) pairs, at least one, in one transaction; return its revision once it is done.
 
     The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
-    deletes the attempt's key. False if our attempt's key lost this `revision`, a record exists, or shared keys keep
+    deletes the attempt's key. 0 if our attempt's key lost this `revision`, a record exists, or shared keys keep
     changing. Raises the errors of that function and of etcd, with nothing delivered, and UnknownOutcome if an unknown
     outcome cannot be read back.
     """
@@ -319,20 +319,21 @@ def deliver(
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
         operations.append(Put(keys.request(compute, request.instance), to_json(request)))
     try:
-        return commit_with_shared(store, conditions, operations, make_shared_change, granted) is not None
+        return commit_with_shared(store, conditions, operations, make_shared_change, granted) or 0
     except UnknownOutcome as error:
         first, instance = deliveries[0][0], deliveries[0][1].instance
         try:
             if delete_if_unchanged(store, *attempt) and ends_attempt:
-                return False
+                return 0
             # All or none: one request stands for all.
-            if store.get(keys.request(first, instance)) is not None:
-                return True
+            if (written := store.get(keys.request(first, instance))) is not None:
+                return written.revision
             from ecomp.model.host import group_by_instance
 
             # A record of another compute comes from a delivery by another eschedule with this uuid.
             records = store.read([keys.record(first, instance), keys.old_record(instance)])
-            return any(first in places.records for places in group_by_instance(records.items()).values())
+            places = group_by_instance(records.items()).get(instance)
+            return places.records[first].revision if places and first in places.records else 0
         except EcompError:
             doubt = f'; it is unknown whether {keys.get_last_part(attempt.key)} was delivered'
             raise UnknownOutcome(put_before_fix(str(error), doubt)) from error

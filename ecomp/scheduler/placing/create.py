@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -163,7 +164,7 @@ def create(  # noqa: PLR0913
     # No other process can have claimed for a uuid that was generated here.
     movable = set[str]() if resume else set(order.instances)
     attempt = Attempt(store, backend, order, resume, rng, sample_above, on_cluster_size, lease, movable)
-    try:
+    with attempt.undo_on_error():
         delivered = attempt.announce(owner)
         if delivered:
             try_revoke(store, lease)
@@ -176,23 +177,11 @@ def create(  # noqa: PLR0913
             except Excluded as excluded:
                 # Others of its group or project were delivered first, so some of our places are not allowed now.
                 claims = attempt.claim_again(claims, excluded.admitted)
-    except UnknownOutcome:
-        raise  # nothing is released while it is unknown what was written (rule 1)
-    except BaseException as error:
-        outcome = attempt.undo()
-        if isinstance(error, ClaimedElsewhere):
-            raise attempt.make_refusal(error.computes) from error
-        if isinstance(error, Unreachable):
-            raise add_state(error, outcome) from error
-        if isinstance(error, _DeliveryRefusedError):
-            raise Conflict(f'{error}; {outcome}') from error
-        if outcome not in (UNCHANGED, UNDONE):
-            log.warning('%s', outcome)
-        raise
+    raise AssertionError
 
 
-class _DeliveryRefusedError(Conflict):
-    """The delivery was refused; the caller adds what was undone to the message."""
+class DeliveryRefused(Conflict):
+    """The delivery was refused; undo_on_error() adds what was undone to the message."""
 
 
 class ClaimedSet(NamedTuple):
@@ -291,7 +280,7 @@ class Attempt:
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
 
-        Raises Excluded (group, quota), _DeliveryRefusedError (not our attempt now), Conflict (a name), UnknownOutcome.
+        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name), UnknownOutcome.
         """
         order, placed = self.order, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
@@ -309,13 +298,32 @@ class Attempt:
 
         if not deliver(self.store, deliveries, self.condition, order.shared_user_data, make_shared_change):
             why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
-            raise _DeliveryRefusedError(f'{order.instance}: not delivered: {why}')
+            raise DeliveryRefused(f'{order.instance}: not delivered: {why}')
         failpoint('delivered')
         unused = self.movable.intersection(self.attempted) - placed.keys()
         if unused:  # of a set; computes release what cannot be released here
             log.debug('%s', self._release(unused))
         try_revoke(self.store, self.lease)
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
+
+    @contextmanager
+    def undo_on_error(self) -> Iterator[None]:
+        """Undo the attempt if the block raises, and raise the error with what was undone; not after UnknownOutcome."""
+        try:
+            yield
+        except UnknownOutcome:
+            raise  # nothing is released while it is unknown what was written (rule 1)
+        except BaseException as error:
+            outcome = self.undo()
+            if isinstance(error, ClaimedElsewhere):
+                raise self.make_refusal(error.computes) from error
+            if isinstance(error, Unreachable):
+                raise add_state(error, outcome) from error
+            if isinstance(error, DeliveryRefused):
+                raise Conflict(put_before_fix(str(error), f'; {outcome}')) from error
+            if outcome not in (UNCHANGED, UNDONE):
+                log.warning('%s', outcome)
+            raise
 
     def undo(self) -> str:
         """Release the claims, revoke the lease; return UNCHANGED, UNDONE, or what is left, also after an error."""

@@ -6,11 +6,12 @@ one: it takes over the claims, and delivers what is missing. Two concurrent ones
 
 from __future__ import annotations
 
-import logging
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from ecomp.model.apply import StackOrder
 from ecomp.model.choose import Candidate, Offer, PlacementReason, add_usage, choose, distribute
 from ecomp.model.group import AFFINITY, Group, Membership
 from ecomp.model.guest import SharedUserData
+from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
@@ -40,7 +42,7 @@ from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import make_tombstone
 from ecomp.scheduler.placing.claim import announce, deliver, prepare_user_data, read_settled_group
-from ecomp.scheduler.placing.create import UNCHANGED, UNDONE, Attempt, add_state, read_earlier_claims
+from ecomp.scheduler.placing.create import UNCHANGED, Attempt, DeliveryRefused, add_state, read_earlier_claims
 from ecomp.scheduler.placing.place import MAX_REFUSALS, check_complete
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -57,11 +59,11 @@ from ecomp.store.sharing import (
     try_revoke,
 )
 
-log = logging.getLogger(__name__)
-
 # Instances of one part of a delivery, if etcd takes only 128 conditions: each needs five at most (record, name, group,
 # and two for a replaced one in error), and all together three.
 PART_SIZE = 25
+# The error of a change that another process's change of the stack came before; a clause says what was changed.
+_CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command again'
 
 
 class Removal(NamedTuple):
@@ -79,17 +81,6 @@ class NoRoom(NoCapacity):
         super().__init__(message)
         self.instances = instances
         self.placed = placed
-
-
-@dataclass(frozen=True)
-class Owner:
-    """This process, as its attempt names it (host, pid, time of the request).
-
-    `check_previous` gets the entry of another attempt for this stack, and raises Conflict if its process may be alive.
-    """
-
-    facts: Mapping[str, object]
-    check_previous: Callable[[Entry], object]
 
 
 @dataclass(frozen=True)
@@ -120,14 +111,26 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
         entry = store.get(key)
         revision = entry.revision if entry is not None and entry.value == to_json(stack).encode() else None
     if revision is None:
-        raise make_conflict(stack.name)
+        raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
     return revision
 
 
-def make_conflict(name: str, state: str = UNCHANGED) -> Conflict:
-    """Make the error of a change that another process's change of the stack came before."""
-    return Conflict(f'stack {name}: another eschedule changed it; {state}. Try: the same command again')
+def _check_previous(name: str, owner: Mapping[str, object], entry: Entry) -> None:
+    """Raise Conflict unless the process of another attempt for the stack ran on our machine and has ended."""
+    facts = load_object_or_empty(entry.value)
+    host, pid = str(facts.get('host'))[:80], facts.get('pid')
+    if host == owner['host'] and type(pid) is int and pid > 0:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        except (PermissionError, OverflowError):
+            pass
+    raise Conflict(
+        f'stack {name}: another apply is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
+        f'the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
+    )
 
 
 def remove_instances(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
@@ -147,7 +150,7 @@ def _remove_part(store: Store, change: StackChange, removals: Sequence[Removal])
     """Do what remove_instances() does, in one transaction."""
     written = commit_with_shared(store, [], [], lambda: _make_stack_change(store, change, {}, removals))
     if written is None:
-        raise make_conflict(change.stack.name)
+        raise Conflict(_CHANGED.format(change.stack.name, f'; {UNCHANGED}'))
     failpoint('stack-removed')
     _revoke_records(store, removals)
     remaining = [removal for removal in change.removals if removal not in removals]
@@ -193,7 +196,7 @@ def apply_change(
     store: Store,
     backend: Future[tuple[Placement, Offer]],
     change: StackChange,
-    owner: Owner,
+    owner: Mapping[str, object],
     rng: random.Random,
     now: Callable[[], str],
 ) -> dict[str, str]:
@@ -216,24 +219,12 @@ def apply_change(
     attempt = StackAttempt(
         store, backend, change.order, not change.is_new, rng, None, lambda _: None, lease, movable, change=change
     )
-    try:
+    with attempt.undo_on_error():
         attempt.announce_alone(owner)
         claims = attempt.claim_all()
         failpoint('stack-claimed')
         return attempt.deliver_all(claims, now())
-    except UnknownOutcome:
-        raise  # nothing is released while it is unknown what was written (rule 1)
-    except BaseException as error:
-        outcome = attempt.undo()
-        if isinstance(error, ClaimedElsewhere):
-            raise attempt.make_refusal(error.computes) from error
-        if isinstance(error, Unreachable):
-            raise add_state(error, outcome) from error
-        if isinstance(error, _RefusedError | Excluded):  # Excluded: others of a group or of the project came first
-            raise make_conflict(change.stack.name, outcome) from error
-        if outcome not in (UNCHANGED, UNDONE):
-            log.warning('%s', outcome)
-        raise
+    raise AssertionError
 
 
 def preview_change(
@@ -249,10 +240,6 @@ def preview_change(
     attempt.placement, _ = backend.result()
     chosen = attempt.choose_all({}, Counter())
     return {instance: candidate.compute for instance, candidate in chosen.items()}
-
-
-class _RefusedError(Conflict):
-    """The delivery was refused; the caller adds what exists."""
 
 
 @dataclass(frozen=True)
@@ -349,18 +336,18 @@ class StackAttempt(Attempt):
         assert self.change.order is not None  # apply_change() makes no attempt without one
         return self.change.order
 
-    def announce_alone(self, owner: Owner) -> None:
+    def announce_alone(self, owner: Mapping[str, object]) -> None:
         """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
-        value = {'version': 1, 'instances': list(self.order.instances), 'query': None, **owner.facts}
+        value = {'version': 1, 'instances': list(self.order.instances), 'query': None, **owner}
 
         def check_previous(entry: Entry) -> None:
-            owner.check_previous(entry)
+            _check_previous(self.change.stack.name, owner, entry)
             self.movable.clear()  # it may have claimed for the same uuids (rule 13)
 
         self.revision = announce(self.store, self.lease, self.order.instance, value, True, check_previous)
         entry = self.store.get(keys.stack(self.change.stack.name))
         if entry is None or entry.revision != self.change.revision:
-            raise _RefusedError
+            raise DeliveryRefused(_CHANGED.format(self.change.stack.name, ''))
 
     def claim_all(self) -> dict[str, Candidate]:
         """Claim a place for each instance; NoRoom names those for which there is none.
@@ -407,7 +394,7 @@ class StackAttempt(Attempt):
     def deliver_all(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
         """Deliver the claims, write the tombstones, revoke the lease; return {instance: compute}.
 
-        Raises Excluded (a group or quota), _RefusedError, Conflict (a name), UnknownOutcome.
+        Raises DeliveryRefused, Conflict (a name), UnknownOutcome.
         """
         self._put_user_data()
         requests = [
@@ -441,16 +428,6 @@ class StackAttempt(Attempt):
             self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
             self.delivered_count += len(part)
             failpoint('stack-part')
-            if not is_last:
-                computes = {request.stack: claims[request.instance].compute for request in part if request.stack}
-                self._note_change(self.change.stack.with_delivered(computes))
-
-    def _note_change(self, stack: Stack) -> None:
-        """Take over what this process has just written to the stack's key."""
-        entry = self.store.get(keys.stack(stack.name))
-        if entry is None or entry.value != to_json(stack).encode():
-            raise _RefusedError
-        self.change = replace(self.change, stack=stack, revision=entry.revision)
 
     def _deliver_part(
         self,
@@ -462,6 +439,7 @@ class StackAttempt(Attempt):
         """Deliver these requests and removals in one transaction, which ends the attempt if it is the last one."""
         deliveries = [(claims[request.instance].compute, request) for request in requests]
         removed = [removal.entries.record.instance for removal in removals]
+        computes = {request.stack: compute for compute, request in deliveries if request.stack}
 
         def make_shared_change() -> Change:
             places: dict[Membership, dict[str, str]] = {}
@@ -469,7 +447,6 @@ class StackAttempt(Attempt):
                 if request.group is not None:
                     places.setdefault(request.group, {})[request.instance] = compute
             resources = {request.instance: request.resources for request in requests}
-            computes = {request.stack: compute for compute, request in deliveries if request.stack}
             return merge_changes(
                 reserve_names(self.store, {request.instance: request.name for request in requests}, removed),
                 *(join_group(self.store, membership, members, removed) for membership, members in places.items()),
@@ -477,8 +454,12 @@ class StackAttempt(Attempt):
                 _make_stack_change(self.store, self.change, computes, removals),
             )
 
-        if not deliver(self.store, deliveries, self.condition, None, make_shared_change, ends_attempt=is_last):
-            raise _RefusedError
+        revision = 0
+        with suppress(Excluded):  # others of a group or of the project came first
+            revision = deliver(self.store, deliveries, self.condition, None, make_shared_change, ends_attempt=is_last)
+        if not revision:
+            raise DeliveryRefused(_CHANGED.format(self.change.stack.name, ''))
+        self.change = replace(self.change, stack=self.change.stack.with_delivered(computes), revision=revision)
 
     def _put_user_data(self) -> None:
         """Store the user-data that the new instances refer to, each content once."""
