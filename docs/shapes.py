@@ -140,9 +140,11 @@ RECORD = _fields({
     'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first boot'),
     'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent until it reports them'),
     'stack': _PLACE,
+    'replaces': _text('uuid of the instance that it was evacuated from; absent if none', pattern=UUID),
+    'replaced_by': _text('uuid of the instance to which it was evacuated; absent if none', pattern=UUID),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
-}, may='boots host_keys cloud_init stack')  # fmt: skip
+}, may='boots host_keys cloud_init stack replaces replaced_by')  # fmt: skip
 _WHY = _object(
     instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
     query=_text('query that was requested; null if unknown', null=True), why=_WEIGHED,

@@ -3,8 +3,9 @@
 The JSON of a request, a queued request and a record contains these fields of the order: "image", "user_id",
 "project_id", "query" (the placement query) and "stages" ({"requested": ISO time, …}). The order may also have "name",
 "ssh_keys" (a list of OpenSSH public keys), "user_data" (base64) or, for a set or a queue, "user_data_sha256" (the data
-is at /user-data/<sha256>), "count", "group" ({"name", "policy", "strict"}; in a record only the name), and "stack" (see
-ecomp.model.stack).
+is at /user-data/<sha256>), "count", "group" ({"name", "policy", "strict"}; in a record only the name), "stack" (see
+ecomp.model.stack), "replaces" (the uuid of the instance that it was evacuated from) and, in a tombstone and the last
+record, "replaced_by".
 """
 
 from __future__ import annotations
@@ -138,6 +139,14 @@ def read_name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
     return label
 
 
+def _read_uuid(data: Mapping[str, Any], name: str) -> str | None:
+    """Return a uuid, None if absent or null; ValueError for another value."""
+    text = _read_optional_text(data, name)
+    if text is not None and not keys.is_uuid(text):
+        raise ValueError(f'{name}: {text[:80]!r} is not a uuid')
+    return text
+
+
 def _read_count(data: Mapping[str, Any], name: str) -> int:
     """Return a number of instances, 1 if absent; ValueError unless from 1 to MAX_AMOUNT."""
     count = data.get(name, 1)
@@ -257,6 +266,8 @@ class Order:
         None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', report_rank=3
     )
     stack: Place | None = _declare_field(None, _read_stack, Place._asdict)
+    replaces: str | None = _declare_field(None, _read_uuid)
+    replaced_by: str | None = _declare_field(None, _read_uuid)
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order, by name, with some replaced; for constructing a subclass."""

@@ -8,8 +8,9 @@ JSON; readers ignore unknown fields. A field without a value is null:
      "why": {"weigh", "weight", "of"}, "power", "progress": {"stage", "done", "total"}}
 
 `stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
-Absent until they have a value: "boots", "stack" (see ecomp.model.stack), and from the guest's reports "host_keys"
-(["<type> <base64>"]) and "cloud_init" ({"stage", "reason"} of its failure; then the guest runs, but is never `ready`).
+Absent until they have a value: "boots", "stack" (see ecomp.model.stack), "replaces" and "replaced_by" (uuids, see
+ecomp.model.order), and from the guest's reports "host_keys" (["<type> <base64>"]) and "cloud_init" ({"stage", "reason"}
+of its failure; then the guest runs, but is never `ready`).
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)

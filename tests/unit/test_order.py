@@ -114,6 +114,18 @@ def test_power_action_round_trips() -> None:
     assert parse_value(to_json(result)) == result
 
 
+def test_evacuated_instances_name_each_other() -> None:
+    assert isinstance(plain := parse_value(make_request()), Request)
+    assert {'replaces', 'replaced_by'}.isdisjoint(json.loads(to_json(plain)))
+    value = make_request(replaces=OTHER_UUID, replaced_by=OTHER_UUID)
+    assert isinstance(request := parse_value(value), Request)
+    assert (request.replaces, request.replaced_by) == (OTHER_UUID, OTHER_UUID)
+    assert parse_value(to_json(request)) == request
+    stored = json.loads(record_to_json(make_record(COMPUTE, request, '')))
+    assert (stored['replaces'], stored['replaced_by']) == (OTHER_UUID, OTHER_UUID)
+    assert isinstance(parse_value(make_request(replaces='web')), InvalidRequest)
+
+
 @pytest.mark.parametrize('junk', [7, [], {}, {'weigh': 7, 'weight': 1, 'of': 1}, {'weigh': 'x', 'of': '1'}])
 def test_malformed_placement_reason_is_ignored(junk: object) -> None:
     result = parse_value(make_request(why=junk))
