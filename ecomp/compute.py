@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
         if isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at')):
             source = make_printable(describe_source('compute.yaml', config.path))
-            message = put_before_fix(message, f' ({source}). Try: ecompute --check')
+            effect = 'no guest is started before it answers'
+            message = put_before_fix(message, f' ({source}); {effect}. Try: ecompute --check')
         _print_message(message)
         return error.exit_code
     except OSError as error:

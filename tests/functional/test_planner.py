@@ -16,6 +16,7 @@ import pytest
 from ecomp.agent.compute import PlanningLoop
 from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Threads
 from ecomp.agent.planner import (
@@ -29,8 +30,9 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, make_mac_address
+from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, GONE, STOPPED, from_json
-from ecomp.scheduler.changes.change import destroy
+from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid
@@ -226,6 +228,25 @@ def test_guest_running_before_a_reboot_is_resumed_once(toy_compute: ToyCompute) 
     toy_compute.restart()
     assert toy_compute.step() == [f'power {instance}']
     assert toy_compute.read_record(instance).state == STOPPED
+
+
+def test_guest_destroyed_since_the_plan_is_not_started(toy_compute: ToyCompute, cloud: Cloud) -> None:
+    """Check each start, after a reboot and as requested: another host may have the instance since."""
+    rebooted, started = toy_compute.build(), toy_compute.build()
+    change_power(cloud.store, started, PowerAction(STOP, make_uuid()))
+    toy_compute.settle()
+    toy_compute.reboot()
+    change_power(cloud.store, started, PowerAction(START, make_uuid()))
+    work = toy_compute.plan()
+    assert [each.task.kind for each in work] == [Kind.START_AFTER_REBOOT, Kind.START]
+    toy_compute.instances._record_phase(work[1].request, work[1].revision, SHUT_OFF)  # as before a crash
+    for instance in (rebooted, started):
+        destroy(cloud.store, instance)
+    for each in work:
+        toy_compute.planner.begin(each)
+        toy_compute.planner.carry_out(each)
+    assert not any(guest.running for guest in toy_compute.hypervisor.list_guests().values())
+    assert toy_compute.step() == [f'destroy {rebooted}', f'destroy {started}']
 
 
 def test_guest_built_after_a_reboot_is_not_resumed(toy_compute: ToyCompute) -> None:

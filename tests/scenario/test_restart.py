@@ -13,6 +13,7 @@ from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import read_guests
 from tests.kit.invariants import check_invariants, read_lasting_keys
 from tests.kit.servers import wait_until
+from tests.kit.sharing import kill_and_lapse
 from tests.kit.story import (
     SMALL_QUERY,
     assert_one_line,
@@ -198,6 +199,28 @@ def test_start_without_a_backend_is_refused(own_control: Control, away: str) -> 
     with compute:
         place(own_control)
         check_invariants(own_control, compute)
+
+
+def test_rebooted_host_starts_no_guest_before_it_has_read_its_requests(own_control: Control, compute: Ecompute) -> None:
+    """Check that guests wait while etcd is away, and that one that was destroyed is never started."""
+    destroyed, kept = boot_all(own_control, 2)
+    kill_and_lapse(own_control, compute)
+    assert own_control.eschedule('destroy', destroyed).code == 0
+    state = compute.directory / 'state'
+    guests = [{**guest, 'running': False} for guest in read_guests(compute).values()]
+    (state / 'fake.json').write_text(json.dumps(guests))
+    (state / 'boot').write_text('an earlier boot\n')
+    own_control.etcd.kill()
+    refused = start_refused(compute)
+    assert refused.code == 7
+    assert all(word in read_error_line(refused) for word in ('etcd', 'no guest is started before it answers. Try: '))
+    assert not any(guest['running'] for guest in read_guests(compute).values())
+    own_control.etcd.start()
+    compute.start()
+    wait_until(lambda: read_guests(compute)[kept]['running'], 30, 'the guest that is kept runs')
+    wait_state(own_control, destroyed, 'gone')
+    assert find_log_lines(compute, f'START INSTANCE {destroyed}') == []
+    check_invariants(own_control, compute)
 
 
 def test_compute_that_loses_its_uuid_only_watches(cluster: Control, compute: Ecompute) -> None:

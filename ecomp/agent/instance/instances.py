@@ -680,8 +680,11 @@ class Instances:
     def _resume(self, record: Record, revision: int) -> str | None:
         """Remove the ready report of an earlier boot and start the domain; return None or why it failed.
 
-        Raises Unreachable. WorkerDied is counted in the record and raised, up to the attempt before MAX_ATTEMPTS.
+        Raises Superseded and Unreachable. WorkerDied is counted in the record and raised, up to the attempt before
+        MAX_ATTEMPTS.
         """
+        # If this host was silent since the plan, another one may have the instance: no start without a look at etcd.
+        self.records.check_request(record.instance, revision)
         self.guest_data.remove_report(record.instance)
         try:
             self._run_power_step(Resume(record.instance, self.compute))

@@ -141,6 +141,10 @@ class Records:
             self._memory.remember(None, record)
         return record
 
+    def check_request(self, instance: str, revision: int) -> None:
+        """Raise Superseded unless the request is at `revision` now; Unreachable also while the presence key is lost."""
+        self._commit(instance, revision, lambda host: self._store.commit([host], []))
+
     def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
         """Delete the address at /booted of an instance without a record: its end would not delete the address.
 
