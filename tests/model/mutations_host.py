@@ -57,6 +57,9 @@ HOST = {
     'a uuid used again is remembered as ended': make_bug(
         'ecomp.agent.host.state:Memory._save', drop_statement('_end_times', 'pop'), 'uuid_reused_and_rebooted'
     ),
+    'a guest is started without a look at its request': make_bug(
+        'ecomp.agent.instance.instances:Instances._resume', drop_statement('check_request'), 'evacuated_and_back'
+    ),
     'a task without a thread is in work for ever': make_bug(
         'ecomp.agent.planner:Planner.hand_back', drop_statement('_finish'), 'no_thread'
     ),
