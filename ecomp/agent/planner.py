@@ -53,6 +53,7 @@ class Work(NamedTuple):
 TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
+    Kind.DESTROY_FORGOTTEN: lambda instances, work: instances.destroy_forgotten(work.instance),
     Kind.REFUSE: lambda instances, work: instances.refuse(work.refusal, work.revision, work.guest),
     Kind.CLEAR: lambda instances, work: instances.drop_request(work.instance, work.revision, work.task.reason),
     Kind.VANISHED: lambda instances, work: instances.end_vanished(work.instance, work.revision),
@@ -110,7 +111,9 @@ class Planner:
         self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
         self.held_resources: Resources | None = None
+        # The guests without a request; of these, those whose destroy `host forget` completed, with their last request.
         self._unmanaged: set[str] = set()
+        self._forgotten: dict[str, Request] = {}
         self._refused_revisions: dict[str, int] = {}
         self._missing_since: dict[str, float] = {}
         self._before_reboot = self._instances.memory.load_unhandled()
@@ -263,8 +266,12 @@ class Planner:
             {name for name, domain in guests.items() if domain.running and name in self._parsed_requests}
         )
         self._save_unhandled(records, guests, busy)
-        unmanaged_before, self._unmanaged = self._unmanaged, guests.keys() - self._parsed_requests.keys()
-        for stranger in sorted(self._unmanaged - unmanaged_before):
+        unmanaged = guests.keys() - self._parsed_requests.keys()
+        strangers = unmanaged - self._unmanaged
+        self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}
+        self._forgotten = {name: request for name, request in self._forgotten.items() if name in unmanaged}
+        self._unmanaged = unmanaged
+        for stranger in sorted(strangers - self._forgotten.keys()):
             log.warning(
                 'instance %s has a guest but no request: the guest is kept, but not managed. Try: eschedule audit',
                 stranger,
@@ -279,6 +286,10 @@ class Planner:
             now=self._instances.now(),
         )
         tasks = plan(parsed_requests, records, sightings)
+        tasks += [
+            Task(Kind.DESTROY_FORGOTTEN, name, 'its destroy was accepted before this host was forgotten')
+            for name in sorted(self._forgotten)
+        ]
         for instance in self.deferrals.cancel_all_but(
             {planned.instance for planned in tasks} | self.get_in_flight().keys()
         ):
@@ -295,7 +306,7 @@ class Planner:
                 continue
             if task.instance in deferred:
                 continue
-            revision, parsed = self._parsed_requests[task.instance]
+            revision, parsed = self._parsed_requests.get(task.instance) or (0, self._forgotten[task.instance])
             refusal = self._refused_revisions.get(task.instance)
             if task.kind is Kind.REFUSE and (refusal == revision or (refusal and not keys.is_uuid(task.instance))):
                 continue  # logged once, even if it is written again; ecompute must not delete such a key

@@ -55,6 +55,9 @@ STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 're
 # Seconds that a record is kept, on a lease, after entering a final state.
 RETENTION_SECONDS = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
 
+# The fault of an instance whose destroy `host forget` completes: if the host was only cut off, its domain still runs.
+UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
+
 
 def format_time(now: datetime) -> str:
     """Return the time in ISO 8601, UTC, with milliseconds; a naive one is local time."""

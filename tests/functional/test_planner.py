@@ -16,7 +16,7 @@ import pytest
 from ecomp.agent.compute import PlanningLoop
 from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
-from ecomp.agent.instance.plan import Kind
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, Kind
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Threads
 from ecomp.agent.planner import (
@@ -31,9 +31,11 @@ from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, make_mac_address
 from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
-from ecomp.model.record import ACTIVE, GONE, STOPPED, from_json
+from ecomp.model.record import ACTIVE, GONE, STOPPED, UNSEEN_END_FAULT, from_json
+from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
+from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid
 from tests.functional.toy import NOW, ToyCompute, make_toy_compute
@@ -194,6 +196,45 @@ def test_unmanaged_guest_is_logged_each_time_it_appears(
         toy_compute.hypervisor.delete_disk(instance)
         toy_compute.step()
     assert caplog.text.count(f'instance {instance} has a guest but no request: the guest is kept') == 2
+
+
+@pytest.mark.parametrize(
+    ('fault', 'is_removed'), [(UNSEEN_END_FAULT, True), (DOMAIN_AND_DISK_GONE, False), (None, False)]
+)
+def test_guest_without_a_request_is_removed_only_if_its_end_was_accepted_unseen(
+    toy_compute: ToyCompute, cloud: Cloud, fault: str | None, is_removed: bool
+) -> None:
+    instance = toy_compute.build()
+    gone = replace(toy_compute.read_record(instance).enter_state(GONE, NOW, 'gone'), fault=fault)
+    request, record, address = toy_compute.list_keys(instance)
+    cloud.store.commit([], [Put(record, record_to_json(gone)), Delete(request), Delete(address)])
+    toy_compute.restart()
+    assert toy_compute.step() == ([f'destroy as accepted {instance}'] if is_removed else [])
+    assert (instance in toy_compute.hypervisor.list_guests()) is not is_removed
+    assert (instance in toy_compute.memory.get_ended()) is is_removed
+    assert (cloud.server.read_allocations(instance) == {}) is is_removed
+    assert toy_compute.step() == []
+
+
+def test_failed_removal_after_a_forget_is_retried(
+    toy_compute: ToyCompute, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = toy_compute.build()
+    gone = replace(toy_compute.read_record(instance).enter_state(GONE, NOW, 'gone'), fault=UNSEEN_END_FAULT)
+    request, record, _ = toy_compute.list_keys(instance)
+    cloud.store.commit([], [Put(record, record_to_json(gone)), Delete(request)])
+    toy_compute.restart()
+    with monkeypatch.context() as patch:
+        patch.setattr(toy_compute.hypervisor, 'destroy', raise_unreachable)
+        assert toy_compute.step() == [f'destroy as accepted {instance}']
+    assert toy_compute.hypervisor.is_running(instance)
+    toy_compute.planner.retry_now()
+    assert toy_compute.step() == [f'destroy as accepted {instance}']
+    assert instance not in toy_compute.hypervisor.list_guests()
+
+
+def raise_unreachable(*_: object) -> None:
+    raise Unreachable('libvirt does not answer', 'libvirt')
 
 
 def test_superseded_end_leaves_no_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:

@@ -60,6 +60,9 @@ HOST = {
     'a guest is started without a look at its request': make_bug(
         'ecomp.agent.instance.instances:Instances._resume', drop_statement('check_request'), 'evacuated_and_back'
     ),
+    'what was destroyed on a forgotten host stays there': make_bug(
+        'ecomp.agent.instance.instances:Instances.find_forgotten', return_constant({}), 'forgotten_with_a_guest'
+    ),
     'a task without a thread is in work for ever': make_bug(
         'ecomp.agent.planner:Planner.hand_back', drop_statement('_finish'), 'no_thread'
     ),

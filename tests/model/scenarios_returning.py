@@ -19,7 +19,7 @@ from tests.model.cloud import AFFINITY, SIZE, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
-from tests.model.invariants import is_living_request
+from tests.model.invariants import CLAIM, is_living_request
 from tests.model.scenarios_losses import restore_etcd
 from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, make_forget
 from tests.model.scenarios_pairs import make_active
@@ -202,6 +202,36 @@ def new_compute_behind_acceptance(cloud: Cloud) -> None:
     cloud.add_destroy('destroy', U)
 
 
+def forgotten_with_a_guest(cloud: Cloud) -> Check:
+    """A silent compute is forgotten after its instance was destroyed, and comes back: it removes the guest."""
+    host = cloud.add_host(A)
+    cloud.set_instance_limit(5)
+    cloud.deliver(U, A, 'web')
+    host.plan(4)
+    cloud.exempt(CLAIM, 'a forgotten compute has no claims, and its guests are removed when it is back')
+    cloud.etcd.end_lease(host.presence.lease)
+    destroy(cloud.store, U)
+    provider = cloud.model.providers[A]
+    run_forget = make_forget(cloud, A)
+    forgotten = cloud.add_actor('host forget', run_forget, command='forget', subjects=(A,))
+
+    def come_back() -> None:
+        cloud.world.wait('the compute to be forgotten', lambda: not forgotten.is_active)
+        cloud.model.providers.setdefault(A, provider)
+        cloud.model.writes += 1
+        host.restart()
+        host.repeat(2, host.planner.retry_now, host.plan)()
+
+    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
+
+    def check() -> list[str]:
+        host.restart()
+        host.repeat(3, host.planner.retry_now, host.plan)()
+        return ['U was destroyed, and is a guest'] if U in host.hypervisor.list_guests() else []
+
+    return check
+
+
 def evacuated_and_back(cloud: Cloud) -> Check:
     """A host whose power failed comes back while its instance is evacuated: U starts only with a living request."""
     host, _ = cloud.add_hosts(A, B)
@@ -344,5 +374,6 @@ SCENARIOS = [
     *make_scenarios(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
     *make_scenarios(Bounds(2, 0), forgotten_while_taking, refused_and_room_freed, destroyed_twice_beside_another),
     *make_scenarios(Bounds(1, 1, kills=1, expiries=1), evacuated_and_back),
+    *make_scenarios(SINGLE_FAULT, forgotten_with_a_guest),
     *make_scenarios(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
 ]

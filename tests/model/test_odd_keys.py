@@ -18,14 +18,13 @@ from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, PowerAction, Request
 from ecomp.model.order import to_json as request_json
 from ecomp.model.queue import taker_to_json
-from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, from_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, UNSEEN_END_FAULT, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import audit, repair_findings
 from ecomp.scheduler.operations.decommission import (
-    UNSEEN_END_FAULT,
     disable,
     enable,
     forget,

@@ -31,7 +31,7 @@ from ecomp.agent.instance.build import (
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, ShutdownAction, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import describe_difference, sum_allocations, to_wire
@@ -64,6 +64,7 @@ from ecomp.model.record import (
     ERROR,
     GONE,
     STOPPED,
+    UNSEEN_END_FAULT,
     Failure,
     Interface,
     Progress,
@@ -377,6 +378,26 @@ class Instances:
         self._remove(instance, Destroy(instance, self.compute))
         self.records.end(record.enter_state(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
+
+    def find_forgotten(self, instances: Collection[str]) -> dict[str, Request]:
+        """Return the last request of those that had not ended here, and whose destroy `host forget` completed.
+
+        Their record, which is kept for a day, says so (rule 6). Raises Unreachable.
+        """
+        forgotten = {}
+        for instance, entry in self.memory.get_entries().items():
+            with suppress(Unreadable):
+                record = self.records.get(instance) if instance in instances else None
+                if record is not None and (record.state, record.fault) == (GONE, UNSEEN_END_FAULT):
+                    forgotten[instance] = entry.request
+        return forgotten
+
+    def destroy_forgotten(self, instance: str) -> None:
+        """Remove a guest whose record is final, and all that belongs to it on this host; its record is not changed."""
+        log.info('DESTROY INSTANCE %s: its destroy was accepted before this host was forgotten', instance)
+        self._remove(instance, Destroy(instance, self.compute))
+        self.records.forget(instance)
+        self.memory.record_end(instance)
 
     def refuse(self, parsed: InvalidRequest, revision: int, guest: Guest | None) -> None:
         """End a malformed request in error, unless that would remove a guest.

@@ -32,6 +32,7 @@ class Kind(Enum):
 
     BUILD = 'build'
     DESTROY = 'destroy'
+    DESTROY_FORGOTTEN = 'destroy as accepted'
     REFUSE = 'refuse'
     CLEAR = 'clear'
     POWER = 'power'

@@ -24,7 +24,7 @@ from ecomp.model.host import (
     list_present,
 )
 from ecomp.model.order import Request
-from ecomp.model.record import GONE, SCHEDULED, Record, make_record
+from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, make_record
 from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
@@ -151,10 +151,6 @@ def _format_count(number: int) -> str:
 
 # Tries to forget a compute, each after a new read of both planes.
 MAX_TRIES = 5
-
-# The fault of an instance whose destroy is completed here: if the host was only cut off, its domain still runs.
-UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
-
 
 @dataclass(frozen=True)
 class _BothPlanes:
