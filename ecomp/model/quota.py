@@ -88,11 +88,14 @@ def sum_charges(
 ) -> dict[str, int]:
     """Return a project's usage by its requests; of several of one instance the last counts.
 
-    A tombstone without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because its
-    end subtracts that: nothing if the record is gone or failed. `read_record` returns None without a readable record.
+    The tombstone of an evacuated instance does not count, because its charge has moved to its replacement. A tombstone
+    without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because its end
+    subtracts that: nothing if the record is gone or failed. `read_record` returns None without a readable record.
     """
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
+        if isinstance(demand, Request) and demand.is_tombstone and demand.replaced_by:
+            continue
         lacks_resources = isinstance(demand, Request) and demand.is_tombstone and not demand.former_resources
         record = read_record(demand.instance) if lacks_resources else None
         if record is not None and (record.error is not None or record.state in (GONE, ERROR)):

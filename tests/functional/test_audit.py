@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,13 +21,16 @@ from ecomp.files import try_lock
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, make_mac_address
 from ecomp.model.order import Request, name_to_json
+from ecomp.model.order import to_json as request_to_json
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
 from ecomp.model.quota import Quota, to_json
-from ecomp.model.record import ACTIVE, make_record
+from ecomp.model.record import ACTIVE, GONE, make_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.operations import audit as auditing
 from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
+from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.sharing import load_quota, write_final_record
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid
@@ -205,6 +209,30 @@ def test_audit_tolerates_quota_of_invalid_project_id(cloud: Cloud, length: int) 
     finally:
         cloud.etcd.delete(key)
     assert [finding for finding in findings if finding.subject == 'x' * length] == []
+
+
+def test_fix_recounts_the_quota_after_an_older_compute_ended_an_evacuated_instance(cloud: Cloud) -> None:
+    """An older compute ignores `replaced_by`, and releases the charge that its replacement has."""
+    project, old_compute, new_compute = make_uuid(), make_uuid(), make_uuid()
+    replaced, instance, size = make_uuid(), make_uuid(), {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+    former = Request(replaced, {old_compute: size}, image='http://x/i', project_id=project)
+    tombstone = replace(former, allocations={}, image=None, former_resources=size, replaced_by=instance)
+    moved = replace(former, instance=instance, allocations={new_compute: size}, replaces=replaced)
+    old_key, new_key = keys.request(old_compute, replaced), keys.request(new_compute, instance)
+    puts = [Put(old_key, request_to_json(tombstone)), Put(new_key, request_to_json(moved))]
+    cloud.store.commit([], puts)
+    set_limits(cloud.store, project, ['instances=5'])
+    used = {**size, 'instances': 1}
+    assert load_quota(cloud.store, project)[0] == Quota(project, {'instances': 5}, used), 'only one of the two counts'
+    older_record = replace(make_record(old_compute, former, ''), state=GONE)
+    write_final_record(cloud.store, older_record, [], [old_key])
+    assert load_quota(cloud.store, project)[0] == Quota(project, {'instances': 5}, {})
+    lines: list[str] = []
+    fix(cloud.store, cloud.placement, lines.append, interval_seconds=0.1)
+    assert f'quota-differs {project}: recounted' in lines
+    assert load_quota(cloud.store, project)[0] == Quota(project, {'instances': 5}, used)
+    for key in (new_key, keys.quota(project)):
+        cloud.etcd.delete(key)
 
 
 def test_compute_in_foreign_etcd_reports_that_instead_of_its_guests(cloud: Cloud, host: Host) -> None:
