@@ -45,6 +45,7 @@ class Repair(Enum):
     END_ENTRIES = 'marks these entries as ended'
     RESTORE_STACK = 'restores the stack from the requests'
     CLEAR = 'asks its compute to remove the leftover'
+    DESTROY = 'accepts the destroy of the replaced instance, whose host is silent'
 
 
 class Code(NamedTuple):
@@ -95,6 +96,11 @@ CODES = {
     ),
     'request-missing': Code('a living instance has no request', manual_repair='eschedule destroy <instance>'),
     'request-ended': Code('a finished instance has a request', Repair.DELETE_REQUEST),
+    'replaced-lives': Code(
+        'an instance that was evacuated lives beside its replacement, as after a restore of etcd',
+        Repair.DESTROY,
+        manual_repair='run `eschedule destroy` for the one whose data you do not need',
+    ),
     'request-unreadable': Code('a request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-unreadable': Code('a queued request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-flavorless': Code(
@@ -305,6 +311,7 @@ def audit(planes: Planes) -> list[Finding]:
         *_audit_attempts(world),
         *_audit_queues(world),
         *_audit_names(world),
+        *_audit_replaced(world),
         *audit_groups(world),
         *audit_quotas(world),
         *audit_stacks(world),
@@ -436,6 +443,40 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
             continue
         sentence = f'{key} belongs to instance {instance}, {detail}'
         yield Finding('name-orphaned', name, sentence, keys=(key, *world.list_instance_keys(instance)))
+
+
+def _audit_replaced(world: AuditIndex) -> Iterator[Finding]:
+    """Find evacuated instances that live: with a request that is no tombstone, or a living record and no request.
+
+    Repairable is what the evacuation did: the compute of the replaced instance is silent, the replacement is active.
+    """
+    requests = {
+        instance: {name: each for name, each in placed.items() if isinstance(each, Request) and not each.is_tombstone}
+        for instance, placed in world.requests_by_compute.items()
+    }
+    living = [each for each in world.records.values() if world.is_living(each.instance)]
+    settled = [record for record in living if not world.is_in_work(record.instance)]
+    requested = [request for placed in requests.values() for request in placed.values()]
+    pairs = {(each.replaces, each.instance) for each in (*settled, *requested) if each.replaces}
+    for replaced, instance in sorted(pairs):
+        computes = sorted(requests.get(replaced, {}))
+        if replaced not in requests and world.is_living(replaced):
+            computes = [world.records[replaced].compute]
+        if not computes or not world.in_flight.isdisjoint((replaced, instance)):
+            continue
+        record, is_silent = world.records.get(instance), computes[0] not in world.living_computes
+        is_active = record is not None and record.state == ACTIVE and record.compute in world.living_computes
+        sentence = f'it lives on compute {" and ".join(computes)}, but was evacuated: instance {instance} replaces it'
+        is_requested_once = list(world.requests_by_compute.get(replaced, ())) == computes
+        related_keys = *world.list_instance_keys(replaced), *world.list_instance_keys(instance)
+        yield Finding(
+            'replaced-lives',
+            replaced,
+            sentence,
+            computes[0],
+            is_repairable=is_active and is_silent and is_requested_once and len(computes) == 1,
+            keys=(*related_keys, keys.compute(computes[0])),
+        )
 
 
 def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:

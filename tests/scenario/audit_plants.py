@@ -186,6 +186,18 @@ def taker_unleased(scene: Scene) -> str:
     return nobody
 
 
+def replaced_lives(scene: Scene) -> str:
+    """Request an instance from a silent compute, which the scene's instance replaces."""
+    replaced, silent = make_uuid(), make_uuid()
+    key = f'/hosts/{scene.first.uuid}/{scene.instance}'
+    request = json.loads(scene.control.etcd.get(key) or b'')
+    scene.put(key, {**request, 'replaces': replaced})
+    allocations = {silent: {'resources': SIZE}}
+    evacuated = {**request, 'instance': replaced, 'allocations': allocations, 'name': None, 'group': None}
+    scene.put(f'/hosts/{silent}/{replaced}', evacuated)
+    return replaced
+
+
 def record_doubled(scene: Scene) -> str:
     old_record = read_record(scene.control, scene.instance)
     assert old_record is not None
@@ -311,6 +323,7 @@ PLANTS: list[Plant] = [
     *(provider_missing, inventory_missing, compute_silent, capacity_exceeded),
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
+    replaced_lives,
     *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
     *(booted_orphaned, booted_differs),
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),

@@ -70,6 +70,17 @@ class WorldBuilder:
         )
         self.put(keys.record(compute, instance), record.to_json(instance_record), lease)
 
+    def put_replacement(self, instance: str, replaced: str, project_id: str = '') -> None:
+        """Put the request on ONE of an instance to which `replaced` was evacuated."""
+        request = Request(instance, {ONE: SIZE}, image=IMAGE, project_id=project_id, replaces=replaced)
+        name = record.from_json(self.etcd[keys.record(ONE, instance)].value).name
+        self.put(keys.request(ONE, instance), to_json(replace(request, name=name)))
+
+    def put_tombstone(self, compute: str, instance: str, replaced_by: str, project_id: str = '') -> None:
+        """Put the tombstone of an instance that was evacuated."""
+        former = Request(instance, {}, image=None, project_id=project_id, former_resources=SIZE)
+        self.put(keys.request(compute, instance), to_json(replace(former, replaced_by=replaced_by)))
+
     def put_queued(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
         waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
         self.put(waiting.key, waiting_to_json(waiting))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, record
-from ecomp.model.audit import CODES, Finding, audit, confirm_findings
+from ecomp.model.audit import CODES, Finding, Repair, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import hostname_to_json as computes_to_json
@@ -103,6 +103,8 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
     ('request-ended', GONE, lambda w: w.put_request(ONE, GONE)),
     ('request-ended', FAILED, lambda w: w.put_request(ONE, FAILED)),
+    ('replaced-lives', ELSEWHERE, lambda w: w.put_replacement(ACTIVE, ELSEWHERE)),
+    ('replaced-lives', OFF, lambda w: w.put_replacement(ACTIVE, OFF)),
     ('request-unreadable', UNKNOWN, lambda w: w.put(keys.request(ONE, UNKNOWN), 'no request')),
     ('request-unreadable', 'a/b', lambda w: w.put(f'{keys.HOSTS}{ONE}/a/b', '{}')),
     ('request-unreadable', '', lambda w: w.put(f'{keys.HOSTS}nothing', '{}')),
@@ -482,6 +484,65 @@ def test_consistent_groups_and_quotas_have_no_finding(world: WorldBuilder) -> No
     # An attempt in flight has claimed and not delivered yet.
     world.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}), LEASE)
     world.usages['p'] = {**multiply_amounts(SIZE, 2), 'instances': 2}
+    assert audit(world.build_planes()) == []
+
+
+def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilder) -> None:
+    """Its charge has moved, so its tombstone does not count in the quota."""
+    world.put_replacement(ACTIVE, ELSEWHERE, project_id='p')
+    world.put_tombstone(AWAY_COMPUTE, ELSEWHERE, ACTIVE, project_id='p')
+    world.put(keys.quota('p'), quota_to_json(Quota('p', {}, {**SIZE, 'instances': 1})))
+    assert audit(world.build_planes()) == []
+    # An older ecompute releases the charge at the end of the tombstone.
+    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {})))
+    (finding,) = audit(world.build_planes())
+    assert (finding.code, finding.subject, finding.fix) == ('quota-differs', 'p', 'counts the usage again')
+    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
+    # Its request is gone, and its record says so.
+    del world.etcd[keys.request(AWAY_COMPUTE, ELSEWHERE)]
+    world.put_record(ELSEWHERE, record.GONE, AWAY_COMPUTE, lease=LEASE)
+    del world.allocations[AWAY_COMPUTE][ELSEWHERE], world.etcd[keys.address(ELSEWHERE)]
+    assert audit(world.build_planes()) == []
+
+
+def test_replaced_instance_is_destroyed_only_if_the_evacuation_still_holds(world: WorldBuilder) -> None:
+    """Its host must be silent, it must be requested once, and its replacement must be active on a living host."""
+
+    def list_repairs() -> list[tuple[str, bool]]:
+        return [
+            (finding.subject, finding.repair is Repair.DESTROY)
+            for finding in audit(world.build_planes())
+            if finding.code == 'replaced-lives'
+        ]
+
+    world.put_replacement(ACTIVE, ELSEWHERE)
+    assert list_repairs() == [(ELSEWHERE, True)]
+    presence = keys.compute(AWAY_COMPUTE)
+    (finding,) = audit(world.build_planes())
+    assert {presence, keys.request(AWAY_COMPUTE, ELSEWHERE), keys.record(ONE, ACTIVE)} <= set(finding.keys)
+    world.put_presence(AWAY_COMPUTE)
+    assert list_repairs() == [(ELSEWHERE, False)]
+    del world.etcd[presence]
+    world.put_request(TWO, ELSEWHERE)
+    assert list_repairs() == [(ELSEWHERE, False)]
+    del world.etcd[keys.request(TWO, ELSEWHERE)]
+    world.put_record(ACTIVE, record.BUILDING)
+    assert list_repairs() == [(ELSEWHERE, False)]
+    world.put_record(ACTIVE, record.ACTIVE)
+    del world.etcd[keys.compute(ONE)]
+    assert list_repairs() == [(ELSEWHERE, False)]
+    # A record without a request lives, too. What is in a queue or being placed is not judged.
+    del world.etcd[keys.request(AWAY_COMPUTE, ELSEWHERE)]
+    assert list_repairs() == [(ELSEWHERE, False)]
+    world.put(keys.attempt(ELSEWHERE), json.dumps({'instances': [ELSEWHERE]}), LEASE)
+    assert list_repairs() == []
+
+
+def test_replacement_is_known_by_its_record_until_it_is_destroyed(world: WorldBuilder) -> None:
+    stored = record.from_json(world.etcd[keys.record(ONE, OFF)].value)
+    world.put(keys.record(ONE, OFF), record.to_json(replace(stored, replaces=ELSEWHERE)))
+    assert world.audit_codes() == ['replaced-lives']
+    world.put_request(ONE, OFF, tombstone=True)
     assert audit(world.build_planes()) == []
 
 
