@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
@@ -13,7 +17,7 @@ from ecomp.model.queue import WaitingEntry
 from ecomp.placement import allocations
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.sharing import set_limits
-from ecomp.store.client import Entry, Put, Unchanged, read_silence_condition
+from ecomp.store.client import Delete, Entry, Put, Unchanged, read_silence_condition
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import AFFINITY, SIZE, A, B, Cloud, U, V
 from tests.model.compute import Compute
@@ -21,7 +25,7 @@ from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
 from tests.model.invariants import CLAIM, is_living_request
 from tests.model.scenarios_losses import restore_etcd
-from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, make_forget
+from tests.model.scenarios_operators import add_compute_end, add_drain, add_fix, add_forget, make_forget
 from tests.model.scenarios_pairs import make_active
 
 # Passing time
@@ -261,6 +265,49 @@ def evacuated_and_back(cloud: Cloud) -> Check:
     return lambda: replaced_starts
 
 
+def fix_replaced_and_back(cloud: Cloud) -> Check:
+    """U lives again beside its replacement V in a restored etcd: `audit --fix` runs while U's host comes back.
+
+    The destroy of U is accepted only while its host is silent: a guest that may run is never destroyed by an audit.
+    """
+    host, other = cloud.add_hosts(A, B)
+    cloud.starts_inconsistent = True
+    for instance, compute in ((U, A), (V, B)):
+        cloud.deliver(instance, compute)
+    key = keys.request(B, V)
+    replacement = {**json.loads(cloud.etcd.entries[key].value), 'replaces': U}
+    cloud.store.commit([], [Put(key, json.dumps(replacement))])
+    for compute in (host, other):
+        compute.plan(4)
+    host.hypervisor.lose_power(A)
+    host.disk.files['boot_id'] = 'second'
+    cloud.etcd.end_lease(host.presence.lease)
+    fixing = add_fix(cloud)
+    wrong: list[str] = []
+    cloud.world.state_parts.append(lambda: tuple(wrong))
+
+    def note_destroy(operations: Sequence[Put | Delete]) -> None:
+        entry = cloud.etcd.entries.get(keys.request(A, U))
+        is_destroy = any(operation.key == keys.request(A, U) for operation in operations) and entry is not None
+        if is_destroy and fixing.is_active and keys.compute(A) in cloud.etcd.entries:
+            wrong.append('audit --fix destroys U on a living host')
+
+    cloud.etcd.listeners.append(note_destroy)
+
+    def come_back() -> None:
+        host.restart()
+        host.repeat(2, host.planner.retry_now, host.plan)()
+
+    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
+
+    def check() -> list[str]:
+        with suppress(NotFound):
+            destroy(cloud.store, U)  # as a person does where the audit leaves U alone
+        return wrong
+
+    return check
+
+
 def _evacuate(cloud: Cloud, replaced: str, instance: str) -> None:
     """Move an instance without name, group and quota from A to B, if A is silent, as `evacuate --fenced` does."""
     store = ModelStore(cloud.etcd)
@@ -375,5 +422,6 @@ SCENARIOS = [
     *make_scenarios(Bounds(2, 0), forgotten_while_taking, refused_and_room_freed, destroyed_twice_beside_another),
     *make_scenarios(Bounds(1, 1, kills=1, expiries=1), evacuated_and_back),
     *make_scenarios(SINGLE_FAULT, forgotten_with_a_guest),
+    *make_scenarios(SINGLE_FAULT._replace(preemptions=1), fix_replaced_and_back),
     *make_scenarios(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
 ]

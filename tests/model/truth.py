@@ -237,6 +237,11 @@ def is_deleted(end: FinalState, sentence: Sentence) -> bool:
     return key not in end.entries or end.has_command(*PLACEMENT_COMMANDS, 'destroy')
 
 
+def is_ending(end: FinalState, sentence: Sentence) -> bool:
+    """No compute is requested to run the subject."""
+    return not end.is_requested(_parse_subject(sentence))
+
+
 def is_claimed_again(end: FinalState, sentence: Sentence) -> bool:
     """The instance holds a claim, unless it was destroyed later."""
     return _parse_subject(sentence) in end.cloud.model.held or end.has_command('destroy')
@@ -373,6 +378,7 @@ ROWS = [
     Row(FIX, str, '(not repaired|it is unknown whether the repair was made)', promises_nothing),
     Row(FIX, str, ' is deleted$', is_deleted),
     Row(FIX, str, ': claimed again on ', is_claimed_again),
+    Row(FIX, str, ': destroy accepted; ', is_ending),
     Row(FIX, str, '(is restored|is in group|(is|are) removed|recounted|is on a lease)', promises_nothing),
     Row(FIX, Unreachable, '', promises_nothing),
 ]
