@@ -219,6 +219,7 @@ class PlanningLoop:
         self._local_checks = {
             'rereading records': self.planner.recheck,
             'reconnecting the interfaces of guests': self.host.hypervisor.replug_interfaces,
+            'removing the autostart of guests': self.host.hypervisor.disable_autostart,
         }
         self._local_checks['checking the metadata server'] = self.host.ensure_metadata_server
         # The back-off of planning and of the two groups of checks.

@@ -105,6 +105,9 @@ class Hypervisor(Protocol):
     def replug_interfaces(self) -> None:
         """Put interfaces that are on no bridge back; failures are `trouble` in list_guests()."""
 
+    def disable_autostart(self) -> None:
+        """Remove the autostart of our domains: libvirt would start them before ecompute has read their requests."""
+
     def watch_changes(
         self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
     ) -> None:

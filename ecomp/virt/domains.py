@@ -152,6 +152,15 @@ class Domains:
                         guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
         return guests
 
+    def disable_autostart(self) -> None:
+        """Remove the autostart of domains with our owner mark, and log each."""
+        with self._connection.use('removing autostart') as connection:
+            for domain in connection.listAllDomains(libvirt.VIR_CONNECT_LIST_DOMAINS_AUTOSTART):
+                with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
+                    if _is_ours(_read_owner_mark(domain), domain, domain.UUIDString()):
+                        domain.setAutostart(False)
+                        log.warning('instance %s: removed the autostart of its domain', domain.UUIDString())
+
     def list_computes(self) -> frozenset[str]:
         """Return the computes to which domains on this host belong."""
         return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)

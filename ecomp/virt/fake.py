@@ -197,6 +197,9 @@ class FakeHypervisor:
     def replug_interfaces(self) -> None:
         """Do nothing: fake guests have no interfaces."""
 
+    def disable_autostart(self) -> None:
+        """Do nothing: only ecompute starts fake guests."""
+
     def watch_changes(
         self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
     ) -> None:

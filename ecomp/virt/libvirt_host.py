@@ -128,6 +128,7 @@ class Libvirt:
         self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
         self.switch_off = partial(self._domains.force_off, undefine=False)
         self.destroy = partial(self._domains.force_off, undefine=True)
+        self.disable_autostart = self._domains.disable_autostart
         self.is_running, self.list_computes = self._domains.is_guest_running, self._domains.list_computes
         self.reserve_address, self.list_reservations = self._networks.reserve_address, self._networks.list_reservations
         self.list_seeds = self._seeds.list_instances

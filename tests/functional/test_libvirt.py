@@ -114,6 +114,25 @@ def test_foreign_domains_are_ignored_and_not_changed(
         other_name.undefine()
 
 
+def test_autostart_is_removed_from_our_domains_alone(
+    real_libvirt: Libvirt, spec: GuestSpec, connection: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libvirt would start the guest at a boot before ecompute has read whether it was destroyed or evacuated."""
+    build(real_libvirt, spec)
+    ours = connection.lookupByUUIDString(spec.instance)
+    foreign = connection.defineXML(FOREIGN_DOMAIN_XML.format(name='foreign', uuid=uuid4()))
+    try:
+        for domain in (ours, foreign):
+            domain.setAutostart(True)
+        for _ in range(2):
+            real_libvirt.disable_autostart()
+        assert (ours.autostart(), foreign.autostart()) == (0, 1)
+        assert real_libvirt.is_running(spec.instance)
+        assert caplog.text.count(f'instance {spec.instance}: removed the autostart of its domain') == 1
+    finally:
+        foreign.undefine()
+
+
 def test_running_guest_that_was_undefined_can_be_destroyed(
     real_libvirt: Libvirt, spec: GuestSpec, connection: object
 ) -> None:
