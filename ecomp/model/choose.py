@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms, is_amount
 from ecomp.model.group import Group
+from ecomp.model.status import SHARING_TRAIT
 
 SPREAD = 'spread'
 PACK = 'pack'
@@ -192,6 +193,29 @@ def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bo
     for room, name, amount in usages:
         room[name] = Room(room[name].capacity, room[name].used + amount)
     return True
+
+
+def describe_room(placed_count: int, count: int, group: Group | None) -> str:
+    """Return that there is room for only `placed_count` of `count` instances, in a group if there is one."""
+    rule = '' if group is None else f' in group {group.name} ({group.rule})'
+    return f'there is room for {placed_count} of {count}{rule}'
+
+
+def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:
+    """Return why there is no candidate, in one sentence."""
+    if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
+        return f'there is room, but not where group {group.name} allows it ({group.rule})'
+    if choice.skipped:
+        return 'placement offers computes, but none of them is alive'
+    if not alive:
+        return 'no compute is alive. Fix: start ecompute on a host'
+    if any(sum(provider in alive for provider in allocations) > 1 for allocations in offer.candidates):
+        problem = 'placement offers only candidates on two computes, one of which shares resources with the other'
+        cure = f'remove the trait {SHARING_TRAIT} from the compute that shares'
+        return f'{problem}, but a guest runs on one compute. Fix: {cure}'
+    if offer.candidates:  # of another cloud, or computes that etcd does not know
+        return 'placement offers providers, but none of them is a living compute'
+    return 'no compute satisfies the whole query'
 
 
 def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:

@@ -12,6 +12,8 @@ DISABLED = 'COMPUTE_STATUS_DISABLED'
 DISABLED_BY_OPERATOR = 'CUSTOM_ECOMP_DISABLED'
 # Prefix of every trait that is not in os-traits.
 CUSTOM_PREFIX = 'CUSTOM_'
+# Of a provider that supplies resources to the others of its aggregates.
+SHARING_TRAIT = 'MISC_SHARES_VIA_AGGREGATE'
 STATUS_TRAITS = frozenset({DISABLED, DISABLED_BY_OPERATOR})
 
 Names = frozenset[str]

@@ -355,9 +355,6 @@ def _read_classes(placement: Placement) -> frozenset[str]:
     return placement.get_parsed(f'/{key}', lambda data: frozenset(check_text(row['name']) for row in data[key]))
 
 
-SHARING_TRAIT = 'MISC_SHARES_VIA_AGGREGATE'
-
-
 class ProviderListing(NamedTuple):
     """A provider in a list; `is_alone` means that it has no parent and no children."""
 

@@ -20,9 +20,9 @@ from ecomp.model.explain import Cure, Provider, apply_cures, explain_uncovered, 
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.host import PresenceFacts
 from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, format_query, parse_query
+from ecomp.model.status import SHARING_TRAIT
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_candidates
-from ecomp.placement.providers import SHARING_TRAIT
 from ecomp.scheduler.placing import explain
 from ecomp.scheduler.placing.explain import MAX_CALLS, ProviderFacts, Refusal, list_reasons
 from ecomp.store.client import Store
@@ -375,7 +375,7 @@ def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count:
         for listed_uuid in listed
     )
     present = [facts for facts in provider_facts if facts is not None]
-    sharing = [provider for provider in present if providers.SHARING_TRAIT in provider.traits]
+    sharing = [provider for provider in present if SHARING_TRAIT in provider.traits]
     case_counts: Counter[str] = Counter()
     while case_counts['requests'] < count:
         query = make_query(rng, present)
@@ -533,7 +533,7 @@ def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]
         put_with_generation(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
         if shares and number == 1:
-            traits.append(providers.SHARING_TRAIT)
+            traits.append(SHARING_TRAIT)
         put_with_generation(placement, f'{path}/traits', traits=traits)
         put_with_generation(
             placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4]

@@ -40,7 +40,7 @@ from ecomp.model.query import (
     parse_query,
     read_limit,
 )
-from ecomp.model.status import DISABLED
+from ecomp.model.status import DISABLED, SHARING_TRAIT
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
@@ -168,8 +168,7 @@ class ProviderFacts:
             sharing = self._find_sharing(hints) if sharing is None else sharing
         sharing = self._find_sharing(hints) if sharing is None else sharing
         self._read_sharing(
-            sharing
-            | {uuid for uuid, provider in self._known_providers.items() if providers.SHARING_TRAIT in provider.traits}
+            sharing | {uuid for uuid, provider in self._known_providers.items() if SHARING_TRAIT in provider.traits}
         )
 
     def _find_sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
@@ -180,7 +179,7 @@ class ProviderFacts:
         if not self._calls_left or all(uuid in self._known_providers or hints.get(uuid) for uuid in self.listed):
             return frozenset()
         self._calls_left -= 1
-        return find_matching(self._placement, f'required={providers.SHARING_TRAIT}')
+        return find_matching(self._placement, f'required={SHARING_TRAIT}')
 
     def _read_sharing(self, uuids: Iterable[str]) -> None:
         """Append those of these providers that exist, with their aggregates, to `sharing`; errors as _spend()."""

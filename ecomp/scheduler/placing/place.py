@@ -22,13 +22,24 @@ from dataclasses import dataclass, field
 from ecomp.errors import NoCapacity, TooFew, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources, Room, Rooms, list_missing_classes, sum_allocations
-from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Candidate, Choice, Offer, choose, distribute
+from ecomp.model.choose import (
+    FIRST,
+    PACK,
+    RANDOM,
+    SPREAD,
+    Candidate,
+    Choice,
+    Offer,
+    choose,
+    describe_room,
+    distribute,
+    explain_no_candidate,
+)
 from ecomp.model.group import AFFINITY, Group
 from ecomp.model.order import SetOrder
 from ecomp.model.query import parse_plain_amounts
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import SHARING_TRAIT
 from ecomp.scheduler.placing.claim import Claimer, Terms, read_terms
 from ecomp.store.client import Store
 
@@ -242,26 +253,8 @@ def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrde
 
 def make_too_few(order: SetOrder, group: Group | None, placed: Sequence[Candidate]) -> TooFew:
     """Make the refusal of a set for which there is only room for the instances in `placed`."""
-    rule = '' if group is None else f' in group {group.name} ({group.rule})'
     required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
-    return TooFew(f'there is room for {len(placed)} of {order.count}{rule}{required}', placed)
-
-
-def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:
-    """Return why there is no candidate, in one sentence."""
-    if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
-        return f'there is room, but not where group {group.name} allows it ({group.rule})'
-    if choice.skipped:
-        return 'placement offers computes, but none of them is alive'
-    if not alive:
-        return 'no compute is alive. Fix: start ecompute on a host'
-    if any(sum(provider in alive for provider in allocations) > 1 for allocations in offer.candidates):
-        problem = 'placement offers only candidates on two computes, one of which shares resources with the other'
-        cure = f'remove the trait {SHARING_TRAIT} from the compute that shares'
-        return f'{problem}, but a guest runs on one compute. Fix: {cure}'
-    if offer.candidates:  # of another cloud, or computes that etcd does not know
-        return 'placement offers providers, but none of them is a living compute'
-    return 'no compute satisfies the whole query'
+    return TooFew(describe_room(len(placed), order.count, group) + required, placed)
 
 
 def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
