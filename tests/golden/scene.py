@@ -130,11 +130,14 @@ class SceneStore(Store):
         order = sorted(entries_found, key=lambda key: key < start)
         return [entries_found[key] for key in order[:limit]], len(entries_found)
 
-    def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
+    def snapshot(
+        self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
+    ) -> Snapshot:
         selected = {key: entry for key, entry in sorted(self.scene.entries.items()) if key.startswith(prefix)}
         if keys_only:
             selected = {key: replace(entry, value=b'') for key, entry in selected.items()}
-        return Snapshot(self.scene.revision, selected)
+        transformed = {key: new for key, entry in selected.items() if (new := transform(entry)) is not None}
+        return Snapshot(self.scene.revision, transformed)
 
     def read_version(self) -> str:
         return '3.5.33'
