@@ -289,6 +289,18 @@ _STEP = _object(
     address=_ADDRESS, compute=_text('uuid of the compute; null if none is chosen', null=True), host=_ON,
     reasons=many(_text('sentence'), 'what differs, why the instance failed, or who has its name'),
 )  # fmt: skip
+_MOVE = _fields({
+    'compute': _COMPUTE, 'host': _ON,
+    'instance': _text('with --without: uuid of the guest', pattern=UUID),
+    'name': _text('with --without: name of the guest; null if none', null=True),
+    'new_compute': _text('with --without: uuid of the compute where it would go; null if it has no place', null=True),
+    'new_host': _text('with --without: host name of that compute; null if it has no place or no name', null=True),
+    'fits': _is('boolean', 'with --without: whether it has a place; null if that is not known', null=True),
+    'guests': _is('integer', 'with --without-each: number of guests on the compute'),
+    'fit': _is('integer', 'with --without-each: number of guests that would have a place elsewhere'),
+    'unknown': _is('integer', 'with --without-each: number of guests of which that is not known'),
+    'reason': _text('why the guest, or the first guest of the compute, has no place; null if each has one', null=True),
+}, 'one object per guest; with --without-each, one per compute', needs='compute host reason')  # fmt: skip
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
 # By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
@@ -332,6 +344,7 @@ SHAPES: Mapping[str, Schema] = {
     'host drain': _single_outcome(compute=_TARGET),
     'host enable': _single_outcome(compute=_TARGET),
     'host forget': _outcome(compute=_TARGET),
+    'what-if': many(_MOVE),
     'audit': many(_FINDING),
     'doctor': _HEALTH,
 }

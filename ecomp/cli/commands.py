@@ -39,7 +39,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 PLANNED_WORDS = frozenset({
     *('again', 'copy', 'evacuate', 'exec', 'logs', 'metrics', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
-    *('version', 'what-if'),
+    'version',
 })  # fmt: skip
 
 

@@ -7,19 +7,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, parse_compute, parse_computes, parse_nothing
-from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, render_listing
+from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
+from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
-from ecomp.errors import NotFound, Unreachable
+from ecomp.errors import NoCapacity, NotFound, Unreachable, UsageError
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
+from ecomp.model.order import get_holdings
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
+    from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
     from ecomp.scheduler.placing.place import RankedCompute
 
+GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
@@ -100,6 +103,37 @@ def _forget_hosts(ctx: Context) -> int:
     return outcomes.run(forget_one)
 
 
+def _plan_moves(ctx: Context) -> int:
+    """Print where the guests of dead computes would go, or a line for each compute; return 3 if one has no place."""
+    from ecomp.scheduler.operations.moves import read_moves
+    from ecomp.scheduler.queries.hosts import check_compute_exists
+
+    dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.options.without or ())))
+    for compute in dead:
+        check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
+    guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
+    if dead:
+        moves = planner.plan_moves([guest for compute in dead for guest in guests.get(compute, ())], dead)
+        listing = make_move_listing(moves, ctx.computes)
+    else:
+        computes = sorted(
+            {*ctx.computes.living, *guests}, key=lambda each: make_sort_key(ctx.computes.format_name(each))
+        )
+        plans = {compute: planner.plan_moves(guests.get(compute, ()), [compute]) for compute in computes}
+        moves = [move for plan in plans.values() for move in plan]
+        listing = make_absorption_listing(plans, ctx.computes)
+    ctx.show(listing)
+    if count := sum(move.candidate is None for move in moves):
+        ctx.out.say(f'{count} of {len(moves)} guests would have no place. {GREEDY_NOTE}')
+    return NoCapacity.exit_code if count else 0
+
+
+def _check_what_if(name: str, _: Sequence[str], options: Options) -> None:
+    """Raise UsageError unless exactly one of --without and --without-each is given."""
+    if bool(options.without) == options.without_each:
+        raise UsageError(f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1')
+
+
 def _audit(ctx: Context) -> int:
     """Audit, with --fix also repair, and print the findings that are left; return 8 if there are any, else 0."""
     from ecomp.model.audit import EXIT_FINDINGS
@@ -154,6 +188,38 @@ def make_plan_listing(ranked: Sequence[RankedCompute]) -> Listing:
 
 def _make_share_columns(classes: Sequence[str]) -> list[Column]:
     return [Column(f'{name} USED/CAPACITY', rank=1 if name in REQUIRED_CLASSES else 3, short=name) for name in classes]
+
+
+def make_move_listing(moves: Sequence[Move], known_computes: Computes) -> Listing:
+    """List guests by name, with the compute where each is, and its new one or why it has none."""
+    called, find_hostname, rows = known_computes.format_name, known_computes.find_hostname, []
+    for move in moves:
+        request, old, new = move.guest.request, move.guest.compute, move.candidate and move.candidate.compute
+        name, reason = get_holdings(request).name, known_computes.replace_uuids(move.reason) or None
+        guest = {'compute': old, 'host': find_hostname(old), 'instance': request.instance, 'name': name}
+        place = {'new_compute': new, 'new_host': find_hostname(new or '')}
+        fits = {'fits': bool(new) if move.is_known else None, 'reason': reason}
+        cells = [name, request.instance, called(old), new and called(new), reason]
+        rows.append(Row(cells, {**guest, **place, **fits}))
+    columns = [Column('NAME'), Column('INSTANCE', 1, UUID), Column('FROM'), Column('TO'), Column('REASON', folds=True)]
+    return Listing(columns, sorted(rows, key=lambda row: tuple(map(make_sort_key, row.cells))))
+
+
+def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
+    """List computes: how many guests each has, how many would fit elsewhere, and why the first other one would not."""
+    rows = []
+    for compute, moves in plans.items():
+        unplaced = make_move_listing([move for move in moves if move.candidate is None], known_computes).rows
+        reason = None
+        if unplaced:
+            name, instance, *_, sentence = unplaced[0].cells
+            reason = f'{name or instance}: {sentence}' + (f' ({len(unplaced) - 1} more)' if unplaced[1:] else '')
+        counts = {'guests': len(moves), 'fit': len(moves) - len(unplaced)}
+        unknown = {'unknown': sum(not move.is_known for move in moves)}
+        named = {'compute': compute, 'host': known_computes.find_hostname(compute)}
+        cells = [known_computes.format_name(compute), *counts.values(), reason]
+        rows.append(Row(cells, {**named, **counts, **unknown, 'reason': reason}))
+    return Listing([Column('HOST'), Column('GUESTS'), Column('FIT'), Column('REASON', folds=True)], rows)
 
 
 def make_finding_listing(
@@ -263,6 +329,14 @@ COMMANDS: Sequence[Command] = (
             'compute. If the command is interrupted, repeat it: it continues.',
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
+    Command('what-if', 'what-if', 'plan where guests would go if a host died',
+            'Print where each guest of a host would go if the host died, or why it would not fit, or a line for every '
+            'host. Nothing is written. Guests are placed as eschedule would place them: by their queries, groups and '
+            '--weigh, in the room that placement has now; quotas count them already. A guest with --on or in_tree= '
+            'cannot leave its host. The choice is greedy, one guest after the other: if a guest does not fit, another '
+            'placement of all may still exist. Exit 3 if a guest would have no place, or if that is not known.',
+            parse_nothing, _plan_moves, {'without': '', 'without_each': '', **LISTING_OPTIONS}, (3, 4, 5),
+            example='eschedule what-if --without-each', check=_check_what_if),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
             'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '

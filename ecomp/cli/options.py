@@ -481,6 +481,19 @@ class Options(NamedTuple):
             'confirm that the machine never comes back and that none of its guests runs; release its claims',
         ),
     ] = False
+    without: Annotated[
+        Sequence[str] | None,
+        _make_option(
+            '--without',
+            'COMPUTE',
+            'list the guests of this compute, and where each would go if it died; repeatable: all of these die',
+            repeats=True,
+        ),
+    ] = None
+    without_each: Annotated[
+        bool,
+        _make_option('--without-each', '', 'list how many guests of each compute would fit elsewhere if it died'),
+    ] = False
     fix: Annotated[
         bool,
         _make_option(

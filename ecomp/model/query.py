@@ -107,6 +107,13 @@ def read_limit(query: str) -> str | None:
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
+def list_trees(query: str) -> set[str]:
+    """Return the providers to whose trees a query restricts an instance: the values of in_tree=, of any group."""
+    if 'in_tree' not in query:
+        return set()
+    return {value.strip() for key, value in parse_qsl(query) if _find_parameter(key) == 'in_tree'}
+
+
 def restrict_to_compute(query: str, compute: str) -> str:
     """Restrict a query without `in_tree` to one compute; without resources it is returned unchanged.
 
