@@ -21,7 +21,7 @@ from ecomp.cli.sharing import (
     make_usage_listing,
 )
 from ecomp.errors import EcompError
-from ecomp.model import cluster, flavor, group, keys, planes, quota
+from ecomp.model import cluster, flavor, group, keys, planes, quota, stack
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
@@ -34,6 +34,7 @@ from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Re
 from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
+from ecomp.model.stack import Stack
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -145,6 +146,18 @@ def read_flavor(value: bytes) -> None:
     assert_printable(*render_all(make_flavor_listing({'f': (parsed, 'etcd')})))
 
 
+def read_stack(value: bytes) -> None:
+    parsed = call_reader(stack.from_json, 'shop', value)
+    delivered = parsed.with_delivered({parsed.make_place('new/1'): COMPUTE}).with_ended(parsed.entries)
+    for written in (parsed, delivered):
+        assert stack.from_json('shop', stack.to_json(written).encode()) == written
+    places = {parsed.make_place(entry, parsed.entries[entry].incarnation): COMPUTE for entry in parsed.entries}
+    assert parsed.list_instances() == {place.entry_name: place.instance for place in places}
+    for place in places:
+        assert stack.parse_place(json.loads(json.dumps(place._asdict()))) == place
+    stack.restore_stack('shop', places, 1)
+
+
 def audit_values(etcd: dict[str, Entry], digests: dict[str, planes.Digest]) -> None:
     index_revisions(etcd)
     assert_printable(*render_all(make_finding_listing(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
@@ -181,6 +194,7 @@ def read_known_identity(value: bytes) -> None:
     cluster.explain_identity_mismatch(identity, value)
 
 
+PLACE = Stack('shop', OTHER_UUID).make_place('web/2', 7)
 RECORD = Record(
     *(INSTANCE, COMPUTE, 'active'),
     image=IMAGE,
@@ -198,6 +212,7 @@ RECORD = Record(
     progress=Progress('image', 1, 2),
     group=Membership('web'),
     why=requesting.parse_placement_reason({'weigh': 'spread', 'weight': 0.5, 'of': 3}),
+    stack=PLACE,
 )
 REQUEST = make_request(
     query='resources=VCPU:1',
@@ -210,6 +225,7 @@ REQUEST = make_request(
     why={'weigh': 'spread', 'weight': 0.5, 'of': 3},
     power=PowerAction('stop', OTHER_UUID)._asdict(),
     resources={'VCPU': 1},
+    stack=PLACE._asdict(),
 )
 TOMBSTONE = {**REQUEST, 'allocations': {}, 'image': None}
 QUEUED = {
@@ -236,6 +252,18 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     ),
     'quota': (read_quota, {'version': 1, 'limits': {'VCPU': 10, 'instances': 3}, 'used': {'VCPU': 1, 'instances': 1}}),
     'flavor': (read_flavor, {'version': 1, 'resources': {'VCPU': 1}, 'required': ['T'], 'forbidden': ['U']}),
+    'stack': (
+        read_stack,
+        {
+            'version': 1,
+            'epoch': OTHER_UUID,
+            'floor': 70_000,
+            'entries': {
+                'web/2': {'incarnation': 7, 'compute': COMPUTE},
+                'db-1/300': {'incarnation': 1, 'compute': OTHER_UUID, 'ended': True},
+            },
+        },
+    ),
     'digest': (read_digest, json.loads(planes.to_pages(DIGEST)[0])),
     'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
     'cleared': (lambda value: call_reader(planes.cleared_from_json, value), ['disk x: removed']),
@@ -291,6 +319,7 @@ KEYS_BY_KIND = {
     'group': keys.group('web'),
     'quota': keys.quota('p'),
     'flavor': keys.flavor('f'),
+    'stack': keys.stack('shop'),
     'announced': keys.attempt(OTHER_UUID),
     'compute': keys.compute(COMPUTE),
     'name': keys.name('web1'),
