@@ -282,6 +282,10 @@ def _parse_with_pyyaml(content: bytes, name: str, max_nodes: int = 0) -> Node | 
     """Parse as _parse() does, any YAML."""
     import yaml  # imported here: most eschedule commands do without it
 
+    if b'\t' in content:  # YAML accepts tabs in JSON, and PyYAML does not; a string of JSON has none
+        with suppress(ValueError, RecursionError):
+            json.loads(content)
+            content = content.replace(b'\t', b' ')
     # libyaml takes a tenth of the time, and is not in every PyYAML. It accepts tabs that PyYAML refuses, and describes
     # errors in other words: PyYAML reads such files.
     if b'\t' not in content and hasattr(yaml, 'CSafeLoader'):
@@ -354,7 +358,10 @@ def _parse_with_loader(content: bytes, name: str, max_nodes: int, loader: Any) -
         line = content.count(b'\n', 0, error.start) + 1
         raise UsageError(f'{name}:{line}: is not UTF-8 text') from error
     except yaml.MarkedYAMLError as error:
-        raise refuse(error.problem_mark, f'not YAML: {error.problem or error.context}') from error
+        reason = error.problem or error.context or ''
+        reason = f'{error.context} {reason}' if reason.startswith('but ') else reason
+        advice = '. Fix: indent with spaces, not tabs' if r"'\t'" in reason else ''
+        raise refuse(error.problem_mark, f'not YAML: {reason}{advice}') from error
     except yaml.YAMLError as error:  # a character that YAML forbids; this error has no mark
         line = text.count('\n', 0, getattr(error, 'position', 0)) + 1
         raise UsageError(f'{name}:{line}: not YAML: it contains a character that is not printable') from error

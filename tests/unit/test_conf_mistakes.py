@@ -235,7 +235,10 @@ def test_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> 
     [
         ('resize: no\n\tuuid: x', 'compute.yaml:2:1: not YAML: found character'),
         ('resize: [no', 'compute.yaml:1:12: not YAML: expected'),
-        ('resize: no\n--- \nresize: no', 'compute.yaml:2:1: not YAML: but found another document'),
+        (
+            'resize: no\n--- \nresize: no',
+            'compute.yaml:2:1: not YAML: expected a single document in the stream but found another document',
+        ),
         ('a: &a [x]\nb: *a', 'compute.yaml:1:4: anchors and aliases'),
         ('b: *a', 'compute.yaml:1:4: anchors and aliases'),
         ('uuid: !!python/object:os.system {}', 'compute.yaml:1:7: tags (!) are not accepted'),

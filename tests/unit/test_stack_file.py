@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,79 @@ instances:
 )
 def test_a_mistake_of_the_whole_file(mistakes: Callable[..., list[str]], content: str | bytes, reason: str) -> None:
     assert any(reason in line for line in mistakes(content)), mistakes(content)
+
+
+GOOD = 'stack: a\ninstances:\n  web: {flavor: small}\n'
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'\xef\xbb\xbf' + GOOD.encode(),
+        GOOD.replace('\n', '\r\n'),
+        GOOD.rstrip(),
+        f'%YAML 1.2\n---\n{GOOD}...\n',
+        json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}),
+        json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}, indent='\t'),
+        '{"stack": "\\u0061", "instances": {"w\\u0065b": {"flavor": "small"}}}',
+    ],
+)
+def test_same_stack_in_other_encodings(load: Callable[..., StackFile], content: str | bytes) -> None:
+    assert load(content).instances == load(GOOD).instances
+
+
+@pytest.mark.parametrize(
+    ('content', 'reasons'),
+    [
+        ('', ['1: instances: is missing', '1: stack: is missing']),
+        ('# only a comment\n', ['1: instances: is missing', '1: stack: is missing']),
+        ('---\n~\n', ['1: instances: is missing', '1: stack: is missing']),
+        (GOOD.encode('utf-16'), ['1: is not UTF-8 text']),
+        (GOOD.replace('\n', '\r\n').replace('flavor', 'flavour'), ['3: instances.web.flavour: unknown', '3: ']),
+        (b'\xef\xbb\xbf' + GOOD.replace('stack', 'stak').encode(), ['1: stack: is missing', '1: stak: unknown key']),
+        (GOOD.replace('  web', '\tweb'), ["3:1: not YAML: found character '\\t' that cannot start any token. Fix: "]),
+        (f'{GOOD}---\n{GOOD}', ['4:1: not YAML: expected a single document in the stream but found another']),
+        (f'---\n---\n{GOOD}', ['2:1: not YAML: expected a single document']),
+        ('stack: null\ninstances: {}\n', ['1: stack: is missing. Fix: ']),
+        ('stack:\ninstances: {}\n', ['1: stack: is missing']),
+        ('stack: a\ninstances: []\n', ['2: instances: must be a mapping of keys to values, not an empty list']),
+        ('stack: a\ninstances: null\n', ['2: instances: is missing']),
+        ('stack: a\ninstances:\n  web:\n', ['3: instances.web.query: is missing. Fix: ']),
+        ('stack: a\ninstances: {web: null}\n', ['2: instances.web.query: is missing. Fix: ']),
+        *((f'stack: {number}\ninstances: {{}}\n', [f'1: stack: must be text. Fix: put {number} in quotes'])
+          for number in ('007', '1.5', '2026-01-01', 'true')),
+        ('stack: a\ninstances:\n  1: {flavor: small}\n', ['3: instances.1: a key must be text. Fix: put it in quotes']),
+        ('stack: a\ninstances:\n  ~: {flavor: small}\n', ['3: instances.~: a key must be text']),
+        (f'{GOOD}  Web: {{flavor: small}}\n', ["4: instances.Web: 'Web' is not a valid member name"]),
+        (f'{GOOD}  "w\\u0065b": {{flavor: small}}\n', ['4: instances.web: is given more than once, first in line 3']),
+        (f'{GOOD}instances: {{}}\n', ['4: instances: is given more than once, first in line 2']),
+        (f'{GOOD}stack: a\n', ['4: stack: is given more than once, first in line 1']),
+        (GOOD.replace('small', 'small, ssh_keys: [~]'), ['3: instances.web.ssh_keys: must be text, not nothing']),
+        (GOOD.replace('small', 'small, <<: 7'), ['3: instances.web.<<: unknown key']),
+        ('{"stack": "a", "instances": {}, "x": "\\ud800"}', ['1: x: unknown key']),
+        ('{"stack": "a", "instances": {}, "project": "\\ud800"}', ['1: project: must be one line of printable text']),
+        ('stack: a\0b\n', ['1: not YAML: it contains a character that is not printable']),
+    ],
+)  # fmt: skip
+def test_odd_file_has_one_error_a_mistake_with_its_line(
+    mistakes: Callable[..., list[str]], content: str | bytes, reasons: list[str]
+) -> None:
+    found = mistakes(content)
+    assert len(found) == len(reasons), found
+    for line, reason in zip(found, reasons, strict=True):
+        assert line.startswith(reason), found
+
+
+def test_file_that_is_a_device_or_a_pipe(mistakes: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert [line.split(': ')[1] for line in mistakes('', '/dev/null')] == ['instances', 'stack']
+    (line,) = mistakes('', '/dev/zero')
+    assert line == '/dev/zero: is larger than 1024 KiB'
+    fifo = tmp_path / 'fifo'
+    os.mkfifo(fifo)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(fifo.write_text, 'stack: a\n')  # as of a command in <(...)
+        assert len(mistakes('', str(fifo))) == 1
+        assert writing.result() == 9
 
 
 def test_unreadable_file_is_named(mistakes: Callable[..., list[str]]) -> None:
