@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -17,18 +18,20 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
 from ecomp.model.stack import MAX_STACK_SIZE
+from ecomp.scheduler.operations import audit
 from ecomp.store import http2_client
 from ecomp.store.messages import Range, Transaction
 from ecomp.store.roles import Accounts
 from tests.functional.cloud import Cloud
 from tests.kit.behind_roles import start_etcd_with_roles
 from tests.kit.commands import Control, Ecompute, Result, run_in_process
+from tests.kit.hands import Eschedule
 from tests.kit.invariants import read_allocations
 from tests.kit.journal import JOURNAL
 from tests.kit.many import ManyComputes
 from tests.kit.secured import load_etcd_config
 from tests.kit.servers import Etcd, PlacementServer, make_environment, wait_until
-from tests.kit.story import IMAGE, wait_state
+from tests.kit.story import IMAGE, read_record, wait_state
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
@@ -315,3 +318,145 @@ def test_300_instances_are_one_transaction_if_etcd_takes_it(
             assert control.eschedule('apply', shop).code == 0
             assert len(requests) <= 9
             assert control.eschedule('destroy', '--file', shop, '--yes').code == 0
+
+
+@pytest.mark.parametrize('step', ['stack-delivered', ''])
+def test_interrupted_wait_is_continued_by_the_same_command(cluster: Control, compute: Ecompute, step: str) -> None:
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    compute.pause()
+    with Eschedule(cluster, 'apply', shop, '--wait', failpoint=step and f'{step}:stop') as eschedule:
+        if step:
+            eschedule.wait_frozen_at(step)
+        wait_until(lambda: len(cluster.etcd.list_keys(keys.HOSTS)) == 3, 30, 'all are delivered')
+        time.sleep(0 if step else 1.5)  # it waits by then; before, the other sentence is right
+        eschedule.send_signal(signal.SIGINT)
+        eschedule.resume()
+        interrupted = eschedule.wait()
+    before = read_allocations(cluster)
+    assert (interrupted.code, 'interrupted' in interrupted.stderr) == (6, True), interrupted
+    assert 'Try: the same command' in interrupted.stderr
+    assert ('wait shop-db shop-web-1 shop-web-2' in interrupted.stderr) == (step == ''), interrupted
+    late = cluster.eschedule('apply', shop, '--wait', '--timeout', '1', '-f', 'json')
+    assert (late.code, set(read_actions(late).values())) == (6, {'keep'}), late
+    assert 'stack shop: not all instances have reached the stage. Try: the same command' in late.stderr
+    compute.resume()
+    again = cluster.eschedule('apply', shop, '--wait', '-f', 'json')
+    assert (again.code, set(read_actions(again).values())) == (0, {'keep'}), again
+    assert {each['state'] for each in json.loads(again.stdout)['instances']} == {'active'}
+    assert read_allocations(cluster) == before
+    assert len(before) == 3
+
+
+def count_tombstones(control: Control) -> int:
+    requests = [json.loads(control.etcd.get(key) or b'{}') for key in control.etcd.list_keys(keys.HOSTS)]
+    return sum(request.get('allocations') == {} for request in requests)
+
+
+@pytest.mark.parametrize('words', [('apply', '--prune'), ('destroy', '--file')])
+def test_wait_of_a_destroy_ends_when_the_instances_are_gone(
+    cluster: Control, compute: Ecompute, words: tuple[str, ...]
+) -> None:
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    created = json.loads(cluster.eschedule('apply', shop, '--wait', '-f', 'json').stdout)['instances']
+    instances = {each['name']: each['instance'] for each in created}
+    is_prune = words[0] == 'apply'
+    path = write_stack(cluster.directory, db={}) if is_prune else write_stack(cluster.directory, web={'count': 2})
+    command = [*words, path, '--yes', '--wait', '-f', 'json']
+    compute.pause()
+    with Eschedule(cluster, *command) as eschedule:
+        wait_until(lambda: count_tombstones(cluster) == 2, 30, 'both are to be destroyed')
+        time.sleep(1.0)
+        assert not eschedule.has_ended
+        late = cluster.eschedule(*command, '--timeout', '0.5')
+        # What is destroyed already is not of the file: a prune has nothing to wait for.
+        assert late.code == (0 if is_prune else 6), late
+        compute.resume()
+        done = eschedule.wait()
+    assert (done.code, set(read_actions(done).values())) == (0, {'keep', 'destroy'} if is_prune else {'destroy'}), done
+    for name in ('shop-web-1', 'shop-web-2'):
+        assert (read_record(cluster, instances[name]) or {})['state'] == 'gone'
+    assert read_allocations(cluster).keys() == {instances['shop-db']}
+
+
+def test_wait_of_a_prune_that_times_out_is_in_progress(cluster: Control, compute: Ecompute) -> None:
+    assert cluster.eschedule('apply', write_stack(cluster.directory, db={}, web={}), '--wait').code == 0
+    less = write_stack(cluster.directory, db={})
+    compute.pause()
+    late = cluster.eschedule('apply', less, '--prune', '--yes', '--wait', '--timeout', '1')
+    assert (late.code, 'shop-web: timed out after 1 s' in late.stderr) == (6, True), late
+    assert 'Try: the same command' in late.stderr
+    compute.resume()
+    assert cluster.eschedule('apply', less, '--prune', '--wait').code == 0
+    wait_until(lambda: len(read_allocations(cluster)) == 1, 30, 'the pruned one is gone')
+
+
+def test_queued_instance_keeps_the_name_of_a_member(cluster: Control, compute: Ecompute) -> None:
+    assert cluster.eschedule('flavor', 'set', 'small', QUERY).code == 0
+    queued = cluster.eschedule('--queue', '--flavor', 'small', IMAGE, '--name', 'shop-db', '-f', 'json')
+    (record,) = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
+    assert (queued.code, record['state'], record['name']) == (0, 'queued', 'shop-db')
+    shop = write_stack(cluster.directory, db={}, web={})
+    for options in ((), ('--dry-run',), ('--replace-all', '--prune', '--yes'), ('--wait',)):
+        refused = cluster.eschedule('apply', shop, *options, '-f', 'json')
+        assert (refused.code, read_actions(refused)) == (5, {'shop-db': 'taken', 'shop-web': 'create'}), refused
+        (db, _) = json.loads(refused.stdout)['instances']
+        assert (record['instance'] in db['reasons'][0], db['instance']) == (True, None)
+    assert (read_allocations(cluster), cluster.etcd.list_keys(keys.HOSTS)) == ({}, [])
+    assert cluster.eschedule('destroy', 'shop-db').code == 0
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    assert {
+        each['compute'] for each in json.loads(cluster.eschedule('list', '--state', 'active', '-f', 'json').stdout)
+    } == {compute.uuid}
+    assert cluster.eschedule('flavor', 'delete', 'small').code == 0
+
+
+def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:
+    images = {'small': IMAGE, 'other': 'http://images.invalid/other.qcow2'}
+    assert cluster.eschedule('image', 'list').stdout == 'NAME  IMAGE  HOSTS\n'
+    assert cluster.eschedule('image', 'list', '-f', 'json').stdout == '[]\n'
+    cluster.schedule_yaml.write_text(f'{cluster.schedule_yaml.read_text()}images: {json.dumps(images)}\n')
+    old = Cloud(cluster.etcd, cluster.placement, None, None).make_compute()  # type: ignore[arg-type]
+    cluster.etcd.put(keys.compute(old), '{"token": "x", "hostname": "old", "version": "1.1.0"}', cluster.etcd.grant())
+
+    def read_cached() -> dict[str, dict[str, bool | None]]:
+        result = cluster.eschedule('image', 'list', '-f', 'json')
+        assert (result.code, result.stderr) == (0, ''), result
+        rows = json.loads(result.stdout)
+        assert {row['name']: row['image'] for row in rows} == images
+        return {row['name']: {host['compute']: host['cached'] for host in row['hosts']} for row in rows}
+
+    nowhere = {compute.uuid: False, old: None}
+    wait_until(lambda: read_cached() == {'small': nowhere, 'other': nowhere}, 60, 'its compute reports its cache')
+    shop = write_stack(cluster.directory, db={'image': 'small', 'query': f'{QUERY}&in_tree={compute.uuid}'})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    wait_until(lambda: read_cached()['small'][compute.uuid], 60, 'its compute reports the image')
+    assert read_cached() == {'small': {compute.uuid: True, old: None}, 'other': nowhere}
+    table = cluster.eschedule('image', 'list').stdout.splitlines()
+    assert [line.split()[:2] for line in table] == [['NAME', 'IMAGE'], *map(list, images.items())]
+    assert all(line.endswith('unknown: old') for line in table[1:]), table
+    cluster.etcd.delete(keys.compute(old))
+    cluster.placement.call('DELETE', f'/resource_providers/{old}')
+
+
+@pytest.mark.usefixtures('compute')
+def test_fixed_stack_is_no_finding_and_is_applied(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit.fix, '__defaults__', (0.2,))  # between its audits, in place of a minute
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    before = cluster.etcd.get('/stacks/shop') or b''
+    for is_lost, repair in ((False, 'web/1 is marked as ended'), (True, '/stacks/shop is restored')):
+        if is_lost:
+            cluster.etcd.delete('/stacks/shop')
+        else:
+            assert cluster.eschedule('destroy', 'shop-web-1', '--wait').code == 0
+            cluster.etcd.put('/stacks/shop', before)  # as an etcd restored to before the destroy has it
+        code = 'stack-mismatch' if is_lost else 'stack-entry'
+        found = cluster.eschedule('audit', '-f', 'json')
+        assert (found.code, {each['code'] for each in json.loads(found.stdout)}) == (8, {code}), found
+        fixed = cluster.eschedule('audit', '--fix')
+        assert (fixed.code, f'{code} shop: {repair}' in fixed.stderr) == (0, True), fixed
+        silent = cluster.eschedule('audit')
+        assert silent.code == 0, silent
+        assert cluster.eschedule('apply', shop, '--dry-run').code == (0 if is_lost else 8)
+        assert cluster.eschedule('apply', shop, '--wait').code == 0
+        assert list_names(cluster) == ['shop-db', 'shop-web-1', 'shop-web-2']
