@@ -117,6 +117,15 @@ def _apply(ctx: Context) -> int:
     if not _wait_for_ends(run, run.select(ENDING)):
         return StillGoing.exit_code
     confirm_destroy(ctx, [step.name or step.instance for step in run.select(REPLACE, DESTROY)])
+    try:
+        return _change(run)
+    except KeyboardInterrupt:
+        raise _make_interruption(run) from None
+
+
+def _change(run: _Apply) -> int:
+    """Carry out the steps, report them and, with --wait, wait; return the exit code."""
+    ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
         _remove(run, replaced)
         run.replaced_members = ()
@@ -135,6 +144,12 @@ def _apply(ctx: Context) -> int:
     code = code or find_exit_code(run.steps)
     destroyed = run.select(DESTROY) if ctx.options.wait is not None and not code else ()
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
+
+
+def _make_interruption(run: _Apply) -> StillGoing:
+    """Make the error of a Ctrl-C after which the changes may be carried out."""
+    doubt = f'interrupted: the change of stack {run.file.name} may be carried out'
+    return StillGoing(f'{doubt}. Try: the same command again')
 
 
 def _refuse_conflicts(run: _Apply) -> int:
@@ -162,10 +177,6 @@ def _carry_out(run: _Apply) -> int:
             kept = 'its place and its share of the quota'
             ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
-    except KeyboardInterrupt:
-        doubt = f'the change of stack {run.file.name} may be carried out'
-        ctx.out.say(f'interrupted: {doubt}. Try: the same command again')
-        return StillGoing.exit_code
     except UnknownOutcome as error:
         ctx.out.say(put_before_fix(str(error), '. Try: the same command again'))
         return error.exit_code
@@ -401,12 +412,15 @@ def destroy_file(ctx: Context) -> int:
     run.state = read_stack(ctx.store, file.name)
     run.steps = [step for step in plan_steps({}, run.state.existing, {}, prune=True) if step.entry in file.instances]
     confirm_destroy(ctx, [step.name or step.instance for step in run.select(DESTROY)])
-    if run.select(DESTROY):
-        _remove(run, run.select(DESTROY))
-    _report(run)
-    if ctx.options.wait is None:
-        return 0
-    return 0 if _wait_for_ends(run, run.steps) else StillGoing.exit_code
+    try:
+        if run.select(DESTROY):
+            _remove(run, run.select(DESTROY))
+        _report(run)
+        if ctx.options.wait is None:
+            return 0
+        return 0 if _wait_for_ends(run, run.steps) else StillGoing.exit_code
+    except KeyboardInterrupt:
+        raise _make_interruption(run) from None
 
 
 def _parse_file(name: str, words: Sequence[str]) -> Words:
