@@ -66,7 +66,8 @@ COLUMNS = (
 class _Apply:
     """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
 
-    `states` is {new or kept instance: its state after --wait}.
+    `states` is {new or kept instance: its state after --wait}. `pruned` are the steps of instances that --prune
+    destroys, or destroyed before.
     """
 
     ctx: Context
@@ -74,6 +75,7 @@ class _Apply:
     replaced_members: Collection[str] | None = ()
     state: StackState = field(init=False)
     steps: Sequence[Step] = ()
+    pruned: Sequence[Step] = ()
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
     outcomes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -96,7 +98,9 @@ class _Apply:
             desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
         )
         self.steps = [step for step in steps if step.action != ENDING or step.entry in desired]
-        self.ctx.display_names |= {step.instance: step.name for step in self.steps if step.instance and step.name}
+        pruned = (DESTROY, ENDING) if self.ctx.options.prune else ()
+        self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
+        self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 
     def select(self, *actions: str) -> list[Step]:
         return [step for step in self.steps if step.action in actions]
@@ -142,7 +146,7 @@ def _change(run: _Apply) -> int:
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
     code = code or find_exit_code(run.steps)
-    destroyed = run.select(DESTROY) if ctx.options.wait is not None and not code else ()
+    destroyed = run.pruned if ctx.options.wait is not None and not code else ()
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
 
 
