@@ -67,7 +67,7 @@ class _Apply:
     """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
 
     `states` is {new or kept instance: its state after --wait}. `pruned` are the steps of instances that --prune
-    destroys, or destroyed before.
+    destroys, or destroyed before. `effect` says what is changed already.
     """
 
     ctx: Context
@@ -76,6 +76,7 @@ class _Apply:
     state: StackState = field(init=False)
     steps: Sequence[Step] = ()
     pruned: Sequence[Step] = ()
+    effect: str = 'nothing was changed'
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
     outcomes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -132,7 +133,7 @@ def _change(run: _Apply) -> int:
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
         _remove(run, replaced)
-        run.replaced_members = ()
+        run.replaced_members, run.effect = (), 'the replaced instances were destroyed'
         if not _wait_for_ends(run, replaced):
             return StillGoing.exit_code
     if run.state.is_stale:
@@ -161,7 +162,9 @@ def _refuse_conflicts(run: _Apply) -> int:
     _report(run)
     count = len(run.select(*CONFLICTS))
     fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
-    run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; nothing was changed. Fix: {fixes}')
+    if not run.select(DIFFERS):
+        fixes = 'give other names in the file, or first destroy the instances that have these'
+    run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; {run.effect}. Fix: {fixes}')
     return Conflict.exit_code
 
 
@@ -321,7 +324,7 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
         ctx.show(Listing(list(COLUMNS), rows, document))
     counts = {action: len(run.select(action)) for action in ACTIONS}
     summary = ', '.join(f'{count} {_DESCRIPTIONS[action]}' for action, count in counts.items() if count)
-    would = 'would have ' if is_preview else ''
+    would = 'would have ' if is_preview or (run.select(*CONFLICTS) and run.select(*CHANGES)) else ''
     ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
 
 

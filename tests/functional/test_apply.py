@@ -444,6 +444,34 @@ def test_queued_instance_keeps_the_name_of_a_member(cluster: Control, compute: E
     assert cluster.eschedule('flavor', 'delete', 'small').code == 0
 
 
+@pytest.mark.usefixtures('compute')
+def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
+    assert cluster.eschedule('apply', write_stack(cluster.directory, web={}, db={}), '--wait').code == 0
+    renamed = write_stack(cluster.directory, api={'name': 'shop-web'})
+    refused = cluster.eschedule('apply', renamed, '--prune', '--yes')
+    assert refused.code == 5, refused
+    assert refused.stderr.splitlines() == [
+        'eschedule: stack shop: would have 2 destroyed, 1 with the name of another instance',
+        'eschedule: stack shop: 1 of its instances conflict; nothing was changed. '
+        'Fix: give other names in the file, or first destroy the instances that have these',
+    ]
+    differs = cluster.eschedule('apply', write_stack(cluster.directory, web=change_memory(65), db={}))
+    assert (differs.code, 'Fix: give --replace MEMBER' in differs.stderr) == (5, True), differs
+    assert differs.stderr.startswith('eschedule: stack shop: 1 as the file asks, 1 different\n')
+    assert list_names(cluster) == ['shop-db', 'shop-web']
+    # With --destroy-first, another instance may take the name before the new one is placed.
+    changed = write_stack(cluster.directory, web=change_memory(65), db={})
+    words = 'apply', changed, '--replace', 'web', '--destroy-first', '--yes'
+    with Eschedule(cluster, *words, failpoint='stack-removed:stop') as eschedule:
+        eschedule.wait_frozen_at('stack-removed')
+        wait_until(lambda: len(read_allocations(cluster)) == 1, 30, 'the replaced one is gone')
+        assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-web').code == 0
+        eschedule.resume()
+        overtaken = eschedule.wait()
+    assert overtaken.code == 5, overtaken
+    assert '1 of its instances conflict; the replaced instances were destroyed. Fix: ' in overtaken.stderr
+
+
 def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:
     images = {'small': IMAGE, 'other': 'http://images.invalid/other.qcow2'}
     assert cluster.eschedule('image', 'list').stdout == 'NAME  IMAGE  HOSTS\n'
