@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
+from ecomp.cli.options import TABLE, Options, parse_computes, parse_nothing
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
-from ecomp.errors import NoCapacity, NotFound, Unreachable, UsageError
+from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable, UsageError
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
-from ecomp.model.order import get_holdings
+from ecomp.model.order import START, STOP, get_holdings
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
@@ -59,29 +59,48 @@ def _show_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable, disable or drain (disable and list instances), by ctx.name; with --wait wait; return the exit code."""
-    from ecomp.scheduler.operations.decommission import disable, enable, list_inhabitants, wait_until_drained
+    """Enable, disable or drain (ctx.name) all hosts, or none if one is unknown; return the highest exit code."""
+    from ecomp.scheduler.operations import decommission
 
-    outcomes = Outcomes(ctx, ctx.words, compute=None)
+    outcomes, changed_guests = Outcomes(ctx, ctx.words, compute=None), set[str]()
+
+    def find(word: str) -> None:
+        outcomes.report(word, compute=ctx.resolve_compute(word))
+        decommission.check_provider(ctx.placement, outcomes.results[word]['compute'], word)
+
+    def change_guests(word: str, action: str) -> Collection[str]:
+        ctx.name_computes()
+        target, report = outcomes.results[word]['compute'], partial(outcomes.report, word)
+        return decommission.change_guests(ctx.store, target, action, changed_guests, report)
 
     def change(word: str) -> bool:
-        target = ctx.resolve_compute(word)
-        outcomes.report(word, compute=target)
+        target = outcomes.results[word]['compute']
         if ctx.name == 'host enable':
-            outcomes.report(word, enable(ctx.store, ctx.placement, target, word))
+            outcomes.report(word, decommission.enable(ctx.store, ctx.placement, target, word))
         else:
-            outcomes.report(word, disable(ctx.placement, target, word))
-        for line in list_inhabitants(ctx.store, ctx.placement, target, word) if ctx.name == 'host drain' else ():
-            outcomes.report(word, line)
+            outcomes.report(word, decommission.disable(ctx.placement, target, word))
+        if ctx.name == 'host drain':
+            for line in decommission.list_inhabitants(ctx.store, ctx.placement, target, word):
+                outcomes.report(word, line)
+        if ctx.options.stop:
+            change_guests(word, STOP)
+        if ctx.options.start and change_guests(word, START):
+            raise Conflict(f'{word}: some guests are not started, as reported above. Try: eschedule list')
         return True
 
     def wait(word: str, deadline: Deadline) -> None:
         target = outcomes.results[word]['compute']
+        stop = partial(change_guests, word, STOP) if ctx.options.stop else None
         with LiveLine() as show_status:
-            wait_until_drained(ctx.store, ctx.placement, target, word, deadline, show_status)
-        outcomes.report(word, f'{word}: no instances remain')
+            decommission.wait_until_drained(ctx.store, ctx.placement, target, word, deadline, show_status, stop)
+        outcomes.report(word, f'{word}: no {"guest runs" if stop else "instances remain"}')
 
-    return outcomes.run(change, wait, f'{ctx.name} --wait')
+    outcomes.process_each(list(ctx.words), find)
+    if outcomes.exit_code:
+        outcomes.finish()
+    else:
+        outcomes.run(change, wait, f'{ctx.name} --wait' + ' --stop' * ctx.options.stop)
+    return max((result['error']['code'] for result in outcomes.results.values() if result['error']), default=0)
 
 
 def _forget_hosts(ctx: Context) -> int:
@@ -308,18 +327,20 @@ COMMANDS: Sequence[Command] = (
             'Show one or more computes as `eschedule hosts` does, and then their instances as `eschedule list` does. '
             'With -f json: only the computes, as `eschedule hosts -f json` prints them.',
             parse_computes, _show_hosts, LISTING_OPTIONS, (4, 5), example='eschedule host show hv1'),
-    Command('host disable', 'host disable <host>', 'place no new instances on a compute',
+    Command('host disable', 'host disable <host>…', 'place no new instances on a compute',
             'Place no new instances on a compute; existing instances keep running.',
-            parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
-    Command('host drain', 'host drain <host>', 'disable a compute and list its instances',
+            parse_computes, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
+    Command('host drain', 'host drain <host>…', 'disable a compute and list its instances',
             'Place no new instances on a compute, and list the instances there. The command destroys and moves '
-            'nothing: the owners of the instances do that.',
-            parse_compute, _change_host_status,
-            {**make_wait_options('no instance is on the compute or requested there'), **DOCUMENT_OPTIONS},
+            'nothing: the owners of the instances do that. With --stop it shuts the guests down, for maintenance.',
+            parse_computes, _change_host_status,
+            {**make_wait_options('no instance is on the compute or requested there (with --stop: no guest runs there)'),
+             'stop': '', **DOCUMENT_OPTIONS},
             (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
-    Command('host enable', 'host enable <host>', 'place new instances on a compute again',
+    Command('host enable', 'host enable <host>…', 'place new instances on a compute again',
             'Place new instances on a compute again.',
-            parse_compute, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host enable hv1'),
+            parse_computes, _change_host_status, {'start': '', **DOCUMENT_OPTIONS}, (4, 5),
+            example='eschedule host enable hv1 --start'),
     Command('host forget', 'host forget <host>…', 'remove a compute that never comes back',
             'Remove a compute that never comes back: its resource provider in placement, claims without a request, '
             'the keys of instances whose destroy was accepted, and its host name. The command is refused while the '

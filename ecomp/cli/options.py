@@ -191,7 +191,6 @@ parse_flavor_and_query = _make_word_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
 parse_names = _make_word_parser(1, 10**9, 'missing argument: one or more {what}s, by name')
-parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
 
 
@@ -493,6 +492,15 @@ class Options(NamedTuple):
     without_each: Annotated[
         bool,
         _make_option('--without-each', '', 'list how many guests of each compute would fit elsewhere if it died'),
+    ] = False
+    stop: Annotated[
+        bool,
+        _make_option(
+            '--stop', '', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`'
+        ),
+    ] = False
+    start: Annotated[
+        bool, _make_option('--start', '', 'also start the guests that `eschedule host drain --stop` stopped there')
     ] = False
     fix: Annotated[
         bool,

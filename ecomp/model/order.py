@@ -38,6 +38,8 @@ from ecomp.model.stack import Place, parse_place
 from ecomp.model.text import is_label, make_printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
+# The reason of a stop by `host drain --stop`, which `host enable --start` reverts.
+DRAIN = 'drain'
 SHUTDOWN_REQUESTED = 'asked'
 SHUT_OFF = 'off'
 # Start of the fault in the record of a guest that could not be started.
@@ -47,13 +49,19 @@ START_FAILED = 'it could not be started'
 class PowerAction(NamedTuple):
     """A stop, start or reboot that a request asks for.
 
-    The `power` of a request is {"action": "stop" | "start" | "reboot", "id": uuid}; each action has a new id. The
-    `power` of a record is the id of the last completed action, "<id>:asked" while the guest shuts down, or "<id>:off"
-    while it is off and will be started. So an action is done once, even if a process is killed in the middle of it.
+    The `power` of a request is {"action": "stop" | "start" | "reboot", "id": uuid}; each action has a new id. A stop
+    by `host drain --stop` also has "reason": "drain", until another action replaces it. The `power` of a record is the
+    id of the last completed action, "<id>:asked" while the guest shuts down, or "<id>:off" while it is off and will be
+    started. So an action is done once, even if a process is killed in the middle of it.
     """
 
     action: str
     id: str
+    reason: str = ''
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the `power` of a request, for JSON."""
+        return {name: value for name, value in self._asdict().items() if value}
 
     def is_done(self, recorded_power: str | None) -> bool:
         """Return whether a record's `power` says that this action is completed."""
@@ -80,7 +88,7 @@ def parse_power(data: Any) -> PowerAction | None:
         return None
     if not isinstance(data, dict) or data.get('action') not in ACTIONS or not keys.is_uuid(data.get('id', '')):
         raise ValueError(f'power: expected {{"action": "{"|".join(ACTIONS)}", "id": a uuid}}, not {data!r}')
-    return PowerAction(data['action'], data['id'])
+    return PowerAction(data['action'], data['id'], DRAIN if data.get('reason') == DRAIN else '')
 
 
 DifferenceDescriber = Callable[['Order'], str]
@@ -494,7 +502,7 @@ def to_json(request: Request) -> str:
             **dump_fields(request),
             **({'resources': dict(request.former_resources)} if request.former_resources else {}),
             **({'why': request.why._asdict()} if request.why else {}),
-            **({'power': request.power._asdict()} if request.power else {}),
+            **({'power': request.power.to_dict()} if request.power else {}),
         }
     )
 

@@ -22,7 +22,7 @@ compute has a request for the instance. A uuid is never used twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -36,7 +36,7 @@ from ecomp.model.choose import PlacementReason, parse_placement_reason
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure, parse_failure, parse_host_keys
 from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
-from ecomp.model.order import FIELDS, MAX_REASON_CHARACTERS, InvalidRequest, Order, Request
+from ecomp.model.order import DRAIN, FIELDS, MAX_REASON_CHARACTERS, STOP, InvalidRequest, Order, PowerAction, Request
 from ecomp.model.text import make_printable
 
 QUEUED = 'queued'
@@ -202,6 +202,31 @@ def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Reco
         name=holdings.name,
         group=Membership(holdings.group) if holdings.group else None,
     )
+
+
+def plan_drain(
+    records: Mapping[str, Record | None], powers: Mapping[str, PowerAction | None], changed_guests: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return which guests of a drained host to stop now, and which will be off later: built, shutting down, ending.
+
+    A record may be None. One of `changed_guests`, stopped earlier, runs again because its user started it.
+    """
+    to_stop, to_await = [], []
+    for instance, record in records.items():
+        power = powers.get(instance)
+        pending = power if record and power and not power.is_done(record.power) else None
+        if record is None or record.state not in (ACTIVE, STOPPED, ERROR, GONE) or (pending and pending.action == STOP):
+            to_await.append(instance)
+        elif (record.state == ACTIVE or (record.state == STOPPED and pending)) and instance not in changed_guests:
+            to_stop.append(instance)
+    return to_stop, to_await
+
+
+def is_stopped_by_drain(record: Record | None, power: PowerAction | None) -> bool:
+    """Return whether a drain stopped the guest, or is stopping it, and no other power change was requested since."""
+    if record is None or power is None or power.reason != DRAIN:
+        return False
+    return record.state == STOPPED or (record.state == ACTIVE and not power.is_done(record.power))
 
 
 # Fields that every record has, in this order; others follow if they have a value.

@@ -310,7 +310,7 @@ def test_disable_by_host_name_and_unknown_hosts(cluster: Control) -> None:
         assert_one_line(
             cluster.eschedule('host', command, UNKNOWN_UUID), 4, UNKNOWN_UUID, 'no host has this name or uuid'
         )
-        assert_one_line(cluster.eschedule('host', command), 2, 'needs exactly one host')
+        assert_one_line(cluster.eschedule('host', command), 2, 'missing argument: one or more hosts')
     cluster.placement.call('POST', '/resource_providers', {'uuid': UNKNOWN_UUID, 'name': 'nova-compute-7'})
     assert_one_line(cluster.eschedule('host', 'disable', UNKNOWN_UUID), 4, 'no ecompute created this provider')
     second, _ = start_named_compute(cluster)
@@ -392,6 +392,44 @@ def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, com
     assert result.stderr.splitlines()[-1].endswith(f'{compute.uuid}: no instances remain')
     assert not cluster.etcd.list_keys(f'/hosts/{compute.uuid}/')
     assert cluster.placement.read_consumers(compute.uuid) == {}
+
+
+def test_drain_stops_guests_of_several_hosts_and_enable_starts_those_again(cluster: Control) -> None:
+    computes = [cluster.ecompute(), cluster.ecompute()]
+    hosts = [compute.uuid for compute in computes]
+    instances = [boot(cluster, f'{SMALL_QUERY}&in_tree={host}') for host in hosts]
+    off = boot(cluster, f'{SMALL_QUERY}&in_tree={hosts[0]}')
+    assert cluster.eschedule('stop', '--wait', off).code == 0
+    drained = cluster.eschedule('host', 'drain', '--stop', '--wait', '-f', 'json', *hosts)
+    assert drained.code == 0, drained
+    for host, instance, result in zip(hosts, instances, json.loads(drained.stdout), strict=True):
+        assert (result['compute'], result['error']) == (host, None)
+        assert result['said'][-1].endswith(f'{host}): no guest runs'), 'both have the name of this machine'
+        assert any(line.startswith(f'{instance}: stop accepted') for line in result['said'])
+        assert wait_state(cluster, instance, 'stopped')
+    # A guest that its user started is not the drain's any more.
+    assert cluster.eschedule('start', '--wait', instances[1]).code == 0
+    enabled = cluster.eschedule('host', 'enable', '--start', *hosts)
+    assert enabled.code == 0, enabled
+    first, started, second = enabled.stderr.splitlines()
+    assert first == f'eschedule: {hosts[0]}: enabled'
+    assert started.startswith(f'eschedule: {instances[0]}: start accepted')
+    assert second.endswith(f'{hosts[1]}): enabled')
+    assert cluster.eschedule('wait', instances[0]).code == 0
+    assert wait_state(cluster, off, 'stopped')
+    check_invariants(cluster, *computes)
+
+
+def test_unknown_host_is_refused_before_any_host_is_changed(cluster: Control, compute: Ecompute) -> None:
+    for unknown in ('no-such-host', UNKNOWN_UUID):
+        refused = cluster.eschedule('host', 'disable', '-f', 'json', compute.uuid, unknown)
+        assert refused.code == 4, refused
+        known, missing = json.loads(refused.stdout)
+        assert (known['said'], known['error'], missing['error']['code']) == ([], None, 4)
+    assert not read_traits(cluster, compute) & DISABLED_TRAITS
+    second = cluster.ecompute()
+    assert cluster.eschedule('host', 'disable', compute.uuid, second.uuid).code == 0
+    assert all(read_traits(cluster, disabled) >= DISABLED_TRAITS for disabled in (compute, second))
 
 
 @contextmanager

@@ -41,7 +41,9 @@ from ecomp.model.record import (
     Record,
     format_time,
     from_json,
+    is_stopped_by_drain,
     make_record,
+    plan_drain,
     to_dict,
     to_json,
 )
@@ -441,3 +443,56 @@ def test_error_for_a_malformed_page_is_one_line(page: dict[str, object]) -> None
     with pytest.raises(ValueError, match=r'a\\nb') as raised:
         from_pages([json.dumps({'version': 1, **page}).encode()])
     assert str(raised.value).isprintable()
+
+
+# What `host drain --stop` stops and waits for.
+
+
+HERE = replace(NEW, state=ACTIVE)
+DRAIN_STOP = PowerAction('stop', BOOTED, 'drain')
+
+
+@pytest.mark.parametrize(
+    ('record', 'power', 'changed_guests', 'expected'),
+    [
+        (HERE, None, (), 'stop'),
+        (HERE, PowerAction('start', MAC), (), 'stop'),
+        (replace(HERE, power=MAC), PowerAction('start', MAC), (), 'stop'),
+        (replace(HERE, power=MAC), PowerAction('start', MAC), (BOOTED,), None),  # its user started it in between
+        (HERE, STOP, (), 'await'),  # its user's stop stays its user's
+        (HERE, DRAIN_STOP, (BOOTED,), 'await'),
+        (replace(HERE, state=STOPPED), None, (), None),
+        (replace(HERE, state=STOPPED, power=BOOTED), DRAIN_STOP, (BOOTED,), None),
+        (replace(HERE, state=STOPPED), PowerAction('start', MAC), (), 'stop'),
+        (replace(HERE, state=STOPPED), PowerAction('start', MAC), (BOOTED,), None),
+        *((replace(HERE, state=state), None, (), 'await') for state in ('scheduled', 'building', 'destroying')),
+        *((replace(HERE, state=state), None, (), None) for state in ('gone', 'error')),
+        (None, None, (), 'await'),
+    ],
+)
+def test_drain_stops_what_runs_and_awaits_what_will_be_off(
+    record: Record | None, power: PowerAction | None, changed_guests: tuple[str, ...], expected: str | None
+) -> None:
+    to_stop, to_await = plan_drain({BOOTED: record}, {BOOTED: power}, changed_guests)
+    assert (to_stop, to_await) == (
+        [BOOTED] if expected == 'stop' else [],
+        [BOOTED] if expected == 'await' else [],
+    )
+
+
+@pytest.mark.parametrize(
+    ('record', 'power', 'expected'),
+    [
+        (replace(HERE, state=STOPPED, power=BOOTED), DRAIN_STOP, True),
+        (HERE, DRAIN_STOP, True),  # it is shutting down
+        (replace(HERE, power=BOOTED), DRAIN_STOP, False),  # it was started outside ecomp
+        (replace(HERE, state=STOPPED, power=BOOTED), STOP, False),
+        (replace(HERE, state=STOPPED), None, False),
+        (replace(HERE, state='error'), DRAIN_STOP, False),
+        (None, DRAIN_STOP, False),
+    ],
+)
+def test_only_guests_that_a_drain_stopped_are_started(
+    record: Record | None, power: PowerAction | None, expected: bool
+) -> None:
+    assert is_stopped_by_drain(record, power) is expected

@@ -271,8 +271,9 @@ def change_power(
 ) -> Acceptance:
     """Write a power change into the request, in place of a pending other one.
 
-    No-op if the same action is pending, or to start an active or stop a stopped guest. Raises NotFound, Unreadable,
-    Conflict (neither active nor stopped, no valid request, being destroyed), and as retry_until_accepted().
+    No-op if the same action is pending, or to start an active or stop a stopped guest; but a user's action always
+    replaces that of a drain. Raises NotFound, Unreadable, Conflict (neither active nor stopped, no valid request, being
+    destroyed), and as retry_until_accepted().
     """
 
     def read_and_write(_: bool) -> Acceptance | None:
@@ -315,6 +316,8 @@ def _match_earlier_change(
     record, previous = entries.record, request.power
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost
+    if previous is not None and previous.reason and not power_change.reason:
+        return None  # also the same action: what a user asks for is not reverted by `host enable --start`
     if previous is not None and not previous.is_done(record.power):
         message = f'{record.instance}: {power_change.action} was requested before; {record.compute} is carrying it out'
         return (
@@ -329,7 +332,7 @@ def _match_earlier_change(
 
 def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
     """Return the write of the request with the change; Conflict if it would be invalid."""
-    value = dump({**load_object(entry.value), 'power': power_change._asdict()})
+    value = dump({**load_object(entry.value), 'power': power_change.to_dict()})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):
         raise Conflict(f'{entries.record.instance}: its request is invalid with this change: {parsed.reason}')

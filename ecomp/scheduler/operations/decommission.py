@@ -6,13 +6,14 @@ transaction compares that the compute is silent), the provider, and the host nam
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.host import (
@@ -23,9 +24,9 @@ from ecomp.model.host import (
     find_leftovers,
     list_present,
 )
-from ecomp.model.order import Request
-from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, make_record
-from ecomp.model.text import join_some
+from ecomp.model.order import DRAIN, STOP, PowerAction, Request
+from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, is_stopped_by_drain, make_record, plan_drain
+from ecomp.model.text import join_some, replace_uuids
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
@@ -41,7 +42,7 @@ from ecomp.store.client import (
     read_silence_condition,
     retry_until_committed,
 )
-from ecomp.store.sharing import note_released, write_final_record
+from ecomp.store.sharing import note_released, read_index, write_final_record
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
@@ -52,7 +53,7 @@ POLL_SECONDS = 1.0
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
     """Disable a compute by a trait, made if missing; return a sentence. NotFound unless ecompute made its provider."""
-    _check_provider(placement, compute, display_name)
+    check_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
     failpoint('host-disabled')
@@ -63,7 +64,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
     """Allow placement on a compute, after its next start if not alive; return a sentence. NotFound as disable()."""
-    _check_provider(placement, compute, display_name)
+    check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
         placement, compute, providers.TRAITS, lambda names: status.apply_enable(names, alive)
@@ -87,21 +88,54 @@ def list_inhabitants(store: Store, placement: Placement, compute: str, display_n
     return lines
 
 
-def wait_until_drained(
+def change_guests(
+    store: Store, compute: str, action: str, changed_guests: set[str], report: Callable[[str], None]
+) -> Collection[str]:
+    """STOP the guests of a compute for a drain, or START those that a drain stopped.
+
+    Adds to `changed_guests`, and stops none of these again. Returns those not off yet, or whose START was refused.
+    """
+    from ecomp.scheduler.changes.change import change_power
+
+    etcd = read_survey(store).etcd
+    requests = etcd.requests.get(compute, {})
+    powers = {name: request.power for name, request in requests.items() if isinstance(request, Request)}
+    records = {instance: etcd.records.get(instance) for instance in sorted(list_present(compute, etcd))}
+    to_stop, to_await = plan_drain(records, powers, changed_guests)
+    to_start = [instance for instance in records if is_stopped_by_drain(records[instance], powers.get(instance))]
+    to_change = to_stop if action == STOP else to_start
+    key_index = read_index(store) if to_change else None
+    for instance in to_change:
+        change = PowerAction(action, keys.make_uuid(os.urandom(16)), DRAIN if action == STOP else '')
+        try:
+            sentence = change_power(store, instance, change, key_index).message
+            changed_guests.add(instance)
+        except Unreachable:
+            raise
+        except EcompError as error:  # it has ended since, or its request is malformed
+            sentence = str(error)
+        report(replace_uuids(sentence, {instance: etcd.format_instance(instance)}))
+    return [*to_change, *to_await] if action == STOP else set(to_change) - changed_guests
+
+
+def wait_until_drained(  # noqa: PLR0913
     store: Store,
     placement: Placement,
     compute: str,
     display_name: str,
     deadline: Deadline,
     report: Callable[[str], None],
+    stop_guests: Callable[[], Collection[str]] | None = None,
 ) -> None:
     """Return once a compute, which the caller has disabled, has no request or claim, and earlier attempts are finished.
 
-    It takes at least MAX_OFFER_AGE_SECONDS. `report` is called each second. StillGoing at the deadline, NotFound.
+    With `stop_guests`, instead once this returns no instance that is not off. It takes at least MAX_OFFER_AGE_SECONDS.
+    `report` is called each second. StillGoing at the deadline, NotFound.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
     began = time.monotonic()
+    end = 'leave' if stop_guests is None else 'stop'
     placing, taking, all_announced = frozenset[str](), frozenset[tuple[str, int]](), False
     while True:
         is_late = time.monotonic() - began > MAX_OFFER_AGE_SECONDS
@@ -114,12 +148,14 @@ def wait_until_drained(
         prefix = keys.request_prefix(compute)
         requested = {key.removeprefix(prefix) for key in store.snapshot(prefix, keys_only=True).entries}
         # No compute removes a key that does not name an instance.
-        remaining = (
+        remaining: Collection[str] = (
             set(filter(keys.is_uuid, requested)) | allocations.read_provider_allocations(placement, compute).keys()
+            if stop_guests is None
+            else stop_guests()
         )
         if all_announced and not (remaining or placing or taking):
             return
-        rest = f'{_format_count(len(remaining))} to leave' if remaining else 'requests that may still be placed there'
+        rest = f'{_format_count(len(remaining))} to {end}' if remaining else 'requests that may still be placed there'
         if deadline.elapsed >= deadline.seconds:
             problem = f'{display_name}: timed out after {deadline.seconds:g} s, still waiting for {rest}'
             raise StillGoing(f'{problem}; the host stays disabled')
@@ -134,7 +170,7 @@ def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
     return frozenset(taker_keys)
 
 
-def _check_provider(placement: Placement, compute: str, display_name: str) -> None:
+def check_provider(placement: Placement, compute: str, display_name: str) -> None:
     """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
     if name is None:
@@ -151,6 +187,7 @@ def _format_count(number: int) -> str:
 
 # Tries to forget a compute, each after a new read of both planes.
 MAX_TRIES = 5
+
 
 @dataclass(frozen=True)
 class _BothPlanes:
