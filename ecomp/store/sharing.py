@@ -19,6 +19,7 @@ from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
+from ecomp.model.guest import SharedUserData
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import name_to_json, parse_name_owner
@@ -221,6 +222,22 @@ def try_revoke(store: Store, lease: int) -> None:
     if lease:
         with suppress(EcompError):
             store.revoke(lease)
+
+
+# Seconds for which a set's user-data stays, for computes that are away: as long as a failed instance's record.
+USER_DATA_SECONDS = 7 * 24 * 3600
+
+
+def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
+    """Refresh the lease of user-data's key or grant one; return the write ([] for None), and the lease granted or 0."""
+    if user_data is None:
+        return [], 0
+    key = keys.user_data(user_data.sha256)
+    existing = store.snapshot(key, keys_only=True).entries.get(key)
+    if existing is not None and existing.lease and store.keep_alive(existing.lease) >= USER_DATA_SECONDS:
+        return [Put(key, user_data.text, existing.lease)], 0
+    lease = store.grant(USER_DATA_SECONDS)
+    return [Put(key, user_data.text, lease)], lease
 
 
 def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:

@@ -39,7 +39,14 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
-from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released
+from ecomp.store.sharing import (
+    Change,
+    commit_with_shared,
+    load_group,
+    load_quota,
+    note_released,
+    prepare_user_data,
+)
 
 
 class Terms(NamedTuple):
@@ -239,10 +246,6 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
     return all(release(placement, instances, find_needed, partial(note_released, store)).values())
 
 
-# Seconds for which a set's user-data stays, for computes that are away: as long as a failed instance's record.
-USER_DATA_SECONDS = 7 * 24 * 3600
-
-
 class DeliveryOutcome(NamedTuple):
     """The compute with the request; `is_repeated`: it was delivered before."""
 
@@ -337,15 +340,3 @@ def deliver(
         except EcompError:
             doubt = f'; it is unknown whether {keys.get_last_part(attempt.key)} was delivered'
             raise UnknownOutcome(put_before_fix(str(error), doubt)) from error
-
-
-def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Refresh the lease of user-data's key or grant one; return the write ([] for None), and the lease granted or 0."""
-    if user_data is None:
-        return [], 0
-    key = keys.user_data(user_data.sha256)
-    existing = store.snapshot(key, keys_only=True).entries.get(key)
-    if existing is not None and existing.lease and store.keep_alive(existing.lease) >= USER_DATA_SECONDS:
-        return [Put(key, user_data.text, existing.lease)], 0
-    lease = store.grant(USER_DATA_SECONDS)
-    return [Put(key, user_data.text, lease)], lease

@@ -19,7 +19,7 @@ from ecomp.model.queue import QueueEntry, parse_taker, to_json
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import list_flavor_names, make_no_such_flavor, read_flavor
-from ecomp.scheduler.placing.claim import announce, prepare_user_data, read_settled_group, read_terms
+from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.queries.find import find, reserve_names
@@ -31,6 +31,7 @@ from ecomp.store.sharing import (
     commit_with_shared,
     join_group,
     merge_changes,
+    prepare_user_data,
     try_revoke,
 )
 

@@ -41,7 +41,7 @@ from ecomp.model.stack import Place, Stack, to_json
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import make_tombstone
-from ecomp.scheduler.placing.claim import announce, deliver, prepare_user_data, read_settled_group
+from ecomp.scheduler.placing.claim import announce, deliver, read_settled_group
 from ecomp.scheduler.placing.create import UNCHANGED, Attempt, DeliveryRefused, add_state, read_earlier_claims
 from ecomp.scheduler.placing.place import MAX_REFUSALS, check_complete
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
@@ -54,6 +54,7 @@ from ecomp.store.sharing import (
     join_group,
     load_quota,
     merge_changes,
+    prepare_user_data,
     read_index,
     release_name,
     try_revoke,
