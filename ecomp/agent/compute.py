@@ -38,12 +38,14 @@ from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
 from ecomp.model import host, keys
 from ecomp.model.allocation import GIB
-from ecomp.model.guest import ReservedAddress
+from ecomp.model.guest import ReservedAddress, list_macs
 from ecomp.model.host import hostname_to_json, is_hostname, parse_hostname
+from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, format_time, from_json
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Presence, PresenceLease, hash_token
+from ecomp.store.sharing import keep_user_data
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
 from ecomp.virt import Hypervisor
@@ -197,6 +199,8 @@ LOCAL_CHECKS = 'checks between plans'
 REMOTE_CHECKS = 'checks beside plans'
 FOLLOWING = 'following etcd'
 HOSTNAME_CHECK_MINUTES = 10
+# Seconds until user-data is refreshed again, at most. Each compute varies them, so that not all do it at one time.
+USER_DATA_CHECK_SECONDS = 24 * 3600
 
 
 @dataclass(eq=False)
@@ -394,7 +398,8 @@ class Compute:
         self._at_exit = at_exit
         self._requests: Entries = {}
         self._generation: int | None = None
-        self._hostname_valid_until = 0.0
+        self._hostname_valid_until = self._user_data_valid_until = 0.0
+        self._is_denial_logged = False
         self._hostname = socket.gethostname()
         self.has_noted_acceptance = False
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
@@ -453,6 +458,7 @@ class Compute:
         self._claims.last_good_check.record(self._provider.created_generation)
         remote_checks = {'writing the host name to etcd': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
         remote_checks |= {'checking the provider': self._check_registration}
+        remote_checks |= {'keeping the user-data of sets in etcd': self._keep_user_data}
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
         self.daemon = PlanningLoop(
@@ -591,6 +597,27 @@ class Compute:
             # If another process was faster, the next check reads its value.
             self._store.commit([condition], [Put(key, hostname_to_json(self._hostname))])
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
+
+    def _keep_user_data(self) -> None:
+        """Once a day refresh the user-data that requests refer to; put what is missing and was given to a guest here.
+
+        If etcd denies that, because the role was made by ecomp 1.1, it is logged once. Other errors of etcd are raised.
+        """
+        if time.monotonic() < self._user_data_valid_until:
+            return
+        macs_by_hash: dict[str, list[str]] = {}
+        for key, entry in self._requests.items():
+            request = parse_request(self.uuid, key, entry.value, entry.dropped)
+            if isinstance(request, Request) and request.user_data_sha256 is not None:
+                macs_by_hash.setdefault(request.user_data_sha256, []).extend(list_macs(request.instance))
+        for sha256, macs in macs_by_hash.items():
+            try:
+                keep_user_data(self._store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
+            except Denied as error:
+                if not self._is_denial_logged:
+                    log.warning('%s', error)
+                self._is_denial_logged = True
+        self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
     def _publish_hints(self) -> None:
         """Set the presence's hints; no room before requests are read, and while disabled, ending or read-only."""

@@ -9,7 +9,7 @@
     /groups/<group>               members, their computes and the policy; changed when a member is added or removed
     /quotas/<project>             limits and usage of a project; changed when an instance is added or removed
     /stacks/<stack>               epoch and instances of a stack; written by eschedule, kept when they are gone
-    /user-data/<sha256>           user-data of a set or queue, {"version", "user_data"} (base64); on a lease of a week
+    /user-data/<sha256>           user-data of a set or queue, {"version", "user_data"} (base64); on a lease of 30 days
     /flavors/<flavor>             a named query; written by operators
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that takes it; on that compute's lease

@@ -92,7 +92,10 @@ def make_prefix_permission(prefix: str, kind: str = WRITE) -> Permission:
 READ_ALL = make_prefix_permission('/', READ)
 # Permissions of every compute and scheduler: their transactions change these keys of any instance.
 SHARED_PERMISSIONS = frozenset(
-    map(make_prefix_permission, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED))
+    map(
+        make_prefix_permission,
+        (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED, keys.USER_DATA),
+    )
 )
 
 
@@ -106,16 +109,7 @@ def list_compute_permissions(compute: str) -> Permissions:
 
 def list_scheduler_permissions() -> Permissions:
     """Return the permissions of a machine that runs eschedule."""
-    own = (
-        keys.ATTEMPTS,
-        keys.HOSTS,
-        keys.USER_DATA,
-        keys.STACKS,
-        keys.INSTANCES,
-        keys.AUDIT,
-        keys.DIGESTS,
-        keys.HOSTNAMES,
-    )
+    own = (keys.ATTEMPTS, keys.HOSTS, keys.STACKS, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
     return SHARED_PERMISSIONS | {READ_ALL, *map(make_prefix_permission, own)}
 
 

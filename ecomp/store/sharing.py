@@ -224,8 +224,8 @@ def try_revoke(store: Store, lease: int) -> None:
             store.revoke(lease)
 
 
-# Seconds for which a set's user-data stays, for computes that are away: as long as a failed instance's record.
-USER_DATA_SECONDS = 7 * 24 * 3600
+# Seconds for which a set's user-data stays once no compute refreshes it: for hosts that are away.
+USER_DATA_SECONDS = 30 * 24 * 3600
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
@@ -233,11 +233,35 @@ def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[l
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)
-    existing = store.snapshot(key, keys_only=True).entries.get(key)
-    if existing is not None and existing.lease and store.keep_alive(existing.lease) >= USER_DATA_SECONDS:
-        return [Put(key, user_data.text, existing.lease)], 0
+    existing = _refresh_user_data(store, key)[1]
+    if existing:
+        return [Put(key, user_data.text, existing)], 0
     lease = store.grant(USER_DATA_SECONDS)
     return [Put(key, user_data.text, lease)], lease
+
+
+def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
+    """Refresh the lease of user-data; if it is missing or its lease shorter, put that of `contents` with this hash."""
+    condition, existing = _refresh_user_data(store, keys.user_data(sha256))
+    copies = map(SharedUserData.from_bytes, () if existing else contents)
+    copy = next((copy for copy in copies if copy.sha256 == sha256), None)
+    if copy is None:
+        return
+    lease, revision = store.grant(USER_DATA_SECONDS), None
+    try:
+        revision = store.commit([condition], [Put(condition.key, copy.text, lease)])
+    finally:
+        if revision is None:  # another compute was faster, or our role does not allow it
+            try_revoke(store, lease)
+
+
+def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
+    """Refresh the lease of a key; return the key as read, and the lease, or 0 if it is missing or too short."""
+    entry = store.snapshot(key, keys_only=True).entries.get(key)
+    if entry is None:
+        return Unchanged(key, 0), 0
+    is_kept = entry.lease and store.keep_alive(entry.lease) >= USER_DATA_SECONDS
+    return Unchanged(key, entry.revision), entry.lease if is_kept else 0
 
 
 def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:

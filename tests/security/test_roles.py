@@ -52,7 +52,7 @@ WRITERS_BY_KEY = {
     '/released/ab/1': (True, True),
     f'/requests/{INSTANCE}': (False, True),
     '/stacks/shop': (False, True),
-    '/user-data/ab': (False, True),
+    '/user-data/ab': (True, True),
     '/audit/a': (False, True),
     '/audit/a/OWN': (False, True),
     '/flavors/small': (False, False),

@@ -319,6 +319,14 @@ class GuestData:
                 instances[path.stem] = instance
         return instances
 
+    def read_user_data(self, mac: str) -> bytes | None:
+        """Return the user-data in a MAC's file; None without it, or if the file is missing or malformed."""
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return bytes(
+                json.loads((self.directory / f'{mac}.json').read_bytes())['user_data'].encode(errors='surrogateescape')
+            )
+        return None
+
     def find_ready(self) -> set[str]:
         """Return the instances whose guests reported cloud-init's end; empty if the directory cannot be read."""
         try:

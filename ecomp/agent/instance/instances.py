@@ -177,7 +177,7 @@ def load_user_data(store: Store, request: Request) -> Request:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
     if entry is None:
-        kept = 'etcd, which keeps the user-data of a set or of a queued request for a week after the request'
+        kept = 'etcd, which keeps the user-data of a set or of a queued request for 30 days after the request'
         raise BuildFailed('scheduled', f'its user-data is no longer in {kept}')
     try:
         return replace(request, user_data=parse_shared_user_data(entry.value, request.user_data_sha256))

@@ -39,14 +39,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
-from ecomp.store.sharing import (
-    Change,
-    commit_with_shared,
-    load_group,
-    load_quota,
-    note_released,
-    prepare_user_data,
-)
+from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released, prepare_user_data
 
 
 class Terms(NamedTuple):
