@@ -312,6 +312,11 @@ SHAPES: Mapping[str, Schema] = {
     'list': many(RECORD),
     'show': one_or_many(RECORD),
     'why': one_or_many(_WHY),
+    'again': _object(
+        command=many(_text('word'), 'command line'),
+        files=many(_text('file'), 'files that were written, in the current directory'),
+        unknown=many(_text('line that stderr reports'), 'what the command lacks'),
+    ),
     'timeline': _TIMELINE,
     'wait': _outcome(
         instance=_FOUND, state=_text('last known state; null if none', null=True), name=_NAME, address=_ADDRESS

@@ -1,4 +1,4 @@
-"""Explain placements (`why`), draw how long stages took (`timeline`), and print `events`.
+"""Explain placements (`why`), draw how long stages took (`timeline`), print `events`, and requests (`again`).
 
 A stage's duration counts from the stage before it. Later boots have only the stages of a boot. The first two stages are
 timed by eschedule's clock, the others by the compute's, so a duration may be negative.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.cli.command import Command, Context, select_options
-from ecomp.cli.options import JSON, TABLE, parse_any_instances
+from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, Column, Listing, OutputStyle, Row, render_listing, shorten_uuids
 from ecomp.cli.terminal import make_timestamp
-from ecomp.errors import NotFound, UsageError, put_before_fix
+from ecomp.errors import Conflict, EcompError, NotFound, UsageError, put_before_fix
+from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.boots import Boot, find_boot
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
@@ -29,6 +32,7 @@ from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
     from ecomp.model.events import Event
+    from ecomp.model.order import Order
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.enqueue import QueuePosition
     from ecomp.scheduler.queries.find import InstanceEntries
@@ -438,10 +442,81 @@ class EventFormatter:
         return make_printable(f'{time_text} {subject}: {event.says}' if subject else f'{time_text} {event.says}')
 
 
+# The command that creates an instance again
+
+
+# The endings of the files that it names, by option.
+SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
+
+
+def _print_again(ctx: Context) -> int:
+    """Print the command that creates an instance again, write the files that it names, and report what is unknown."""
+    import shlex  # imported here, as the next ones: seldom needed
+
+    from ecomp.files import write_durably
+    from ecomp.model.order import make_create_words
+    from ecomp.scheduler.queries.find import find
+
+    instance = ctx.resolve_instance(ctx.words[0])
+    entries = find(ctx.store, instance)
+    if entries is None:
+        raise NotFound(f'{instance}: no such instance')
+    order, why = entries.order or entries.record, entries.record.why
+    if not order.query or not order.image:
+        raise Conflict(f'{instance}: its query or its image is in neither its request nor its record')
+    contents, unknown = _read_guest_data(ctx.store, entries, order)
+    files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
+    command = [*shlex.split(ctx.command_prefix), *make_create_words(order)]
+    command += [word for option, path in files.items() for word in (option, str(path))]
+    if why is not None and why.weigh in WEIGH_MEANINGS:
+        command += ['--weigh', why.weigh]
+    else:
+        unknown.append('--weigh is unknown: it is recorded only if eschedule has chosen the compute')
+    try:
+        for option, path in files.items():
+            if path.exists() and path.read_bytes() != contents[option]:
+                raise Conflict(f'{path} exists with other content. Fix: move it away, or change to another directory')
+            write_durably(path, contents[option])
+    except OSError as error:
+        raise EcompError(f'{error.filename}: {error.strerror}. Fix: change to a directory of your own') from error
+    set_note = f'it is one of a set of {order.count}: the command creates one instance' if order.count > 1 else ''
+    stack_note = f'`eschedule apply` recreates it in its stack {order.stack.name}' if order.stack else ''
+    for line in filter(None, [*unknown, set_note, stack_note]):
+        ctx.out.say(make_printable(f'{instance}: {line}'))
+    if ctx.form == TABLE:
+        ctx.out.put(make_printable(shlex.join(command)))  # not folded, so that a shell can read it
+    ctx.show_document([{'command': command, 'files': list(map(str, files.values())), 'unknown': unknown}])
+    return 0
+
+
+def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
+    """Return ssh keys and user-data, if known, by option, and a line for each fact that is unknown."""
+    from ecomp.model.guest import parse_shared_user_data
+
+    is_requested = entries.order is not None and not entries.is_destroying
+    why = 'the mdserver.conf of its host decided' if is_requested else 'its request is gone'
+    ssh_keys, user_data = ''.join(f'{key}\n' for key in order.ssh_keys or ()).encode(), order.user_data
+    unknown = [] if ssh_keys else [f'its ssh keys are unknown: {why}']
+    if user_data is None and order.user_data_sha256 is not None:
+        entry, why = store.get(keys.user_data(order.user_data_sha256)), 'etcd does not have it any more'
+        with suppress(ValueError):
+            user_data = parse_shared_user_data(entry.value, order.user_data_sha256) if entry else None
+    unknown += [] if user_data else [f'its user-data is unknown: {why}']
+    if order.group and not order.group.policy:
+        unknown.append('the policy of its group is unknown: add --policy unless the group still exists')
+    return {option: data for option, data in zip(SUFFIXES, (ssh_keys, user_data), strict=True) if data}, unknown
+
+
 _FORMAT_HELP = 'output format: table, or json (one JSON object per line). Default: table'
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
+    Command('again', 'again <id>', 'print the command that creates an instance again',
+            'Print the command that creates this instance again, whether it lives, failed or is gone. Its ssh keys and '
+            'its user-data are written to files in the current directory that only you can read; a file with other '
+            'content is not replaced. stderr reports what is unknown: what the configuration of its host decided and, '
+            'once its request is gone, ssh keys, user-data and the policy of its group.',
+            parse_one_instance, _print_again, select_options('format'), (4, 5), example='eschedule again web1'),
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
             'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '
             'only to the given instances: one event per line, the oldest first. etcd keeps the events of the last '

@@ -5,7 +5,7 @@ BY_MODULE = {
     'create': ('create', 'plan'),
     'apply': ('apply',),
     'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
-    'history': ('events',),
+    'history': ('again', 'events'),
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),

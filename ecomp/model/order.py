@@ -325,6 +325,15 @@ def describe_difference(existing: Order, requested: Order, is_recorded: bool = F
     return None
 
 
+def make_create_words(order: Order) -> list[str]:
+    """Return the words of the command that creates an order's instance, without those for ssh keys and user-data."""
+    group = order.group or Membership('')
+    values = {'--name': order.name, '--project': order.project_id, '--group': group.name, '--policy': group.policy}
+    options = [word for option in values.items() if option[1] for word in option]
+    strictness = [] if group.strict is None else ['--strict' if group.strict else '--soft']
+    return [*filter(None, [order.query, order.image, *options]), *strictness]
+
+
 Found = TypeVar('Found')
 
 VERSION = 1

@@ -89,7 +89,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """The request's or queue entry's order, with values replaced by the record's; None if malformed or missing."""
+        """The request's or queue entry's order, but with the record's values; None if malformed or missing."""
         order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
             from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
@@ -97,11 +97,9 @@ class InstanceEntries(NamedTuple):
             order = parse_queue_entry(self.queue_entry.key, self.queue_entry.value)
         if order is None or isinstance(order, InvalidRequest):
             return None
-        return Order(
-            **order.copy_fields(
-                **{name: value for name, value in extract_recorded_fields(self.record).items() if value}
-            )
-        )
+        recorded = {name: value for name, value in extract_recorded_fields(self.record).items() if value}
+        # A record lacks the policy of its group.
+        return Order(**order.copy_fields(**{**recorded, 'group': order.group or recorded.get('group')}))
 
     @property
     def is_destroying(self) -> bool:
