@@ -210,8 +210,8 @@ def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: py
     monkeypatch.setattr(Follower, 'start', start)
     monkeypatch.setattr(Follower, 'stop', lambda _: None)
     monkeypatch.setattr(uuid, 'uuid4', uuid4)
-    for module in ('create', 'change', 'apply'):
-        monkeypatch.setattr(f'ecomp.cli.{module}.make_uuid', lambda _: str(make_uuid()))
+    for module in ('cli.create', 'cli.change', 'cli.apply', 'model.keys'):
+        monkeypatch.setattr(f'ecomp.{module}.make_uuid', lambda _: str(make_uuid()))
     monkeypatch.setattr(socket, 'gethostname', lambda: 'laptop')
     monkeypatch.setattr(time, 'sleep', lambda _: None)
 
