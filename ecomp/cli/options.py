@@ -482,16 +482,10 @@ class Options(NamedTuple):
     ] = False
     without: Annotated[
         Sequence[str] | None,
-        _make_option(
-            '--without',
-            'COMPUTE',
-            'list the guests of this compute, and where each would go if it died; repeatable: all of these die',
-            repeats=True,
-        ),
+        _make_option('--without', 'COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True),
     ] = None
     without_each: Annotated[
-        bool,
-        _make_option('--without-each', '', 'list how many guests of each compute would fit elsewhere if it died'),
+        bool, _make_option('--without-each', '', 'list how many guests of each host would fit elsewhere')
     ] = False
     stop: Annotated[
         bool,

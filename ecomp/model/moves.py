@@ -222,8 +222,9 @@ class _Plan:
         """Return why only `placed_count` of `count` guests have a place, in the words of a refusal."""
         if placed_count:
             return describe_room(placed_count, count, group)
-        candidates = self._list_candidates(lot, self.planner.rank(lot))
-        if any(group is None or group.can_admit(each.compute, group.member_counts) for each in candidates):
+        ranking = self.planner.rank(lot)
+        admitted = [each for each in ranking if group is None or group.can_admit(each, group.member_counts)]
+        if self._list_candidates(lot, admitted):
             return 'other guests took every candidate first'
         living = set(self.planner.alive) - self.dead
         offer = self.planner.offers[lot.query]
