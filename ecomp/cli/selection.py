@@ -10,7 +10,7 @@ from ecomp.cli.options import Options
 from ecomp.cli.tables import make_sort_key
 from ecomp.cli.terminal import ask, is_terminal
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.model.host import RecordFilter
+from ecomp.model.listing import RecordFilter
 from ecomp.model.record import ERROR, GONE, Record
 from ecomp.model.text import join_some
 
