@@ -176,7 +176,7 @@ _HOST = _object(
     queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
     state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
     disabled=_is('boolean', 'whether it is disabled, also while it is not up'),
-    instances=_is('integer', 'number of instances there'), resources=_map('usage by resource class', _ROOM),
+    instances=_is('integer', 'number of instances there, also of those being destroyed'), resources=_map('usage by resource class', _ROOM),
 )  # fmt: skip
 _RANKED = _object(
     compute=_COMPUTE, host=_ON, hostname=_SAME,

@@ -51,7 +51,8 @@ def _show_hosts(ctx: Context) -> int:
         return code
     listing_code = ctx.show(make_host_listing(selected), unreadable, is_single=len(ctx.words) == 1)
     if ctx.form == TABLE and not ctx.options.columns and not ctx.options.sort:
-        records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.compute in requested]
+        present = {instance for host in selected for instance in host.instances}
+        records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.instance in present]
         ctx.out.put('' if records else '\nno instances')
         if records:
             ctx.show(make_record_listing(records, ctx.computes))
@@ -186,7 +187,7 @@ def make_host_listing(hosts: Sequence[Host]) -> Listing:
     rows = []
     for host in hosts:
         shares = [_format_share(host.rooms.get(name)) for name in classes]
-        cells = [host.compute, host.hostname or None, _format_state(host), host.instance_count]
+        cells = [host.compute, host.hostname or None, _format_state(host), len(host.instances)]
         rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind], _host_to_dict(host)))
     return Listing([*columns, *_make_share_columns(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
 
@@ -306,7 +307,7 @@ def _host_to_dict(host: Host) -> dict[str, object]:
         for name, room in sorted(host.rooms.items())
     }
     fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state')}
-    counts = {'disabled': host.is_disabled, 'instances': host.instance_count}
+    counts = {'disabled': host.is_disabled, 'instances': len(host.instances)}
     reported_fields = {field: getattr(host.facts, field) for field in ('version', 'kind', 'queues')}
     return {**fields, **counts, 'host': host.hostname, **reported_fields, 'resources': shares}
 

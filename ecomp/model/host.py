@@ -480,12 +480,12 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is one from UP to ORPHANED, `instance_count` the size of list_living()."""
+    """A line of `eschedule hosts`. `state` is one from UP to ORPHANED, `instances` are those of list_present()."""
 
     compute: str
     hostname: str | None
     state: str
-    instance_count: int
+    instances: Collection[str]
     rooms: Mapping[str, Room]
     is_disabled: bool = False
     facts: PresenceFacts = PresenceFacts()
@@ -599,9 +599,9 @@ def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) 
         state = SILENT
     else:
         state = ORPHANED
-    instance_count = len(list_living(compute, etcd))
+    instances = tuple(sorted(list_present(compute, etcd)))
     facts = etcd.computes.living.get(compute, PresenceFacts())
-    return Host(compute, etcd.computes.find_hostname(compute), state, instance_count, shares, disabled, facts)
+    return Host(compute, etcd.computes.find_hostname(compute), state, instances, shares, disabled, facts)
 
 
 def _is_tombstone(request: Request | InvalidRequest) -> bool:

@@ -17,7 +17,17 @@ from tests.kit.hands import Eschedule
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse, list_hosts, list_states
-from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, boot_all, place, wait_address, wait_state
+from tests.kit.story import (
+    SMALL_QUERY,
+    UNKNOWN_UUID,
+    assert_one_line,
+    boot,
+    boot_all,
+    place,
+    require_record,
+    wait_address,
+    wait_state,
+)
 
 # eschedule hosts: computes that are up, closed, silent or orphaned, as placement and etcd know them.
 
@@ -175,6 +185,29 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
     # The record of a gone instance is kept for a day and is not evidence of a compute.
     assert silent.uuid not in cluster.eschedule('audit').stderr
     assert_one_line(cluster.eschedule('host', 'forget', 'hv5'), 4, 'no host has this name')
+
+
+def test_hosts_and_host_show_count_the_same_instances(cluster: Control) -> None:
+    """They differed while a destroy waited for its host, and by the records of failed builds."""
+    cluster.ecompute()
+    silent = cluster.ecompute()
+    kept, destroyed = (boot(cluster, f'{SMALL_QUERY}&in_tree={silent.uuid}') for _ in range(2))
+    failed = str(uuid.uuid4())
+    record = {**require_record(cluster, kept), 'instance': failed, 'state': 'error'}
+    record['error'] = {'stage': 'image', 'reason': 'not found', 'cleaned': 'nothing to clean'}
+    cluster.etcd.put(f'/instances/{silent.uuid}/{failed}', json.dumps(record))
+    kill_and_lapse(cluster, silent)
+    assert cluster.eschedule('destroy', destroyed).code == 0
+
+    def list_shown() -> set[str]:
+        shown = cluster.eschedule('host', 'show', silent.uuid).stdout
+        return {instance for instance in (kept, destroyed, failed) if instance in shown}
+
+    assert (list_hosts(cluster)[silent.uuid]['instances'], list_shown()) == (2, {kept, destroyed})
+    silent.start()
+    wait_state(cluster, destroyed, 'gone')
+    assert (list_hosts(cluster)[silent.uuid]['instances'], list_shown()) == (1, {kept})
+    assert cluster.eschedule('destroy', failed, kept).code == 0
 
 
 def test_computes_with_one_host_name_need_their_uuids(cluster: Control) -> None:

@@ -62,7 +62,7 @@ WITHOUT_LIBVIRT = replace(MACHINE, libvirt=None, no_libvirt_reason='no socket')
 def test_healthy_machine_and_cluster_have_no_finding() -> None:
     assert health.check_backends(HEALTHY) == []
     assert health.check_machine(MACHINE) == []
-    up = Host(A, 'hv1', UP, 0, {})
+    up = Host(A, 'hv1', UP, (), {})
     assert health.check_computes(Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
     assert health.check_computes(Facts((up,), {A: '1.1.0'}, '1.1.0+g01234567')) == []
     assert health.check_computes(Facts((up,), {A: '1.1.0+g01234567'}, '1.1.0')) == []
@@ -171,20 +171,23 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
 @pytest.mark.parametrize(
     ('facts', 'expected'),
     [
-        (Facts((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
-        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
-        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or changes nothing because', 'journalctl -u ecompute')),
-        (Facts((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
+        (Facts((Host(A, None, SILENT, (A,), {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
+        (Facts((Host(A, 'hv1', CLOSED, (A,), {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
         (
-            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
+            Facts((Host(A, 'hv1', CLOSED, (A,), {}),)),
+            ('compute', 'or changes nothing because', 'journalctl -u ecompute'),
+        ),
+        (Facts((Host(A, None, ORPHANED, (), {}),)), ('compute', 'is orphaned', f'host forget {A}')),
+        (
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),
             ('version', 'runs ecomp 1.9.0', "stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; system"),
         ),
         (
-            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),
             ('version', 'runs ecomp 1.9.0', 'on its host, in a clone of ecomp 1.10.0: `systemctl stop'),
         ),
         (
-            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.10.0'}, '1.9.0'),
             (
                 'version',
                 'but this eschedule is of version 1.9.0',
@@ -192,7 +195,7 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
             ),
         ),
         (
-            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0+g01234567'}, '1.9.0+g89abcdef'),
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0+g01234567'}, '1.9.0+g89abcdef'),
             (
                 'version',
                 'but this eschedule is of version 1.9.0+g89abcdef',

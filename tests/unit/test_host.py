@@ -127,7 +127,7 @@ def test_foreign_provider_is_not_listed(foreign: dict[str, ProviderSummary]) -> 
     assert list_hosts(EtcdState(), foreign) == []
     # If etcd knows it, it is shown with its data from placement.
     (shown,) = list_hosts(EtcdState(make_computes({HOST: 'hv1'})), foreign)
-    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].rooms, facts=PresenceFacts('hv1'))
+    assert shown == Host(HOST, 'hv1', 'up', (), foreign[HOST].rooms, facts=PresenceFacts('hv1'))
 
 
 def test_key_without_a_uuid_is_not_a_compute() -> None:
@@ -152,7 +152,7 @@ def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
     assert (Room(4, 1).free, Room(4, 1).over) == (3, 0)
     assert (Room(2, 3).free, Room(2, 3).over) == (0, 1)
     assert (Room(0, 3, is_fully_reserved=True).free, Room(0, 3, is_fully_reserved=True).over) == (0, 0)
-    shown = render(make_host_listing([Host(HOST, None, 'up', 2, {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
+    shown = render(make_host_listing([Host(HOST, None, 'up', (A, B), {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
     titles, values = (row.split('  ') for row in shown.splitlines())
     cells = dict(zip([cell.strip() for cell in titles if cell], [cell.strip() for cell in values if cell], strict=True))
     assert cells == {
@@ -172,7 +172,9 @@ def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
 def test_json_has_all_fields_of_a_host() -> None:
     facts = PresenceFacts('hv1', '1.1.0', 'kvm', False)
     shown = render(
-        make_host_listing([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, is_fully_reserved=True)}, facts=facts)]),
+        make_host_listing(
+            [Host(HOST, 'hv1', 'closed', (A,), {'VCPU': Room(0, 1, is_fully_reserved=True)}, facts=facts)]
+        ),
         'json',
     )
     assert json.loads(shown) == [
@@ -342,6 +344,8 @@ def test_there_includes_instances_being_destroyed() -> None:
     }
     etcd = EtcdState(requests={HOST: {A: make_request(A), B: make_tombstone(B), C: make_request(C)}}, records=records)
     assert list_present(HOST, etcd) == {A, B}
+    # The same in the line of `eschedule hosts`.
+    assert {host.compute: host.instances for host in list_hosts(etcd, {})} == {HOST: (A, B), OTHER: (D,)}
 
 
 # Changed requests, by compute.
