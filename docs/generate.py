@@ -189,7 +189,7 @@ def _flatten_field(field: shapes.Schema, path: str) -> Iterator[tuple[str, str, 
 
 
 def _describe_choice(field: shapes.Schema) -> str:
-    return (': ' if field['description'] else '') + ', '.join(field['enum']) if 'enum' in field else ''
+    return (': ' if field['description'] else '') + ', '.join(filter(None, field['enum'])) if 'enum' in field else ''
 
 
 def describe_eschedule() -> Iterator[Section]:

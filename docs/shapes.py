@@ -118,7 +118,12 @@ _PLACE = _object(
 )  # fmt: skip
 RECORD = _fields({
     'version': _is('integer', "version of the record's format"), 'instance': _INSTANCE,
-    'compute': _text("uuid of the compute; '' if no compute ever had the instance"), 'host': _ON, 'state': _STATE,
+    'compute': _text("uuid of the compute; '' if no compute ever had the instance"), 'host': _ON,
+    'state': _text('state that its host reported last', enum=sorted({QUEUED, *STATES})),
+    'host_state': _text('state of the host (up: also if disabled); null if the instance is queued, gone or in error',
+                        null=True, enum=[UP, CLOSED, SILENT, None]),
+    'stale': _is('boolean', 'the host is closed or silent, so the record is old; a table then shows the state as '
+                            '`unknown` if the host is silent, and as `destroying` if a destroy waits for the host'),
     'image': _text('URL of the image; null if unknown', null=True), 'resources': _AMOUNTS,
     'query': _text('query that was requested; null if unknown', null=True),
     'user_id': _text('user who requested the instance; null if unknown', null=True),
@@ -176,7 +181,8 @@ _HOST = _object(
     queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
     state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
     disabled=_is('boolean', 'whether it is disabled, also while it is not up'),
-    instances=_is('integer', 'number of instances there, also of those being destroyed'), resources=_map('usage by resource class', _ROOM),
+    instances=_is('integer', 'number of instances there, also of those being destroyed'),
+    resources=_map('usage by resource class', _ROOM),
 )  # fmt: skip
 _RANKED = _object(
     compute=_COMPUTE, host=_ON, hostname=_SAME,

@@ -144,9 +144,11 @@ def wait_and_report(
     see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
     `show_progress` gets the status instead of the terminal; then no address is printed.
     """
-    from ecomp.scheduler.changes.wait import Wait, wait_for_stage
+    from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
+    from ecomp.scheduler.queries.hosts import find_silent
 
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
+    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
 
     def print_console(record: Record) -> None:
         from ecomp.cli.enter import read_last_lines
@@ -169,6 +171,7 @@ def wait_and_report(
                 record_status,
                 print_console,
                 ctx.read_claims,
+                silence,
             )
             record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
         if (

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ecomp.cli.tables import Listing, OutputStyle
     from ecomp.conf import EtcdConfig, ScheduleConfig
     from ecomp.model.host import ComputeNames, Computes
+    from ecomp.model.listing import Absences
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement, SlowAnswerReport
     from ecomp.scheduler.changes.wait import Deadline
@@ -224,6 +225,24 @@ class Context:
             return self.computes
         except EcompError:
             return NO_COMPUTES
+
+    def report_age(self, record: Record, remark: str | None = None) -> tuple[Absences, str | None]:
+        """Print one line if the record is old or there is a remark; return which hosts are absent, and that line."""
+        from ecomp.model.listing import NO_ABSENCES, is_on_host
+        from ecomp.scheduler.queries.hosts import read_absences
+        from ecomp.store.client import is_alive
+
+        absences, doubts, reason = NO_ABSENCES, list[str](), None
+        # Usually the host is alive, and its own key is enough.
+        if is_on_host(record) and ('computes' in vars(self) or not is_alive(self.store, record.compute)):
+            absences = read_absences(self.store, lambda: self.placement, self.computes, [record], doubts.append)
+            reason = absences.explain_state(record, self.computes.format_name(record.compute))
+        if reason is None and remark is None:
+            return absences, None
+        age = f'{record.name or record.instance}: {absences.get_state(record)}: {reason}'
+        line = '; '.join(filter(None, [*((remark, reason) if remark else (age,)), *doubts]))
+        self.out.say(line)
+        return absences, line
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
         """Call `find` for `words` or ctx.words, print EcompErrors; return results and the first error's code or 0."""

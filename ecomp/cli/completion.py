@@ -12,7 +12,7 @@ from ecomp.cli.command import QUERY, Command
 from ecomp.cli.inspect import LIST_COLUMNS, REASON_COLUMN, WIDE_COLUMNS
 from ecomp.cli.options import OPTIONS, SHELLS, Option
 from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS
-from ecomp.model.record import QUEUED, STAGES, STATES
+from ecomp.model.record import SHOWN_STATES, STAGES
 
 # The command that lists the words of each kind. With two columns, a word of either is offered.
 LISTING_COMMANDS: Mapping[str, str] = {
@@ -62,7 +62,7 @@ def find_word_kind(command: Command) -> str:
 def find_value_kind(field: str, row: Option) -> str:
     """Return what completes a value: '=' with choices, FILES, FREE_TEXT, a key of LISTING_COMMANDS; '' if no value."""
     choices_by_metavar = {
-        'STATE': sorted({QUEUED, *STATES}),
+        'STATE': sorted(SHOWN_STATES),
         'COLUMN': [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)],
     }
     choices = STAGES if 'STAGE' in row.metavar else choices_by_metavar.get(row.metavar, row.choices)

@@ -23,7 +23,7 @@ from ecomp.cli.command import (
     select_options,
 )
 from ecomp.cli.options import TABLE, parse_any_instances, parse_bare_instance, parse_instances, parse_nothing
-from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, sort_records
+from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import (
     STATE,
@@ -41,6 +41,7 @@ from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
 from ecomp.model.host import NO_COMPUTES, Computes
+from ecomp.model.listing import NO_ABSENCES, Absences
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
 from ecomp.model.record import (
     ACTIVE,
@@ -101,9 +102,8 @@ def _print_address(ctx: Context) -> int:
         subject = record.name or record.instance
         off_text = f'{subject}: {explain_stopped(record)}; the guest has this address again once it runs'
         remark = off_text if record.state == STOPPED else None
-    ctx.show_document([{**extract_status(record), 'said': remark}], make_printable(record.address or ''))
-    if remark is not None:
-        ctx.out.say(remark)
+    _, line = ctx.report_age(record, remark)
+    ctx.show_document([{**extract_status(record), 'said': line}], make_printable(record.address or ''))
     if record.address:
         return 0
     for line in _explain_unserved([record], lambda: ctx.computes):
@@ -132,21 +132,23 @@ def _list(ctx: Context) -> int:
     record_filter = make_filter(ctx)
     with_gone = ctx.options.all or GONE in (record_filter.states or ())
 
-    def read() -> tuple[list[Record], Computes, list[EcompError]]:
-        every, unreadable = list_records(ctx.store, with_gone)
+    def read() -> tuple[list[Record], Computes, Absences, list[EcompError]]:
+        every, errors = list_records(ctx.store, with_gone)
         known_computes = read_computes(ctx.store)
-        return _add_claim_faults(ctx, record_filter.select(every), known_computes), known_computes, unreadable
+        chosen, absences = select_records(ctx, record_filter, every, known_computes, errors)
+        return _add_claim_faults(ctx, chosen, known_computes), known_computes, absences, errors
 
     def make_drawing() -> Drawing:
-        records, known_computes, unreadable = read()
+        records, known_computes, absences, unreadable = read()
         # Computed for each drawing, as the terminal may have been resized.
-        table = render_listing(make_record_listing(records, known_computes), make_style(ctx.options))
+        table = render_listing(make_record_listing(records, known_computes, absences), make_style(ctx.options))
         return Drawing(table, [*map(str, unreadable), *_explain_unserved(records, lambda: known_computes)])
 
     if ctx.options.watch:
-        watch(ctx.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), make_drawing, ctx.out.draw)
+        prefixes = (keys.INSTANCES, keys.HOSTS, keys.QUEUES, keys.COMPUTES)
+        watch(ctx.config.etcd, prefixes, make_drawing, ctx.out.draw)
         return 0
-    records, known, unreadable = read()
+    records, known, absences, unreadable = read()
     if not records and ctx.options.host is not None:
         with suppress(Unreachable):  # the empty table is printed even without placement
             check_compute_exists(known, lambda: ctx.placement, ctx.options.host)
@@ -154,7 +156,7 @@ def _list(ctx: Context) -> int:
         from ecomp.cli.sharing import read_group
 
         read_group(ctx.store, ctx.options.group)
-    code = ctx.show(make_record_listing(records, known), unreadable)
+    code = ctx.show(make_record_listing(records, known, absences), unreadable)
     for line in _explain_unserved(records, lambda: known):
         ctx.out.say(line)
     return code
@@ -176,7 +178,7 @@ def _show(ctx: Context) -> int:
 
     def read_details(word: str) -> Details:
         (record,) = _add_claim_faults(ctx, [_find_instance(ctx, word).record], ctx.computes)
-        return make_record_details(record, ctx.computes)
+        return make_record_details(record, ctx.computes, ctx.report_age(record)[0])
 
     details, code = ctx.find_each(read_details)
     if details:
@@ -186,11 +188,14 @@ def _show(ctx: Context) -> int:
 
 def _print_why(ctx: Context) -> int:
     """Explain the placement of the instances; return the exit code."""
-    from ecomp.cli.history import explain_placement, explanation_to_dict, format_explanation
+    from ecomp.cli.history import Explanation, explain_placement, explanation_to_dict, format_explanation
 
-    explanations, code = ctx.find_each(
-        lambda word: explain_placement(ctx.store, lambda: ctx.placement, _find_instance(ctx, word))
-    )
+    def explain(word: str) -> Explanation:
+        entries = _find_instance(ctx, word)
+        ctx.report_age(entries.record)
+        return explain_placement(ctx.store, lambda: ctx.placement, entries)
+
+    explanations, code = ctx.find_each(explain)
     text = '\n'.join(map(format_explanation, explanations))
     ctx.show_document(list(map(explanation_to_dict, explanations)), text, is_array=len(ctx.words) > 1)
     return code
@@ -299,42 +304,50 @@ DETAIL_FIELDS = (
 )
 
 
-def make_record_listing(records: Sequence[Record], known_computes: Computes = NO_COMPUTES) -> Listing:
+def make_record_listing(
+    records: Sequence[Record], known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
+) -> Listing:
     """List records by the time of request, those of a set by name, with errors and faults."""
     records = sort_records(records)
+    reasons = [_describe_problem(record, known_computes, absences) for record in records]
     # Usually no record has a reason; then the table has no such column.
-    reason = REASON_COLUMN._replace(wide=not any(map(_describe_problem, records)))
+    reason = REASON_COLUMN._replace(wide=not any(reasons))
     # If all instances have names, the uuid is the first column that a narrow terminal omits.
     instance = INSTANCE_COLUMN._replace(rank=5 if all(item.name for item in records) else 0)
     rows = []
-    for record in records:
-        cells = [record.instance, record.name or None, record.state, record.address or None]
+    for record, problem in zip(records, reasons, strict=True):
+        cells = [record.instance, record.name or None, absences.get_state(record), record.address or None]
         cells += [
             known_computes.format_name(record.compute) or None,
             record.compute or None,
             record.stages.get('requested') or None,
         ]
-        cells += [_describe_problem(record), record.project_id or None, record.group_name, record.image or None]
-        rows.append(Row(cells, _record_to_dict(record, known_computes)))
+        cells += [problem, record.project_id or None, record.group_name, record.image or None]
+        rows.append(Row(cells, _record_to_dict(record, known_computes, absences)))
     return Listing([instance, *LIST_COLUMNS[1:], reason, *WIDE_COLUMNS], rows)
 
 
-def _describe_problem(record: Record) -> str | None:
-    """Return the error, else the fault, or None; a path comes last, where a column is cut."""
+def _describe_problem(record: Record, known_computes: Computes, absences: Absences) -> str | None:
+    """Return the error, else why the state is old and the fault, or None; a path comes last, where a column is cut."""
     if record.error is None:
-        return record.fault
+        age = absences.explain_state(record, known_computes.format_name(record.compute))
+        return '; '.join(filter(None, (age, record.fault))) or None
     subject, _, cause = record.error.reason.partition(': ')
     if cause and '/' in subject and ' ' not in subject:  # a URL or a file
         return put_before_fix(cause, f' (stage {record.error.stage}: {subject})')
     return put_before_fix(record.error.reason, f' (stage {record.error.stage})')
 
 
-def make_record_details(record: Record, known_computes: Computes = NO_COMPUTES) -> Details:
+def make_record_details(
+    record: Record, known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
+) -> Details:
     """Return all details of a record; `waits` says if no compute takes it from its queue."""
+    state = absences.get_state(record)
+    reason = absences.explain_state(record, known_computes.format_name(record.compute))
     resources = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
     rows: list[tuple[str, Cell]]
-    rows = [(name, getattr(record, name) or None) for name in ('instance', 'name', 'state')]
-    rows += [('since', since)] if (since := _find_since(record)) else []
+    rows = [('instance', record.instance), ('name', record.name or None), ('state', state)]
+    rows += [('since', since)] if (since := _find_since(record)) and state == record.state else []
     rows += [('address', record.address), ('host', known_computes.find_hostname(record.compute))]
     rows += [(name, getattr(record, name) or None) for name in ('compute', 'image')]
     rows += [('resources', resources or None), ('query', record.query or None)]
@@ -350,6 +363,8 @@ def make_record_details(record: Record, known_computes: Computes = NO_COMPUTES) 
         rows.append(('waits', unserved))
     if record.progress:
         rows.append(('progress', str(record.progress)))
+    if reason:
+        rows.append(('reason', reason))
     if record.error:
         rows.append(('reason', f'at stage {record.error.stage}: {record.error.reason}'))
         rows.append(('cleaned up', record.error.cleaned))
@@ -360,7 +375,7 @@ def make_record_details(record: Record, known_computes: Computes = NO_COMPUTES) 
     if record.cloud_init:
         rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
     rows += [('host key', key) for key in record.host_keys]
-    return Details(rows, _record_to_dict(record, known_computes), DETAIL_FIELDS, ('interface', 'boot'))
+    return Details(rows, _record_to_dict(record, known_computes, absences), DETAIL_FIELDS, ('interface', 'boot'))
 
 
 def explain_no_address(record: Record) -> str:
@@ -395,9 +410,10 @@ def _format_interface(interface: Interface) -> str:
     return f'{address_text} ({where})'
 
 
-def _record_to_dict(record: Record, known_computes: Computes) -> dict[str, object]:
-    """Return the fields of a record and `host`, the name of its compute or None, for JSON."""
-    return {**to_dict(record), 'host': known_computes.find_hostname(record.compute)}
+def _record_to_dict(record: Record, known_computes: Computes, absences: Absences) -> dict[str, object]:
+    """Return the fields of a record, the name and state of its host (None: none or unknown), and `stale`, for JSON."""
+    host = {'host': known_computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
+    return {**to_dict(record), **host, 'stale': absences.is_stale(record)}
 
 
 # fmt: off
@@ -406,11 +422,12 @@ COMMANDS: Sequence[Command] = (
             "Print the address of an instance's first interface. If it has none yet, stdout stays empty, stderr "
             'reports what the instance waits for, and the exit code is 6. If the instance failed, stderr reports why, '
             'and the exit code is 1. A stopped instance keeps its address: the address is printed, and stderr reports '
-            'that the guest is off.',
+            'that the guest is off, or that the host is silent.',
             parse_bare_instance, _print_address, DOCUMENT_OPTIONS, (4, 5, 6), example='eschedule web1'),
     Command('list', 'list', 'list all instances',
             'List all instances, one per line, in the order of their requests: uuid, name, state, address, compute '
-            'and time of the request. Instances that wait in a queue are included.',
+            'and time of the request. Instances that wait in a queue are included. An instance whose host is silent is '
+            'shown as `unknown`, with the state that the host reported last.',
             parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list'),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
@@ -435,7 +452,7 @@ COMMANDS: Sequence[Command] = (
             'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '
             'the stage of its next boot. A line on the terminal shows what the instance waits for. If the stage can '
             'no longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
-            'destroyed.',
+            'destroyed, with 6 if its host is silent.',
             parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
             check=check_selection,
             example='eschedule wait web1 --for ready --timeout 120'),

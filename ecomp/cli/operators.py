@@ -38,7 +38,7 @@ def _show_hosts(ctx: Context) -> int:
     """Print the computes and, in a table without -c or --sort, their instances; return the exit code, 4 if unknown."""
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.queries.find import list_records
-    from ecomp.scheduler.queries.hosts import read_hosts
+    from ecomp.scheduler.queries.hosts import read_absences, read_hosts
 
     requested, code = ctx.find_each(ctx.resolve_compute)
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
@@ -55,7 +55,8 @@ def _show_hosts(ctx: Context) -> int:
         records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.instance in present]
         ctx.out.put('' if records else '\nno instances')
         if records:
-            ctx.show(make_record_listing(records, ctx.computes))
+            absences = read_absences(ctx.store, lambda: ctx.placement, ctx.computes, records, ctx.out.say)
+            ctx.show(make_record_listing(records, ctx.computes, absences))
     return code or listing_code
 
 

@@ -16,7 +16,7 @@ from ecomp.model import boots, keys
 from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
-from ecomp.model.record import QUEUED, STAGES, STATES
+from ecomp.model.record import SHOWN_STATES, STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
@@ -631,8 +631,8 @@ def check_options(name: str, options: Options, accepted_fields: Collection[str])
 def _check_form(options: Options, has_columns: bool) -> None:
     """Raise UsageError for an unknown --state, an empty column, or an option that -f excludes."""
     for state in options.states or ():
-        if state not in (QUEUED, *STATES):
-            like, states = format_suggestion(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
+        if state not in SHOWN_STATES:
+            like, states = format_suggestion(state, sorted(SHOWN_STATES)), ', '.join(sorted(SHOWN_STATES))
             raise UsageError(
                 f'--state: {state[:MAX_QUOTED_CHARACTERS]!r} is not a valid state{like}. Fix: give one of {states}'
             )

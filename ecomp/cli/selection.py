@@ -10,7 +10,8 @@ from ecomp.cli.options import Options
 from ecomp.cli.tables import make_sort_key
 from ecomp.cli.terminal import ask, is_terminal
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.model.listing import RecordFilter
+from ecomp.model.host import Computes
+from ecomp.model.listing import Absences, RecordFilter
 from ecomp.model.record import ERROR, GONE, Record
 from ecomp.model.text import join_some
 
@@ -45,6 +46,23 @@ def make_filter(ctx: Context) -> RecordFilter:
     return RecordFilter(options.states, compute, options.project, options.group, options.name, options.stack, instances)
 
 
+def select_records(
+    ctx: Context,
+    record_filter: RecordFilter,
+    records: Iterable[Record],
+    known_computes: Computes,
+    errors: list[EcompError],
+) -> tuple[list[Record], Absences]:
+    """Return the records that pass the filter, and which of their hosts are absent; add an error of placement."""
+    from ecomp.scheduler.queries.hosts import read_absences
+
+    candidates = record_filter._replace(states=None).select(records)
+    absences = read_absences(
+        ctx.store, lambda: ctx.placement, known_computes, candidates, lambda text: errors.append(EcompError(text))
+    )
+    return record_filter.select(candidates, absences), absences
+
+
 def has_selectors(options: Options) -> bool:
     """Return True if options select instances."""
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
@@ -73,10 +91,14 @@ def list_selected(ctx: Context) -> list[Record]:
     from ecomp.scheduler.queries.find import list_records
 
     records, errors = list_records(ctx.store, with_gone=False)
+    record_filter, left_out = make_filter(ctx), (GONE, ERROR) if ctx.options.every else (GONE,)
+    if record_filter.states is None:
+        matches = record_filter.select(records)
+    else:
+        matches, _ = select_records(ctx, record_filter, records, ctx.computes, errors)
     for error in errors:
         ctx.out.say(str(error))
-    left_out = (GONE, ERROR) if ctx.options.every else (GONE,)
-    selected = sort_records(record for record in make_filter(ctx).select(records) if record.state not in left_out)
+    selected = sort_records(record for record in matches if record.state not in left_out)
     if not selected:
         raise NotFound(f'{ctx.name}: no instance is selected. Try: eschedule list with the same options')
     return selected

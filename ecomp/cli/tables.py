@@ -153,7 +153,7 @@ _TIMESTAMP = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z')
 _COLOURS = {
     '32': {'active', 'up'},
     '33': {'queued', 'scheduled', 'building', 'stopped', 'destroying', 'disabled', 'closed'},
-    '31': {'error', 'silent', 'orphaned'},
+    '31': {'error', 'unknown', 'silent', 'orphaned'},
 }
 
 

@@ -20,6 +20,7 @@ from ecomp.model import keys, status
 from ecomp.model.allocation import (
     MAX_AMOUNT,
     MAX_SUM,
+    Inventory,
     Resources,
     Room,
     calculate_capacity,
@@ -593,15 +594,18 @@ def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) 
     if compute in etcd.living_computes:
         disabled = disabled or status.DISABLED in traits
         state = DISABLED if disabled else UP
-    elif 'VCPU' in shares and shares['VCPU'].is_fully_reserved:
-        state = CLOSED
-    elif has_requests or any(record.compute == compute for record in etcd.records.values()):
-        state = SILENT
     else:
-        state = ORPHANED
+        state = get_absent_state(shares)
+        if state == SILENT and not has_requests and all(each.compute != compute for each in etcd.records.values()):
+            state = ORPHANED
     instances = tuple(sorted(list_present(compute, etcd)))
     facts = etcd.computes.living.get(compute, PresenceFacts())
     return Host(compute, etcd.computes.find_hostname(compute), state, instances, shares, disabled, facts)
+
+
+def get_absent_state(rooms: Mapping[str, Room | Inventory]) -> str:
+    """Return CLOSED or SILENT for a compute without presence: a clean stop reserves all VCPU of its provider."""
+    return CLOSED if 'VCPU' in rooms and rooms['VCPU'].is_fully_reserved else SILENT
 
 
 def _is_tombstone(request: Request | InvalidRequest) -> bool:

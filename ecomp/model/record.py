@@ -49,6 +49,10 @@ GONE = 'gone'
 ERROR = 'error'
 # States in records; a queued instance has none.
 STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
+# The state to show of an instance that a silent host reported as alive.
+UNKNOWN = 'unknown'
+# The states that `--state` accepts.
+SHOWN_STATES = frozenset({QUEUED, UNKNOWN, *STATES})
 
 STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
 

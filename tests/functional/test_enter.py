@@ -115,6 +115,7 @@ def guest(etcd: Etcd, tmp_path: Path) -> Iterator[SshGuest]:
         addresses=(Interface('default', '52:54:00:00:00:01', ADDRESS, 'lease'),),
         stages={'requested': 't', 'started': 't', 'addressed': 't'},
     )  # fmt: skip
+    etcd.put(keys.compute(compute), '{}', etcd.grant())
     etcd.put(keys.request(compute, instance), requests.to_json(Request(instance, {}, image=IMAGE)))
     ssh_guest = SshGuest(etcd, tmp_path, config, namespace, record, tmp_path / 'id')
     try:
@@ -123,6 +124,7 @@ def guest(etcd: Etcd, tmp_path: Path) -> Iterator[SshGuest]:
         yield ssh_guest
     finally:
         ssh_guest.close()
+        etcd.delete(keys.compute(compute))
         subprocess.run(['ip', 'netns', 'del', namespace], check=True, timeout=60)
 
 

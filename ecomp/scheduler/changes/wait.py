@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable, Unreadable
 from ecomp.model import boots, keys
 from ecomp.model.host import ConsumerLookup
+from ecomp.model.listing import is_on_host
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, STOP, PowerAction, parse_action_id, parse_phase
 from ecomp.model.record import (
     ACTIVE,
@@ -124,6 +126,11 @@ class InstanceFollower:
         """True unless the last read found a record, a request or a queue entry; True before the first read."""
         return not self._key
 
+    @property
+    def compute(self) -> str:
+        """The compute of the last read's record or request; '' if none is known."""
+        return keys.parse_record_key(self._key)[0] or '' if self._key.startswith(keys.INSTANCES) else ''
+
     @cached_property
     def queue_reason(self) -> str:
         """QUEUE_WAIT_REASON, with the instance's claim on a silent compute, if any; read at first use, then kept."""
@@ -179,6 +186,29 @@ def _name_backend(error: Unreachable) -> str:
 
 # Seconds between two updates of the live line. The instance itself is watched, not polled.
 TICK_SECONDS = 1.0
+# Seconds between two checks whether a host is silent. One that starts has no presence for a moment, so it counts as
+# silent after two checks.
+SILENCE_CHECK_SECONDS = 5.0
+
+
+class SilenceDetector:
+    """Ends the waits for a host that stays silent; `find_silent` returns the name of a silent compute, None if not."""
+
+    def __init__(self, find_silent: Callable[[str], str | None]) -> None:
+        self._find_silent = find_silent
+        # {compute: (the time of the last check, of the first one that found it silent, its name)}
+        self._checks: dict[str, tuple[float, float, str | None]] = {}
+
+    def check(self, instance: str, compute: str, awaited: str) -> None:
+        """Raise StillGoing if the instance's compute was silent in two checks: nothing reports what is awaited."""
+        now = time.monotonic()
+        checked_at, began_at, host = self._checks.get(compute, (-math.inf, now, None))
+        if now >= checked_at + SILENCE_CHECK_SECONDS:
+            checked_at, began_at, host = now, now if host is None else began_at, self._find_silent(compute)
+            self._checks[compute] = checked_at, began_at, host
+        if host is not None and checked_at > began_at:
+            problem = f'its host {host} is silent (the operation continues once {host} is back)'
+            raise StillGoing(f'{instance}: {problem}, still waiting for {awaited}. Try: eschedule hosts')
 
 
 class Deadline:
@@ -299,7 +329,8 @@ def _describe_power_wait(record: Record | None) -> str:
 class Wait:
     """The wait for one instance; `report` is called about once a second with what it waits for.
 
-    `on_record` gets each record that is read, `on_timeout` the last at the deadline, if any. `claims`: see Store.
+    `on_record` gets each record that is read, `on_timeout` the last at the deadline, if any. `claims`: see Store. With
+    `silence` the wait ends when the host of the instance is silent.
     """
 
     config: EtcdConfig
@@ -310,6 +341,7 @@ class Wait:
     on_record: Callable[[Record], None] = lambda _: None
     on_timeout: Callable[[Record], None] = lambda _: None
     claims: ConsumerLookup | None = None
+    silence: SilenceDetector | None = None
 
     def wait_until(
         self,
@@ -323,8 +355,9 @@ class Wait:
 
         Without a record, `is_reached` and `describe`, which says what it waits for, get None. With `accepts_missing`
         None is returned for an instance without any key; otherwise a key is waited for. `reset` is called if the
-        compute is not trusted. Raises StillGoing at the deadline, also if etcd or placement was silent until then; the
-        errors of `read`; and those of `is_reached` if the compute is trusted. Each instance is read at least once.
+        compute is not trusted. Raises StillGoing at the deadline, also if etcd or placement was silent until then, and
+        if the host is silent; the errors of `read`; and those of `is_reached` if the compute is trusted. Each instance
+        is read at least once.
         """
         deadline, has_answer = self.deadline, False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
@@ -356,6 +389,8 @@ class Wait:
                 except EcompError:
                     if check_trust():
                         raise
+                if self.silence is not None and follower.compute and (record is None or is_on_host(record)):
+                    self.silence.check(self.instance, follower.compute, describe_current(record))
                 spent = deadline.elapsed
                 limit = deadline.seconds if has_answer else max(deadline.seconds, first_read_limit)
                 if spent >= limit:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError, put_before_fix
 from ecomp.model import keys, status
-from ecomp.model.host import Computes, EtcdState, Host, ProviderSummary, list_hosts, parse_computes
+from ecomp.model.host import (
+    SILENT,
+    Computes,
+    EtcdState,
+    Host,
+    ProviderSummary,
+    get_absent_state,
+    list_hosts,
+    parse_computes,
+)
+from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
 from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
 from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
-from ecomp.store.client import Entry, Store
+from ecomp.store.client import Entry, Store, is_alive
 from ecomp.store.sharing import resolve_places
 
 if TYPE_CHECKING:
@@ -140,6 +150,56 @@ def find_claims_on_silent(store: Store, known_computes: Computes, instances: Col
                 if name in held
             }
     return claims
+
+
+def read_absences(
+    store: Store,
+    get_placement: Callable[[], Placement],
+    known_computes: Computes,
+    records: Sequence[Record],
+    report: Callable[[str], object],
+) -> Absences:
+    """Find out which hosts of these records are closed or silent, and which destroys wait for them.
+
+    Only if a host has no presence, requests are read and placement is asked. If placement does not answer, `report`
+    gets a sentence, and a closed host counts as silent.
+    """
+    old_records = [record for record in records if is_on_host(record) and record.compute not in known_computes.living]
+    if not old_records:
+        return NO_ABSENCES
+    states = dict.fromkeys((record.compute for record in old_records), SILENT)
+    try:
+        states |= read_absent_states(get_placement(), states)
+    except EcompError as error:
+        report(put_before_fix(str(error), '; a host that was stopped cleanly is shown as silent, too'))
+    request_keys = {keys.request(record.compute, record.instance): record for record in old_records}
+    tombstones = set()
+    for key, entry in store.read(sorted(request_keys)).items():
+        request = parse_request(request_keys[key].compute, key, entry.value)
+        if isinstance(request, Request) and request.is_tombstone:
+            tombstones.add(request.instance)
+    return Absences(states, tombstones)
+
+
+def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
+    """Return the name of a compute that is silent; None if it is not, or if etcd or placement does not answer."""
+    with suppress(EcompError):
+        if not is_alive(store, compute) and read_absent_states(placement, [compute]).get(compute, SILENT) == SILENT:
+            return read_computes(store).format_name(compute)
+    return None
+
+
+def read_absent_states(placement: Placement, computes: Collection[str]) -> dict[str, str]:
+    """Ask placement for the state, CLOSED or SILENT, of computes without presence; raise its errors."""
+    from ecomp.placement import providers
+
+    states = {}
+    # Other text from a key is not a compute, and would become part of a URL path.
+    for compute in filter(keys.is_uuid, computes):
+        with suppress(NotFound):
+            # One small call each: few hosts are absent, and read_rooms() lists the whole cluster.
+            states[compute] = get_absent_state(providers.read_inventory(placement, compute, {}))
+    return states
 
 
 def read_survey(store: Store) -> Survey:
