@@ -331,6 +331,17 @@ class Guest:
         """Return the guest with `trouble` added to its troubles; '' adds none."""
         return replace(self, trouble='; '.join(filter(None, (self.trouble, trouble))))
 
+    def describe_trouble(self, claim: Mapping[str, int]) -> str:
+        """Return `trouble`, and how `size` differs from the claim, by resource class; '' if nothing is wrong."""
+        sizes = [(name, size, claim.get(name.partition(' ')[0], size)) for name, size in self.size.items()]
+        # A disk may be smaller: without `resize` it is as large as its image.
+        differences = [
+            f'{name}:{size} for {amount}'
+            for name, size, amount in sizes
+            if size > amount or (size < amount and name != 'DISK_GB')
+        ]
+        return self.with_trouble(f'{UNLIKE}: {", ".join(differences)}' if differences else '').trouble
+
     @property
     def is_built(self) -> bool:
         """True if it runs or may have run: a build defines the domain last, after the disk."""

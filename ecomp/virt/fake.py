@@ -121,7 +121,10 @@ class FakeHypervisor:
                 raise BuildFailed('started', f'the disk of {spec.instance} is missing')
             if spec.seed is not None and spec.instance not in self._seeds:
                 raise BuildFailed('started', f'the seed of {spec.instance} is missing')
-            self._save_guest(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
+            size = {'VCPU': spec.vcpus, 'MEMORY_MB': spec.memory_mb, 'MEMORY_MB now': spec.memory_mb}
+            size |= {} if spec.disk_gb is None else {'DISK_GB': spec.disk_gb}
+            owned = replace(guest, compute=spec.compute, size=size)
+            self._save_guest(replace(owned, defined=True, running=True), 'started')
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def start_existing(self, instance: str, compute: str) -> None:
@@ -140,14 +143,14 @@ class FakeHypervisor:
     def switch_off(self, instance: str, compute: str) -> None:
         """Switch our guest off, and notify even if it is off; Conflict if it is another compute's."""
         with self._lock:
-            self._save_guest(replace(self._get_own_guest(instance, compute), running=False))
+            self._save_guest(replace(self._get_own_guest(instance, compute), running=False, trouble=''))
         self._notify_change(f'fake: domain {instance} is off')
 
     def destroy(self, instance: str, compute: str) -> None:
         """Remove our guest's domain, not its disk, and notify; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(
-                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False)
+                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False, trouble='')
             )
         self._notify_change(f'fake: domain {instance} destroyed')
 

@@ -10,13 +10,14 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import Guest, GuestSpec, ReservedAddress, make_mac_address
+from ecomp.model.guest import PAUSED, UNLIKE, Guest, GuestSpec, ReservedAddress, make_mac_address
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.guest import COMPUTE, SAME_MAC_INSTANCES, MakeSpec, build
@@ -40,16 +41,24 @@ def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
 def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
     """A function that powers off a guest without ecompute."""
     if isinstance(hypervisor, FakeHypervisor):
-        fake, path = hypervisor, tmp_path / 'fake.json'
-
-        def off(instance: str) -> None:
-            guests = json.loads(path.read_text())
-            path.write_text(json.dumps([{**guest, 'running': guest['instance'] != instance} for guest in guests]))
-            fake.prepare()
-
-        return off
+        return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', running=False)
     host: LibvirtHost = request.getfixturevalue('host')
     return lambda instance: host.run_inside(['virsh', '-q', 'destroy', instance])
+
+
+@pytest.fixture
+def pause(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
+    """A function that pauses a guest without ecompute."""
+    if isinstance(hypervisor, FakeHypervisor):
+        return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', trouble=PAUSED)
+    host: LibvirtHost = request.getfixturevalue('host')
+    return lambda instance: host.run_inside(['virsh', '-q', 'suspend', instance])
+
+
+def change_fake_guest(fake: FakeHypervisor, path: Path, instance: str, **changed: object) -> None:
+    guests = json.loads(path.read_text())
+    path.write_text(json.dumps([guest | changed if guest['instance'] == instance else guest for guest in guests]))
+    fake.prepare()
 
 
 def test_guest_is_created_started_and_destroyed(hypervisor: Hypervisor, spec: GuestSpec) -> None:
@@ -69,6 +78,34 @@ def test_guest_is_created_started_and_destroyed(hypervisor: Hypervisor, spec: Gu
     for _ in range(2):
         hypervisor.delete_disk(instance)
         assert hypervisor.list_guests() == {}
+
+
+def test_started_guest_has_the_size_of_its_specification(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    build(hypervisor, spec)
+    assert spec.disk_gb is not None
+    claim = {'VCPU': spec.vcpus, 'MEMORY_MB': spec.memory_mb, 'DISK_GB': spec.disk_gb}
+    guest = hypervisor.list_guests()[spec.instance]
+    assert guest.size == {**claim, 'MEMORY_MB now': spec.memory_mb}
+    assert guest.describe_trouble(claim) == ''
+    assert guest.describe_trouble({**claim, 'VCPU': 9}) == f'{UNLIKE}: VCPU:{spec.vcpus} for 9'
+    hypervisor.switch_off(spec.instance, COMPUTE)
+    assert hypervisor.list_guests()[spec.instance].describe_trouble(claim) == ''
+
+
+def test_paused_guest_is_reported_until_it_is_switched_off(
+    hypervisor: Hypervisor, pause: Callable[[str], object], spec: GuestSpec
+) -> None:
+    build(hypervisor, spec)
+    for end in (hypervisor.switch_off, hypervisor.destroy):
+        pause(spec.instance)
+        guest = hypervisor.list_guests()[spec.instance]
+        assert (guest.running, guest.trouble) == (True, PAUSED)
+        end(spec.instance, COMPUTE)
+        assert hypervisor.list_guests()[spec.instance].trouble == ''
+        if end == hypervisor.switch_off:
+            hypervisor.start_existing(spec.instance, COMPUTE)
+    hypervisor.delete_disk(spec.instance)
+    assert hypervisor.list_guests() == {}
 
 
 def test_seed_is_removed_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:

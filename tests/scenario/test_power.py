@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from ecomp.model.guest import PAUSED, UNLIKE
 from ecomp.model.order import ACTIONS
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, list_running_guests
@@ -204,6 +205,40 @@ def test_failed_start_reports_its_reason_and_is_not_retried(cluster: Control, co
     wait_until(lambda: (read_record(cluster, instance) or {})['fault'] is None, 20, 'it is mended')
     assert list_running_guests(compute) == set(), 'what failed is over'
     switch(cluster, 'start', instance)
+
+
+@pytest.mark.parametrize(
+    ('changed', 'fault'),
+    [
+        ({'trouble': PAUSED}, PAUSED),
+        ({'size': {'VCPU': 8, 'DISK_GB': 2}}, f'{UNLIKE}: VCPU:8 for 1, DISK_GB:2 for 1'),
+    ],
+)
+def test_guest_changed_outside_ecomp_has_a_fault_until_it_is_as_claimed(
+    cluster: Control, compute: Ecompute, changed: dict[str, object], fault: str
+) -> None:
+    instance = boot(cluster)
+    assert (read_record(cluster, instance) or {})['fault'] is None
+    path = compute.directory / 'state' / 'fake.json'
+    compute.stop()
+    intact = path.read_text()
+    path.write_text(json.dumps([guest | changed for guest in json.loads(intact)]))
+    compute.start()
+
+    def has_fault(expected: str | None) -> bool:
+        return (read_record(cluster, instance) or {})['fault'] == expected
+
+    wait_until(lambda: has_fault(fault), 20, 'the fault is recorded')
+    assert json.loads(cluster.eschedule('show', instance, '-f', 'json').stdout)['state'] == 'active'
+    audit = cluster.eschedule('audit', '-f', 'json')
+    assert [(finding['code'], finding['sentence'].partition('fault: ')[2]) for finding in json.loads(audit.stdout)] == [
+        ('domain-differs', fault)
+    ]
+    compute.stop()
+    path.write_text(intact)
+    compute.start()
+    wait_until(lambda: has_fault(None), 20, 'the fault ends')
+    assert cluster.eschedule('audit', '-f', 'json').stdout == '[]\n'
 
 
 @pytest.mark.parametrize('meanwhile', ['start', 'destroy'])

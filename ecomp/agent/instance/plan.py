@@ -244,11 +244,4 @@ def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
         return DISK_GONE
     if not guest.defined:
         return UNDEFINED if guest.running else DOMAIN_GONE
-    sizes = [(name, size, record.resources.get(name.split()[0], size)) for name, size in guest.size.items()]
-    # A disk may be smaller: without `resize` it is as large as its image.
-    differences = [
-        f'{name}:{size} for {claim}'
-        for name, size, claim in sizes
-        if size > claim or (size < claim and name != 'DISK_GB')
-    ]
-    return guest.with_trouble(f'{UNLIKE}: {", ".join(differences)}' if differences else '').trouble or None
+    return guest.describe_trouble(record.resources) or None
