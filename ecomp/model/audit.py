@@ -185,7 +185,7 @@ CODES = {
     ),
     'domain-differs': Code(
         'a domain differs from its record and claim',
-        manual_repair='the fault of the instance says what was changed: undo it with virsh',
+        manual_repair='undo on its host, with virsh, what the finding names; within a minute the fault ends',
     ),
     'domain-undefined': Code(
         'a domain is transient: it runs, but libvirt keeps no definition of it',
@@ -570,8 +570,15 @@ def _audit_living(world: AuditIndex, record: Record) -> Iterator[Finding]:
     yield from _audit_own_names(world, record)
     yield from audit_membership(world, instance)
     yield from _audit_guest(world, record, summary)
-    for code in dict.fromkeys(code for trouble, code in CODES_BY_TROUBLE.items() if trouble in (record.fault or '')):
-        yield Finding(code, instance, f'{summary}; fault: {record.fault}', compute)
+    # The compute may not have checked the guest since it was changed, so its digest counts, too.
+    guest = None if world.is_switching(instance) else world.guests.get(instance, {}).get(compute)
+    observed = guest.describe_trouble(record.resources) if guest is not None and guest.compute == compute else ''
+    sentences: dict[str, str] = {}
+    for label, text in (('fault', record.fault or ''), ('not in its fault yet', observed)):
+        codes = [code for trouble, code in CODES_BY_TROUBLE.items() if trouble in text]
+        sentences = {**dict.fromkeys(codes, f'{summary}; {label}: {text}'), **sentences}
+    for code, sentence in sentences.items():
+        yield Finding(code, instance, sentence, compute)
 
 
 def _audit_claim(world: AuditIndex, record: Record, summary: str) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
@@ -311,9 +311,10 @@ def to_pages(digest: Digest) -> list[str]:
     """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
 
     Each page fits into an etcd value. The caller must write page 0, with the number of pages, last. JSON: {"version",
-    "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base": {instance:
-    path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name:
-    mark}, "open_dhcp": {network: ""}, "bad_bases": {sha256: ""}}.
+    "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "conditions": {instance:
+    {"trouble", "size": {class: amount}}}, "without_base": {instance: path}, "seeds": {mac: instance}, "isos":
+    {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name: mark}, "open_dhcp": {network: ""},
+    "bad_bases": {sha256: ""}}.
     """
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES
@@ -325,7 +326,7 @@ def to_pages(digest: Digest) -> list[str]:
         if name == 'guests':
             pages[-1][name].append(value)
         else:
-            pages[-1][name][key] = value
+            pages[-1].setdefault(name, {})[key] = value
     pages = pages or [{'version': VERSION}]
     pages[0]['pages'] = len(pages)
     return [dump(page) for page in pages]
@@ -350,7 +351,13 @@ def from_pages(values: Sequence[bytes]) -> Digest:
             f'its answer has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} announced pages'
         )
     try:
-        guests = [_make_guest(**entry) for page in pages for entry in page.get('guests', [])]
+        # ecomp 1.1 sends no conditions. It refuses unknown fields of a guest, so they are not among these.
+        conditions = {name: value for page in pages for name, value in page.get('conditions', {}).items()}
+        guests = [
+            _add_condition(_make_guest(**entry), conditions.get(entry['instance'], {}))
+            for page in pages
+            for entry in page.get('guests', [])
+        ]
         dictionaries = {
             name: {key: _check_text(value) for page in pages for key, value in page.get(json_name, {}).items()}
             for name, json_name in _JSON_NAMES.items()
@@ -402,6 +409,14 @@ def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: A
     return Guest(_check_text(instance), None if compute is None else _check_text(compute), defined, running, disk)
 
 
+def _add_condition(guest: Guest, condition: Any) -> Guest:
+    """Return the guest with the trouble and size of its condition; TypeError or AttributeError if malformed."""
+    size = dict(condition.get('size', {}).items())  # AttributeError unless both are objects
+    if not all(isinstance(amount, int) for amount in size.values()):
+        raise TypeError('the amounts of a size must be integers')
+    return replace(guest, trouble=_check_text(condition.get('trouble', '')), size=size)
+
+
 def _check_text(value: Any) -> str:
     """Return the value; TypeError unless it is text."""
     if not isinstance(value, str):
@@ -414,6 +429,9 @@ def _list_entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     for guest in digest.guests.values():
         values = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
         yield 'guests', '', values, len(dump(values)) + 2
+        if guest.trouble or guest.size:
+            condition = {'trouble': guest.trouble, 'size': dict(guest.size)}
+            yield 'conditions', guest.instance, condition, len(dump({guest.instance: condition})) + 2
     for name, json_name in _JSON_NAMES.items():
         for key, value in getattr(digest, name).items():
             yield json_name, key, value, len(dump({key: value})) + 2

@@ -82,6 +82,7 @@ domain_undefined = make_guest_plant('domain_undefined', defined=False)
 domain_orphaned = make_guest_plant('domain_orphaned', of_nobody=True, on_two=True)
 domain_misplaced = make_guest_plant('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
 domain_doubled = make_guest_plant('domain_doubled', on_two=True)
+domain_differs = make_guest_plant('domain_differs', size={'VCPU': 9})
 disk_missing = make_guest_plant('disk_missing', disk=False)
 disk_orphaned = make_guest_plant('disk_orphaned', of_nobody=True, on_two=True, **DISK_ONLY)
 
@@ -303,11 +304,6 @@ def seed_orphaned(scene: Scene) -> str:
     return nobody
 
 
-def domain_differs(scene: Scene) -> str:
-    scene.rewrite_record(scene.instance, fault='its interface is on no bridge (vnet0): network default is off')
-    return scene.instance
-
-
 def metadata_refused(scene: Scene) -> str:
     scene.rewrite_record(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
     return scene.instance
@@ -336,8 +332,8 @@ PLANTS: list[Plant] = [
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
 SELF_REPAIRED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
-# An ecompute repairs these itself once a minute: the test plants them again.
-SELF_REPAIRED += [domain_differs, metadata_refused]
+# An ecompute repairs this itself once a minute: the test plants it again.
+SELF_REPAIRED += [metadata_refused]
 # Codes that tests/faults/test_audit_lab.py plants and repairs.
 HYPERVISOR_CODES = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),

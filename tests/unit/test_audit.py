@@ -252,6 +252,8 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('domain-differs', ACTIVE, make_fault_change(f'{UNPLUGGED} (vnet0): network default is off')),
     ('domain-differs', ACTIVE, make_fault_change(PAUSED)),
     ('domain-differs', ACTIVE, make_fault_change(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
+    ('domain-differs', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, trouble=PAUSED)),
+    ('domain-differs', OFF, lambda w: w.add_guest(ONE, OFF, running=False, size={'VCPU': 2})),
     ('metadata-refused', ACTIVE, make_fault_change(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
     ('dhcp-open', ONE, make_digest_change(open_dhcp={'default': ''})),
     ('base-differs', ONE, make_digest_change(bad_bases={'ab12': ''})),
@@ -271,6 +273,21 @@ def test_each_defect_yields_its_code_alone(
     # An etcdctl command can be typed as it is printed, and names existing keys.
     assert '<key>' not in findings[0].how
     assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.address(findings[0].subject)}
+
+
+def test_changed_guest_is_reported_once_by_its_fault(world: WorldBuilder) -> None:
+    world.add_guest(ONE, ACTIVE, trouble=PAUSED, size={**SIZE, 'VCPU': 3})
+    before = f'its record has state active on compute {ONE}; not in its fault yet: {PAUSED}; {UNLIKE}: VCPU:3 for 1'
+    assert [finding.sentence for finding in audit(world.build_planes())] == [before]
+    make_fault_change(PAUSED)(world)
+    after = f'its record has state active on compute {ONE}; fault: {PAUSED}'
+    assert [finding.sentence for finding in audit(world.build_planes())] == [after]
+
+
+@pytest.mark.parametrize('size', [{}, SIZE, {**SIZE, 'DISK_GB': 0}, {'CUSTOM_GPU': 1, '': 5}])
+def test_size_that_is_as_claimed_or_unknown_has_no_finding(world: WorldBuilder, size: dict[str, int]) -> None:
+    world.add_guest(ONE, ACTIVE, size=size)
+    assert audit(world.build_planes()) == []
 
 
 def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:

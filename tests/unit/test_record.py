@@ -384,7 +384,8 @@ def test_only_the_last_boots_and_known_stages_are_read() -> None:
 ANSWERER = 'aaaaaaaa-0000-4000-8000-000000000000'
 INSTANCES = [f'{number:08d}-0000-4000-8000-000000000000' for number in range(10_000)]
 names = st.text(max_size=40)
-guests = st.builds(Guest, names, names | st.none(), st.booleans(), st.booleans(), st.booleans())
+sizes = st.dictionaries(names, st.integers(), max_size=4)
+guests = st.builds(Guest, names, names | st.none(), *[st.booleans()] * 3, names, sizes)
 words = st.dictionaries(names, names, max_size=20)
 digests = st.builds(
     lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), *[words] * 7
@@ -398,13 +399,26 @@ def make_pages(digest: Digest) -> list[bytes]:
 @given(digests)
 def test_digest_round_trips_in_pages_of_limited_size(digest: Digest) -> None:
     parts = make_pages(digest)
-    assert from_pages(parts) == digest
+    parsed = from_pages(parts)
+    assert parsed == digest
+    assert [guest.size for guest in parsed.guests.values()] == [guest.size for guest in digest.guests.values()]
     assert max(map(len, parts)) < PAGE_BYTES + 1000
 
 
+def test_digest_of_an_older_compute_has_guests_of_unknown_size() -> None:
+    guest = Guest(INSTANCES[0], ANSWERER, True, True, True, 'it is paused', {'VCPU': 2})
+    (page,) = make_pages(Digest({guest.instance: guest}))
+    older = {name: value for name, value in json.loads(page).items() if name != 'conditions'}
+    # ecomp 1.1 refuses a guest with any other field.
+    assert [set(entry) for entry in older['guests']] == [{'instance', 'compute', 'defined', 'running', 'disk'}]
+    parsed = from_pages([json.dumps(older).encode()]).guests[guest.instance]
+    assert (parsed, parsed.size) == (Guest(guest.instance, ANSWERER, True, True, True), {})
+
+
 def test_ten_thousand_guests_fit_etcd() -> None:
+    size = {'VCPU': 16, 'MEMORY_MB': 65536, 'MEMORY_MB now': 65536, 'DISK_GB': 1000}
     digest = Digest(
-        {instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES},
+        {instance: Guest(instance, ANSWERER, True, True, True, '', size) for instance in INSTANCES},
         dict.fromkeys(INSTANCES, '/var/lib/ecompute/images/base-0123456789abcdef0123456789abcdef.qcow2'),
         {make_mac_address(instance, number): instance for instance in INSTANCES for number in (0, 1)},
         {make_mac_address(instance, 0): f'{instance} 192.168.122.200' for instance in INSTANCES},
@@ -424,6 +438,10 @@ def test_incomplete_or_malformed_digest_is_refused() -> None:
     for value in ([1], [{}], [{'instance': []}], {'a': 1}):
         with pytest.raises(ValueError, match='its digest is malformed'):
             from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': value}).encode()])
+    page = json.loads(make_pages(Digest({INSTANCES[0]: Guest(INSTANCES[0], ANSWERER, True, True, True)}))[0])
+    for condition in (1, [], {'trouble': 1}, {'size': 1}, {'size': {'VCPU': 'many'}}):
+        with pytest.raises(ValueError, match='its digest is malformed'):
+            from_pages([json.dumps({**page, 'conditions': {INSTANCES[0]: condition}}).encode()])
     with pytest.raises(ValueError, match='libvirt is away'):
         from_pages([make_error_page('libvirt is away').encode()])
 
