@@ -60,6 +60,15 @@ def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | Non
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
+# The field with the time at which eschedule wrote a value. `events` reads it; the other readers ignore it.
+WRITTEN_AT = 'written_at'
+
+
+def add_time(value: str, time: str) -> str:
+    """Add the time of its write to a JSON object, in place of an earlier one; raises what load_object() does."""
+    return dump({**load_object(value.encode()), WRITTEN_AT: time})
+
+
 def is_utf8_text(value: object) -> bool:
     """Return whether a value is a str that UTF-8 can encode: JSON has half surrogate pairs too."""
     if not isinstance(value, str):

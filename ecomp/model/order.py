@@ -349,8 +349,9 @@ class Request(Order):
     """The value of the key /hosts/<compute>/<instance>.
 
     JSON: "allocations", "instance", "consumer_generation", "version", the fields of an order, "why" ({"weigh",
-    "weight", "of"}: how its compute was chosen) and "power" (see Power). A tombstone, a request to destroy the
-    instance, has allocations {} and image null; its "resources" ({class: amount}) are what the instance was allocated.
+    "weight", "of"}: how its compute was chosen), "power" (see Power) and "written_at" (ISO time of a destroy or of the
+    latest power action, for `events`). A tombstone, a request to destroy the instance, has allocations {} and image
+    null; its "resources" ({class: amount}) are what the instance was allocated.
     """
 
     allocations: Allocations

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, make_record, to_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record, to_json
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living
@@ -290,6 +291,10 @@ def write_record(
     cloud.etcd.put_record(to_json(record))
 
 
+def is_time(text: str) -> bool:
+    return format_time(datetime.fromisoformat(text)) == text
+
+
 def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     compute, instance = create_instance(cloud)
     before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
@@ -298,6 +303,7 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
+    assert is_time(after.pop('written_at'))
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)
     assert cloud.read_request(compute, instance).power == stop

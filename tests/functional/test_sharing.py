@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
+from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor
 from ecomp.scheduler.placing.claim import deliver
 from ecomp.store.client import Entry, Store, Unchanged
 from ecomp.store.sharing import (
@@ -159,3 +161,23 @@ def test_refused_delivery_leaves_no_user_data_lease(cloud: Cloud) -> None:
     with pytest.raises(Excluded):
         deliver(cloud.store, [(make_uuid(), request)], attempt, data, refuse)
     assert list_leases(cloud) <= before
+
+
+@pytest.mark.parametrize('is_same', [True, False])
+def test_flavor_that_is_set_twice_concurrently_must_be_the_same(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    name, commit = f'flavor{make_uuid()}', cloud.store.commit
+
+    def commit_second(*change: Any) -> int | None:
+        monkeypatch.setattr(cloud.store, 'commit', commit)
+        put_flavor(cloud.store, cloud.placement, name, 'resources=VCPU:1' if is_same else 'resources=VCPU:2')
+        return commit(*change)
+
+    monkeypatch.setattr(cloud.store, 'commit', commit_second)
+    if is_same:  # the values differ in the times at which they were written
+        assert put_flavor(cloud.store, cloud.placement, name, 'resources=VCPU:1').startswith(f'flavor {name}: created')
+    else:
+        with pytest.raises(EcompError, match='another process changed it'):
+            put_flavor(cloud.store, cloud.placement, name, 'resources=VCPU:1')
+    assert delete_flavor(cloud.store, name).startswith(f'flavor {name}: removed')

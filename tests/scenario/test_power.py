@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from datetime import datetime
 
 import pytest
 
@@ -166,6 +167,7 @@ def test_power_action_keeps_unknown_fields_of_the_request(cluster: Control, comp
     switch(cluster, 'stop', instance)
     stored = json.loads(cluster.etcd.get(key) or b'')
     power = stored.pop('power')
+    assert datetime.fromisoformat(stored.pop('written_at')).tzinfo is not None
     assert stored == request
     assert (power['action'], read_record(cluster, instance)['power']) == ('stop', power['id'])  # type: ignore[index]
 

@@ -12,7 +12,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreach
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import WRITTEN_AT, add_time, dump, load_object
 from ecomp.model.order import (
     MAX_REQUEST_BYTES,
     START,
@@ -182,7 +182,7 @@ def make_tombstone(store: Store, entries: InstanceEntries) -> tuple[list[Unchang
         stack=request.stack if request else record.stack,
     )
     stages = {name: time for name, time in record.stages.items() if time}
-    tombstone = to_json(replace(bare, query=record.query, stages=stages))
+    tombstone = add_time(to_json(replace(bare, query=record.query, stages=stages)), format_time(datetime.now(UTC)))
     if len(tombstone) > MAX_REQUEST_BYTES:  # dump() escapes text, which makes it up to three times as long
         tombstone = to_json(bare)
     conditions = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
@@ -332,7 +332,8 @@ def _match_earlier_change(
 
 def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
     """Return the write of the request with the change; Conflict if it would be invalid."""
-    value = dump({**load_object(entry.value), 'power': power_change.to_dict()})
+    change = {'power': power_change.to_dict(), WRITTEN_AT: format_time(datetime.now(UTC))}
+    value = dump({**load_object(entry.value), **change})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):
         raise Conflict(f'{entries.record.instance}: its request is invalid with this change: {parsed.reason}')

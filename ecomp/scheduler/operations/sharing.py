@@ -6,6 +6,7 @@ Deliveries and removals update quotas in their transactions (rule 7); setting a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
 from ecomp.model.flavor import Flavor, check_flavor_name, from_json, merge_query, parse_flavor, to_json
+from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
+from ecomp.model.record import format_time
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
@@ -76,9 +79,9 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     unknown = find_unknown_names(placement, named)
     if unknown.never:
         raise UsageError(f'flavor {name}: {unknown.never}')
-    key, value = keys.flavor(name), to_json(flavor)
+    key, value = keys.flavor(name), add_time(to_json(flavor), format_time(datetime.now(UTC)))
     previous = store.get(key)
-    _commit_flavor(store, key, previous, Put(key, value), value.encode())
+    _commit_flavor(store, key, previous, Put(key, value), flavor)
     lacking = ', '.join(list_missing_classes(flavor.resources))
     remark = f'; it lacks {lacking}, which each request has to add in a query' if lacking else ''
     remark += f'; {unknown.yet}: no compute can run its instances yet' if unknown.yet else ''
@@ -134,11 +137,11 @@ def read_flavor(entry: Entry) -> Flavor:
 
 
 def _commit_flavor(
-    store: Store, key: str, previous: Entry | None, change: Put | Delete, new_value: bytes | None
+    store: Store, key: str, previous: Entry | None, change: Put | Delete, new_flavor: Flavor | None
 ) -> None:
-    """Write or delete a key; if it changed or etcd did not answer, EcompError unless it has `new_value` now.
+    """Write or delete a key; if it changed or etcd did not answer, EcompError unless it has `new_flavor` now.
 
-    `previous` is None for a new key; `new_value` is None to delete the key.
+    `previous` is None for a new key; `new_flavor` is None to delete the key. The time in the value is not compared.
     """
     try:
         if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
@@ -146,7 +149,7 @@ def _commit_flavor(
     except UnknownOutcome:
         pass
     current = store.get(key)
-    if (current.value if current else None) != new_value:
+    if (read_flavor(current) if current else None) != new_flavor:
         raise EcompError(f'{key}: another process changed it, or it was not written. Try: the same command again')
 
 
@@ -206,7 +209,10 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
         target = change(now)
         new = Quota(project, target.limits, _count_usage(store, project))
         failpoint('quota-counted')
-        operation: Put | Delete = make_quota_put(new) if target.limits else Delete(keys.quota(project))
+        # This is the time of new limits: counting the usage again is no event.
+        put = make_quota_put(new)
+        put = put._replace(value=add_time(put.value, format_time(datetime.now(UTC))))
+        operation: Put | Delete = put if target.limits else Delete(put.key)
         if store.commit([unchanged], [operation]) is None:
             return None
         if target.limits and now is None:
