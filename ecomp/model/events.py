@@ -1,20 +1,22 @@
 """Events: changes of etcd's keys, described in words. Pure.
 
-etcd stores values without times, so an event's time is from the new value (a stage, a boot), or unknown. Progress,
-claims and audit answers give no events. Events are not trusted: a compute can write anything below its own uuid.
+etcd stores values without times, so an event's time is from the new value (a stage, a boot, `written_at`). Without one
+it happened between the times of an earlier and a later event. Progress, claims and audit answers give no events. Events
+are not trusted: a compute can write anything below its own uuid.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
 from ecomp.model.group import from_json as group_from_json
-from ecomp.model.json_object import is_utf8_text, load_object_or_empty
+from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
@@ -26,7 +28,7 @@ from ecomp.model.order import (
 )
 from ecomp.model.queue import parse_queue_entry, parse_taker
 from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.record import ACTIVE, ERROR, QUEUED, Interface, Record, from_json
+from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, from_json
 from ecomp.model.stack import Stack
 from ecomp.model.stack import from_json as stack_from_json
 from ecomp.model.text import join_some
@@ -34,6 +36,11 @@ from ecomp.model.text import join_some
 # Characters of an event's text, which may quote values of any length from etcd.
 MAX_TEXT_CHARACTERS = 500
 MAX_QUOTED_ENTRIES = 10
+# A new key whose times are older than this, compared with those of earlier events, was written again: they are not its
+# own. Clocks differ by less, and a write takes less.
+MAX_WRITE_DELAY = timedelta(seconds=60)
+# Events that wait for the time of a later one at most; then the first of them has no known end.
+MAX_HELD_EVENTS = 10_000
 KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'stack', 'cluster')
 
 Parsed = TypeVar('Parsed')
@@ -42,18 +49,26 @@ NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it."""
+    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it.
+
+    `before_revision` is that of the value before, 0 if there is none or it is not known.
+    """
 
     key: str
     before: bytes | None
     after: bytes | None
     revision: int
     is_known: bool = True
+    before_revision: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO time are '' if absent."""
+    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO times are '' if unknown.
+
+    It happened from `not_before` to `not_after`. `time` is both if they are equal, else '' or when a watch saw it. All
+    that was written up to `settled_revision` was written before `time`.
+    """
 
     revision: int
     kind: str
@@ -62,41 +77,95 @@ class Event:
     name: str = ''
     compute: str = ''
     time: str = ''
+    not_before: str = ''
+    not_after: str = ''
+    settled_revision: int = 0
 
 
 # Each event with the times, in ISO 8601, that are new in the changed value.
 DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
-def make_events(changes: Sequence[Change], name_compute: NameCompute, seen_at: str = '') -> list[Event]:
-    """Return a revision's events, texts cut off, with the latest time in new values, else `seen_at` ('': unknown)."""
+def make_events(changes: Sequence[Change], name_compute: NameCompute, latest_time: str = '') -> list[Event]:
+    """Return a revision's events, texts cut off, with the latest time in new values; `latest_time`: of earlier ones."""
     takers = {
         keys.get_last_part(request.key): request.key.split('/')[2] for request in changes if _is_new_request(request)
     }
     timed = [
-        entry
+        (change, event, list(filter(_is_time, stamps)))
         for change in changes
-        for entry in _DESCRIBERS.get(_get_family(change.key), _ignore)(change, name_compute, takers)
+        for event, stamps in _DESCRIBERS.get(_get_family(change.key), _ignore)(change, name_compute, takers)
     ]
-    times = [time for _, stamps in timed for time in stamps if _is_time(time)]
-    when = max(times, default=seen_at)
+    own = [(time, change) for change, _, times in timed for time in times if _is_own(time, change, latest_time)]
+    when = max((time for time, _ in own), default='')
+    not_before = when or max((time for *_, times in timed for time in times), default='')
+    settled = max((_find_settled_revision(change) for _, change in own), default=0)
+    texts = [event.says[:MAX_TEXT_CHARACTERS] for _, event, _ in timed]
     return [
-        Event(
-            event.revision,
-            event.kind,
-            event.says[:MAX_TEXT_CHARACTERS],
-            event.instance,
-            event.name,
-            event.compute,
-            when,
-        )
-        for event, _ in timed
+        replace(event, says=text, time=when, not_before=not_before, not_after=when, settled_revision=settled)
+        for (_, event, _), text in zip(timed, texts, strict=True)
     ]
+
+
+def _is_own(time: str, change: Change, latest_time: str) -> bool:
+    """Return whether a time in a new value is that of its event: not of one before a compaction, or written again."""
+    if not change.is_known or change.before is not None or not latest_time:
+        return change.is_known
+    return datetime.fromisoformat(latest_time) - datetime.fromisoformat(time) <= MAX_WRITE_DELAY
+
+
+def _find_settled_revision(change: Change) -> int:
+    """Return up to which revision all was written before the new time in this value; 0 if unknown."""
+    # While its compute cannot reach etcd, a record collects times. They are later than the record's previous write.
+    if _get_family(change.key) == keys.INSTANCES:
+        return change.before_revision
+    # The writer of these reads the clock just before the write: what is written in between is later by milliseconds.
+    return change.revision - 1 if _get_family(change.key) in (keys.HOSTS, keys.FLAVORS, keys.QUOTAS) else 0
+
+
+class EventDater:
+    """Finds the interval in which each event happened, from the times of the events before and after it."""
+
+    def __init__(self) -> None:
+        self.latest_time = ''
+        self._held: deque[Event] = deque()
+
+    def add(self, events: Iterable[Event], now: str) -> Iterator[Event]:
+        """Add a revision's events; yield those whose interval is known, in order. A time after `now` is no limit."""
+        for event in events:
+            if event.not_before <= now:
+                self.latest_time = max(self.latest_time, event.not_before)
+            if event.time <= now:
+                yield from self._release(event.time, event.settled_revision)
+            self._held.append(event if event.time else replace(event, not_before=self.latest_time))
+        yield from self._release()
+
+    def finish(self, now: str, is_seen: bool = False) -> Iterator[Event]:
+        """Yield the other events, which happened before `now`; with `is_seen` a watch has just seen them."""
+        while self._held:
+            event = self._held.popleft()
+            dated = event if event.not_after else _end(event, now)
+            yield replace(dated, time=now) if is_seen and not event.time else dated
+
+    def _release(self, time: str = '', revision: int = 0) -> Iterator[Event]:
+        """Yield the first events while their intervals are known, of those up to `revision` that `time` ends."""
+        while self._held:
+            event = self._held[0]
+            if not event.not_after and event.revision <= revision and event.not_before <= time:
+                event = _end(event, time)
+            if not event.not_after and len(self._held) <= MAX_HELD_EVENTS:
+                return
+            self._held.popleft()
+            yield event
+
+
+def _end(event: Event, not_after: str) -> Event:
+    return replace(event, not_after=not_after, time=not_after if event.not_before == not_after else '')
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
     """Return the event as the JSON object that users see; empty fields are null."""
-    names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
+    names = ('revision', 'time', 'not_before', 'not_after', 'kind', 'instance', 'name', 'compute', 'says')
     return {name: getattr(event, name) or None for name in names}
 
 
@@ -111,11 +180,17 @@ def _is_new_request(change: Change) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    """Return True for an ISO time with time zone and 24 characters, as format_time() makes it."""
+    """Return True for an ISO time as format_time() makes it."""
     try:
-        return datetime.fromisoformat(text).tzinfo is not None and len(text) == len('2026-01-31T12:00:00.000Z')
-    except ValueError:
+        return format_time(datetime.fromisoformat(text)) == text
+    except (ValueError, OverflowError):
         return False
+
+
+def _read_new_time(change: Change) -> tuple[str, ...]:
+    """Return the time that eschedule has just written into a value, unless it is from the value before."""
+    before, after = (load_object_or_empty(value or b'').get(WRITTEN_AT) for value in (change.before, change.after))
+    return (after,) if isinstance(after, str) and after != before else ()
 
 
 def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
@@ -134,7 +209,9 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
     if after is None:
         yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute or ''), ()
         return
-    times = [time for name, time in after.stages.items() if before is None or before.stages.get(name) != time]
+    old_stages = before.stages if before is not None else {}
+    # The times of the first two are those of the request: a record repeats them.
+    times = [time for name, time in after.stages.items() if name not in STAGES[:2] and old_stages.get(name) != time]
     times += [
         time for boot in after.boots if before is None or boot not in before.boots for time in boot.stages.values()
     ]
@@ -208,7 +285,8 @@ def _describe_request(change: Change, name_compute: NameCompute, _takers: Mappin
     old = before if isinstance(before, Request) else None
     text = _describe_request_change(old, after, name_compute(compute)) if change.is_known else ''
     if text:
-        times = after.stages.values() if old is None and not after.is_tombstone else ()  # later ones repeat the record
+        stages = after.stages.values() if old is None and not after.is_tombstone else ()  # later ones repeat the record
+        times = (*stages, *_read_new_time(change))
         yield Event(change.revision, 'request', text, after.instance, after.name or '', compute), times
 
 
@@ -289,7 +367,7 @@ def _make_describer(
         old, new = (_describe_value(describe, name, value) for value in (change.before, change.after))
         if new != old and (change.is_known or new is None):
             text = f'{kind} {name}: {new if new is not None else "removed"}'
-            yield Event(change.revision, kind, text), ()
+            yield Event(change.revision, kind, text), _read_new_time(change)
 
     return describe_change
 
@@ -331,7 +409,8 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     """Yield that etcd got its identity, for each change of the key."""
-    yield Event(change.revision, 'cluster', 'this etcd got its identity'), ()
+    since = load_object_or_empty(change.after or b'').get('since')
+    yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),)
 
 
 _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]] = {

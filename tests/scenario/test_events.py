@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import uuid
 from collections.abc import Sequence
 
 import pytest
 
+from ecomp.cli.terminal import make_timestamp
 from ecomp.conf import EtcdConfig
 from ecomp.store.history import History
 from tests.kit.commands import Control, Ecompute
@@ -54,11 +56,50 @@ def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) 
     assert {event['instance'] for event in events} == {instance}
     assert [event['revision'] for event in events] == sorted(event['revision'] for event in events)
     assert events[0]['compute'] == compute.uuid
-    assert all(set(event) == {'revision', 'time', 'kind', 'instance', 'name', 'compute', 'says'} for event in events)
+    fields = {'revision', 'time', 'not_before', 'not_after', 'kind', 'instance', 'name', 'compute', 'says'}
+    assert all(set(event) == fields for event in events)
     nobody = str(uuid.uuid4())  # etcd's history includes earlier tests
     nothing = cluster.eschedule('events', nobody)
     assert (nothing.code, nothing.stdout) == (4, '')
     assert f'{nobody}: no event in the history that etcd keeps' in nothing.stderr
+
+
+@pytest.mark.usefixtures('compute')
+def test_time_of_an_event_is_its_writers_or_an_interval_around_it(cluster: Control) -> None:
+    instance = boot(cluster)
+    commands = {
+        'stop accepted': ('stop', '--wait', instance),
+        'flavor timed: resources=VCPU:1': ('flavor', 'set', 'timed', 'resources=VCPU:1'),
+        'quota timed: VCPU 5': ('quota', 'set', 'timed', 'VCPU=5'),
+        'quota timed: removed': ('quota', 'set', 'timed', 'VCPU=none'),
+        'flavor timed: removed': ('flavor', 'delete', 'timed'),
+        'destroy accepted': ('destroy', '--wait', instance),
+    }
+    ran: dict[str, tuple[str, str]] = {}
+    for says, words in commands.items():
+        started_at = make_timestamp()
+        assert cluster.eschedule(*words).code == 0
+        ran[says] = started_at, make_timestamp()
+    events = {}
+    for line in cluster.eschedule('events', '-f', 'json').stdout.splitlines():
+        event = json.loads(line)
+        if event['instance'] in (None, instance):
+            events[event['says']] = event
+    for says, (started_at, ended_at) in ran.items():
+        not_before, not_after = events[says]['not_before'], events[says]['not_after']
+        if 'removed' in says:  # a deleted key has no value
+            assert events[says]['time'] is None
+            assert not_before < started_at
+            assert not_after > ended_at
+        else:
+            assert started_at <= events[says]['time'] == not_before == not_after <= ended_at
+    # The compute has no time for this: it is between two of its writes.
+    destroyed, ended = events['destroying'], events['gone']
+    assert events['destroy accepted']['time'] <= destroyed['not_before'] <= destroyed['not_after'] <= ended['time']
+    (line,) = (
+        line for line in cluster.eschedule('events', instance).stdout.splitlines() if line.endswith(': destroying')
+    )
+    assert re.match(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d–\d\d:\d\d:\d\dZ ', line)
 
 
 def test_events_watch_prints_changes_until_ctrl_c(cluster: Control, compute: Ecompute) -> None:
@@ -118,7 +159,8 @@ def test_history_continues_after_etcd_restarts(own_etcd: Etcd) -> None:
     own_etcd.put('/names/a', '1')
     changes_by_revision = iter(history)
     try:
-        assert [change.key for change in next(changes_by_revision)] == ['/names/a']
+        (first,) = next(changes_by_revision)
+        assert (first.key, first.before_revision) == ('/names/a', 0)
         own_etcd.kill()
         own_etcd.start()
         own_etcd.put('/names/b', '1')
@@ -128,6 +170,7 @@ def test_history_continues_after_etcd_restarts(own_etcd: Etcd) -> None:
             ('/names/b', None, b'1'),
             ('/names/a', b'1', b'2'),
         ]
+        assert [change.before_revision for change in changes] == [0, first.revision]
         assert not history.is_past
     finally:
         changes_by_revision.close()  # type: ignore[attr-defined]

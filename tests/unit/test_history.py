@@ -24,9 +24,19 @@ from ecomp.cli.history import (
 from ecomp.cli.tables import OutputStyle
 from ecomp.model import flavor, group, keys, queue, quota, stack
 from ecomp.model import order as requests
-from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict, make_events
+from ecomp.model.events import (
+    KINDS,
+    MAX_HELD_EVENTS,
+    MAX_TEXT_CHARACTERS,
+    Change,
+    Event,
+    EventDater,
+    event_to_dict,
+    make_events,
+)
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.guest import GuestFailure
+from ecomp.model.json_object import add_time
 from ecomp.model.order import PowerAction, Request, name_to_json
 from ecomp.model.queue import QueueEntry, taker_to_json
 from ecomp.model.record import (
@@ -103,7 +113,8 @@ def change_request(before: Request | None, after: Request | None) -> Change:
 
 FAILED = NEW.enter_state(ERROR, time_at(1), 'error')
 RECORD_CASES: list[tuple[Record | None, Record | None, list[str], str]] = [
-    (None, NEW, ['scheduled on hv1'], time_at(0)),
+    (None, NEW, ['scheduled on hv1'], ''),
+    (None, BUILT, ['building on hv1', 'building: image', 'building: disk'], time_at(1)),
     (NEW, NEW.enter_state(BUILDING, time_at(1)), ['building'], ''),
     (
         NEW.enter_state(BUILDING, time_at(1)),
@@ -246,32 +257,137 @@ def test_stack_yields_its_creation_deliveries_and_ends() -> None:
 
 
 def test_events_of_one_revision_share_its_time() -> None:
-    delivered = [Change(keys.name('web1'), None, name_to_json(INSTANCE).encode(), 7), change_record(None, NEW)]
-    assert {event.time for event in make_events(delivered, name_host)} == {time_at(0)}
+    requested = change_request(None, replace(REQUEST, stages={'scheduled': time_at(0)}))
+    delivered = [Change(keys.name('web1'), None, name_to_json(INSTANCE).encode(), 7), requested]
+    assert [get_times(event) for event in make_events(delivered, name_host)] == [(time_at(0),) * 3] * 2
     stopped = change_request(REQUEST, replace(REQUEST, power=POWER))
     assert [event.time for event in make_events([stopped], name_host)] == ['']
-    assert [event.time for event in make_events([stopped], name_host, time_at(9))] == [time_at(9)]
+    assert [get_times(event) for event in make_events([add_written_at(stopped, time_at(9))], name_host)] == [
+        (time_at(9),) * 3
+    ]
     # A tombstone repeats the times of the instance that it destroys.
     destroyed = change_request(REQUEST, replace(REQUEST, allocations={}, image=None, stages={'addressed': time_at(3)}))
-    assert [event.time for event in make_events([destroyed], name_host, time_at(9))] == [time_at(9)]
+    assert [event.time for event in make_events([destroyed], name_host)] == ['']
+    assert [event.time for event in make_events([add_written_at(destroyed, time_at(9))], name_host)] == [time_at(9)]
+    # An older eschedule keeps the time of an earlier power action.
+    old = add_written_at(change_request(None, REQUEST), time_at(8)).after
+    assert [event.time for event in make_events([add_written_at(stopped, time_at(8), old)], name_host)] == ['']
+
+
+def get_times(event: Event) -> tuple[str, str, str]:
+    return event.time, event.not_before, event.not_after
+
+
+def add_written_at(change: Change, time: str, before: bytes | None = None) -> Change:
+    """Return the change as of an eschedule that writes its time."""
+    assert change.after is not None
+    return change._replace(after=add_time(change.after.decode(), time).encode(), before=before or change.before)
+
+
+def test_limits_and_flavors_have_the_time_at_which_they_were_set() -> None:
+    small = Change(keys.flavor('small'), None, flavor.to_json(SMALL).encode(), 7)
+    limits = [quota.to_json(quota.Quota('p', {'VCPU': number})).encode() for number in (1, 2)]
+    for change in (small, Change(keys.quota('p'), *limits, 7)):
+        (undated,) = make_events([change], name_host)
+        (dated,) = make_events([add_written_at(change, time_at(9))], name_host)
+        assert (undated.time, dated.time) == ('', time_at(9))
+        assert make_events([add_written_at(change._replace(before=change.after), time_at(9))], name_host) == []
+
+
+def test_times_that_were_written_before_are_not_those_of_the_event() -> None:
+    came = Change(keys.compute(COMPUTE), None, make_presence(since=time_at(1)), 7)
+    assert [get_times(event) for event in make_events([came], name_host, time_at(1))] == [(time_at(1),) * 3]
+    # Its lease had expired, and the process that began before is back.
+    assert [get_times(event) for event in make_events([came], name_host, time_at(3))] == [('', time_at(1), '')]
+    ancient = '0001-01-01T00:00:00.000Z'
+    assert make_events([came], name_host, ancient)[0].time == time_at(1)
+    # etcd has compacted the state before: a stage may have been reached long before this change.
+    (event,) = make_events([change_record(None, READY, is_known=False)], name_host)
+    assert get_times(event) == ('', time_at(4), '')
+
+
+def test_new_time_ends_what_its_writer_followed() -> None:
+    # A record that could not be written for a while has times from before that.
+    (event,) = make_events([change_record(BUILT, RUNNING)._replace(before_revision=3)], name_host)
+    assert (event.time, event.settled_revision) == (time_at(2), 3)
+    request = change_request(None, replace(REQUEST, stages={'scheduled': time_at(0)}))
+    (event,) = make_events([request], name_host)
+    assert (event.time, event.settled_revision) == (time_at(0), 6)
+    # The process of a compute may have begun long before it could write its presence.
+    (event,) = make_events([Change(keys.compute(COMPUTE), None, make_presence(), 7)], name_host)
+    assert (event.time, event.settled_revision) == (time_at(1), 0)
+
+
+def make_event(revision: int, time: str = '', settled_revision: int | None = None) -> Event:
+    settled = revision - 1 if settled_revision is None else settled_revision
+    return Event(revision, 'instance', str(revision), INSTANCE, '', '', time, time, time, settled if time else 0)
+
+
+@pytest.mark.parametrize(
+    ('events', 'intervals'),
+    [
+        ([make_event(1), make_event(2, time_at(2)), make_event(3)], [('', 2), (2, 2), (2, 9)]),
+        ([make_event(1, time_at(1)), make_event(2), make_event(3, time_at(4)), make_event(4, time_at(5))],
+         [(1, 1), (1, 4), (4, 4), (5, 5)]),
+        # A late time is no end: this compute wrote at revision 1 for the last time, and could not reach etcd since.
+        ([make_event(1, time_at(1)), make_event(2), make_event(3, time_at(4), 1), make_event(4, time_at(5))],
+         [(1, 1), (1, 5), (4, 4), (5, 5)]),
+        # The clock of a writer is slow: its time cannot be the end of what began later.
+        ([make_event(1, time_at(5)), make_event(2), make_event(3, time_at(4)), make_event(4, time_at(6))],
+         [(5, 5), (5, 6), (4, 4), (6, 6)]),
+        # The clock of a writer is fast: nothing is compared with it.
+        ([make_event(1, time_at(1)), make_event(2, time_at(30)), make_event(3)], [(1, 1), (30, 30), (1, 9)]),
+        ([make_event(1, time_at(1)), make_event(2), make_event(3, time_at(30))], [(1, 1), (1, 9), (30, 30)]),
+        ([make_event(1, time_at(1)), make_event(2), make_event(3, time_at(1))], [(1, 1), (1, 1), (1, 1)]),
+    ],
+)  # fmt: skip
+def test_event_without_a_time_is_between_those_of_others(
+    events: list[Event], intervals: list[tuple[int | str, int]]
+) -> None:
+    dater, now = EventDater(), time_at(9)
+    dated = [*(dated for event in events for dated in dater.add([event], now)), *dater.finish(now)]
+    assert [event.says for event in dated] == [event.says for event in events]
+    texts = [tuple(time_at(minute) if isinstance(minute, int) else '' for minute in interval) for interval in intervals]
+    assert [(event.not_before, event.not_after) for event in dated] == texts
+    assert all(event.time == (event.not_after if event.not_before == event.not_after else '') for event in dated)
+
+
+def test_event_seen_by_a_watch_has_the_current_time() -> None:
+    dater = EventDater()
+    assert list(dater.add([make_event(1, time_at(1)), make_event(2)], time_at(3))) == [make_event(1, time_at(1))]
+    assert [get_times(event) for event in dater.finish(time_at(3), is_seen=True)] == [
+        (time_at(3), time_at(1), time_at(3))
+    ]
+
+
+def test_events_that_wait_for_a_time_are_limited() -> None:
+    dater = EventDater()
+    count = sum(1 for number in range(MAX_HELD_EVENTS + 5) for _ in dater.add([make_event(number)], time_at(9)))
+    assert count == 5
 
 
 def test_line_of_an_event_has_time_name_and_text() -> None:
     lines = EventFormatter()
-    first, second = make_events([change_record(None, NEW)], name_host) + make_events(
+    first, second = make_events([change_record(BUILT, RUNNING)], name_host) + make_events(
         [change_request(REQUEST, replace(REQUEST, power=POWER))], name_host
     )
-    assert lines.format_line(first) == f'{time_at(0)}  web1: scheduled on hv1'
-    assert lines.format_line(second) == f'{time_at(0)}~ web1: reboot accepted'
+    assert lines.format_line(first) == f'{time_at(2)}      web1: active'
+    interval = replace(second, not_before=time_at(0), not_after='2026-01-31T12:00:09.001Z')
+    assert lines.format_line(interval) == '2026-01-31T12:00:00–12:00:10Z web1: reboot accepted'
+    assert lines.format_line(replace(interval, not_before='2026-01-30T23:59:59.999Z')).startswith(
+        '2026-01-30T23:59:59–2026-01-31T12:00:10Z web1: '
+    )
+    assert lines.format_line(replace(interval, not_before='')).startswith('?–2026-01-31T12:00:10Z        web1: ')
+    assert lines.format_line(replace(interval, not_after='')).startswith('2026-01-31T12:00:00–?         web1: ')
     # A taker key has no name: the name of an earlier event is used.
     (mark,) = make_events(
         [Change(keys.taker(keys.queue('q', INSTANCE)), None, taker_to_json(COMPUTE).encode(), 8)], name_host
     )
-    assert lines.format_line(mark) == f'{time_at(0)}~ web1: queue q: hv1 is taking it'
-    assert EventFormatter().format_line(mark).endswith(f'~ {INSTANCE}: queue q: hv1 is taking it')
+    assert lines.format_line(mark).endswith(' web1: queue q: hv1 is taking it')
+    assert EventFormatter().format_line(mark).endswith(f' {INSTANCE}: queue q: hv1 is taking it')
     assert event_to_dict(mark) == {
-        'revision': 8, 'time': None, 'kind': 'queue', 'instance': INSTANCE, 'name': None, 'compute': COMPUTE,
-        'says': 'queue q: hv1 is taking it',
+        'revision': 8, 'time': None, 'not_before': None, 'not_after': None, 'kind': 'queue', 'instance': INSTANCE,
+        'name': None, 'compute': COMPUTE, 'says': 'queue q: hv1 is taking it',
     }  # fmt: skip
 
 
