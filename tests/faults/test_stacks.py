@@ -52,10 +52,11 @@ def test_second_apply_is_refused_while_one_is_in_flight(cluster: Control) -> Non
 
 
 @pytest.mark.usefixtures('compute')
-def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control) -> None:
+@pytest.mark.parametrize('step', ['claimed-some', 'stack-claimed'])
+def test_frozen_apply_that_was_overtaken_changes_nothing(cluster: Control, step: str) -> None:
     path = write_stack(cluster, SHOP)
-    with Eschedule(cluster, 'apply', path, failpoint='stack-claimed:stop') as eschedule:
-        eschedule.wait_frozen_at('stack-claimed')
+    with Eschedule(cluster, 'apply', path, failpoint=f'{step}:stop:1') as eschedule:
+        eschedule.wait_frozen_at(step)
         (attempt,) = cluster.etcd.list_keys('/requests/')
         value = json.loads(cluster.etcd.get(attempt) or b'')
         cluster.etcd.put(attempt, json.dumps({**value, 'pid': 2**22 - 1}), cluster.etcd.grant())
@@ -127,6 +128,21 @@ def test_lost_key_is_restored_from_the_requests(cluster: Control) -> None:
     assert json.loads(cluster.etcd.get('/stacks/shop') or b'')['epoch'] == stored['epoch']
     after = list_instances(cluster)
     assert {name for name in NAMES if after[name] != before[name]} == {'shop-db'}
+
+
+@pytest.mark.usefixtures('compute')
+def test_key_that_is_lost_during_an_apply_loses_no_claim(cluster: Control) -> None:
+    path = write_stack(cluster, SHOP)
+    with Eschedule(cluster, 'apply', path, failpoint='stack-claimed:stop') as eschedule:
+        eschedule.wait_frozen_at('stack-claimed')
+        cluster.etcd.delete('/stacks/shop')
+        eschedule.resume()
+        refused = eschedule.wait()
+    assert refused.code == 5, refused
+    assert 'another eschedule changed it; nothing was placed, and the claim is released. Try: ' in refused.stderr
+    assert (read_allocations(cluster), cluster.etcd.list_keys('/requests/')) == ({}, [])
+    assert cluster.eschedule('apply', path).code == 0
+    assert read_allocations(cluster).keys() == set(list_instances(cluster).values())
 
 
 @pytest.mark.usefixtures('compute')
