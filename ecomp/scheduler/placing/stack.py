@@ -361,7 +361,12 @@ class StackAttempt(Attempt):
         held = self._take_over_all()
         refusals = Counter[frozenset[str]]()
         while True:
-            chosen = self.choose_all(held, refusals)
+            try:
+                chosen = self.choose_all(held, refusals)
+            except NoCapacity:  # the missing room may be a newer attempt's claim for the same instances
+                if self.is_attempt_ours():
+                    raise
+                raise DeliveryRefused(_CHANGED.format(self.change.stack.name, '')) from None
             self.attempted += [instance for instance in chosen if instance not in self.attempted]
             claimed = self.claimer.claim_what_fits(chosen) if chosen else set()
             held |= {instance: chosen[instance] for instance in claimed}
