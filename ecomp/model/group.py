@@ -123,12 +123,12 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
     name = membership.name
     if existing is None:
         if membership.policy is None:
-            raise UsageError(f'group {name} does not exist. Fix: add --policy {" or --policy ".join(POLICIES)}')
+            raise UsageError(f'group {name} does not exist. Fix: give its policy (--policy), {" or ".join(POLICIES)}')
         return Group(name, membership.policy, membership.strict is not False)
     if membership.policy not in (None, existing.policy) or membership.strict not in (None, existing.strict):
         raise Conflict(
             f'group {name} has the policy {existing.rule}, which cannot change while the group has members. '
-            'Fix: remove --policy, --strict and --soft, or give another group'
+            'Fix: give no policy and no strictness (--policy, --strict, --soft), or another group'
         )
     return existing
 

@@ -254,7 +254,7 @@ def test_soft_policies_are_only_preferred(cluster: Control) -> None:
 def test_first_member_defines_the_group(cluster: Control) -> None:
     computes = start_computes(cluster, ROOMY_INVENTORY)
     assert_one_line(
-        run_in_process(cluster, SMALL_QUERY, '--group', 'web'), 2, 'group web does not exist', 'Fix: add --policy'
+        run_in_process(cluster, SMALL_QUERY, '--group', 'web'), 2, 'group web does not exist', 'Fix: give its policy'
     )
     place(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY)
     for other in (AFFINITY, ('--soft',)):

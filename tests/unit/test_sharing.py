@@ -55,7 +55,7 @@ def test_first_member_defines_the_group() -> None:
     for later in (Membership('web'), Membership('web', ANTI_AFFINITY), Membership('web', None, True)):
         assert resolve_group(ANTI_AFFINITY_GROUP, later) is ANTI_AFFINITY_GROUP
     with pytest.raises(
-        UsageError, match='group web does not exist. Fix: add --policy affinity or --policy anti-affinity'
+        UsageError, match=r'group web does not exist. Fix: give its policy \(--policy\), affinity or anti-affinity'
     ):
         resolve_group(None, Membership('web'))
     for other in (Membership('web', AFFINITY), Membership('web', None, False)):
