@@ -181,6 +181,13 @@ def is_uuid(text: str) -> bool:
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
+def derive_uuid(base: str, text: str) -> str:
+    """Return the uuid (version 5) of a text in the namespace of another uuid."""
+    import uuid  # imported here because few commands need it, and it is slow to load
+
+    return str(uuid.uuid5(uuid.UUID(base), text))
+
+
 def make_uuid(random_bytes: bytes) -> str:
     """Make a uuid (version 4) from 16 random bytes, without Python's uuid module, which loads slowly."""
     digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'

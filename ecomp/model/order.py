@@ -596,9 +596,7 @@ class SetOrder(Order):
 
 def make_member_uuid(set_uuid: str, number: int) -> str:
     """Return the uuid of an instance of a set, from the set's uuid and the number from 1 on."""
-    import uuid  # imported here because only sets need it
-
-    return str(uuid.uuid5(uuid.UUID(set_uuid), str(number)))
+    return keys.derive_uuid(set_uuid, str(number))
 
 
 def check_order_size(order: SetOrder) -> None:

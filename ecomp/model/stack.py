@@ -45,7 +45,7 @@ class Place(NamedTuple):
     @property
     def instance(self) -> str:
         """The uuid that an instance of this place has."""
-        return _make_uuid(self.epoch, f'{self.entry_name}/{self.incarnation}')
+        return keys.derive_uuid(self.epoch, f'{self.entry_name}/{self.incarnation}')
 
 
 class Entry(NamedTuple):
@@ -68,7 +68,7 @@ class Stack:
     @property
     def attempt(self) -> str:
         """The uuid of the attempt of each apply: two concurrent ones collide at its key."""
-        return _make_uuid(self.epoch, 'apply')
+        return keys.derive_uuid(self.epoch, 'apply')
 
     def make_place(self, entry_name: str, incarnation: int | None = None) -> Place:
         """Return the place of the next instance of an entry, which may be new, or of this incarnation."""
@@ -89,12 +89,6 @@ class Stack:
         """Return the stack after the instances of these entries were destroyed on purpose."""
         ended = {name: self.entries[name]._replace(is_ended=True) for name in entry_names}
         return replace(self, entries={**self.entries, **ended})
-
-
-def _make_uuid(epoch: str, text: str) -> str:
-    import uuid  # imported here because only stacks need it, and it is slow to load
-
-    return str(uuid.uuid5(uuid.UUID(epoch), text))
 
 
 def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack | None:
