@@ -81,7 +81,7 @@ STACKS = {
         'ecomp.scheduler.queries.stacks:_is_newer', return_constant(False), 'applied_after_a_restore'
     ),
     'a killed apply is never taken over': make_bug(
-        'ecomp.scheduler.placing.stack:_check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
+        'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
     ),
     'an apply is placed on disabled computes': make_bug(
         'ecomp.scheduler.placing.stack:StackAttempt._read_offer',
@@ -128,7 +128,7 @@ STACKS = {
         'replaced_beside_create_in_its_room',
     ),
     'a group admits everybody of a stack': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt._deliver_part',
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
         replace_call('join_group', '([], [])'),
         'applied_in_one_group',
     ),

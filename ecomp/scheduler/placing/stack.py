@@ -117,8 +117,8 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     return revision
 
 
-def _check_previous(name: str, owner: Mapping[str, object], entry: Entry) -> None:
-    """Raise Conflict unless the process of another attempt for the stack ran on our machine and has ended."""
+def check_previous(other: str, owner: Mapping[str, object], entry: Entry) -> None:
+    """Raise Conflict unless the process of the `other` attempt ran on our machine and has ended."""
     facts = load_object_or_empty(entry.value)
     host, pid = str(facts.get('host'))[:80], facts.get('pid')
     if host == owner['host'] and type(pid) is int and pid > 0:
@@ -129,7 +129,7 @@ def _check_previous(name: str, owner: Mapping[str, object], entry: Entry) -> Non
         except (PermissionError, OverflowError):
             pass
     raise Conflict(
-        f'stack {name}: another apply is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
+        f'{other} is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
         f'the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
     )
 
@@ -149,7 +149,13 @@ def remove_instances(store: Store, change: StackChange, removals: Sequence[Remov
 
 def _remove_part(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
     """Do what remove_instances() does, in one transaction."""
-    written = commit_with_shared(store, [], [], lambda: _make_stack_change(store, change, {}, removals))
+
+    def make_change() -> Change:
+        return merge_changes(
+            _make_stack_change(change, {}, removals), *(_make_removal(store, removal) for removal in removals)
+        )
+
+    written = commit_with_shared(store, [], [], make_change)
     if written is None:
         raise Conflict(_CHANGED.format(change.stack.name, f'; {UNCHANGED}'))
     failpoint('stack-removed')
@@ -159,17 +165,12 @@ def _remove_part(store: Store, change: StackChange, removals: Sequence[Removal])
     return replace(change, stack=stack, revision=written, removals=remaining)
 
 
-def _make_stack_change(
-    store: Store, change: StackChange, computes: Mapping[Place, str], removals: Sequence[Removal]
-) -> Change:
-    """Return the change that notes deliveries and ends in the stack's key, and destroys the removed instances."""
+def _make_stack_change(change: StackChange, computes: Mapping[Place, str], removals: Sequence[Removal]) -> Change:
+    """Return the change that notes deliveries and ends in the stack's key."""
     key = keys.stack(change.stack.name)
     ended = [removal.entry for removal in removals if not removal.is_replaced]
     stack = change.stack.with_ended(ended).with_delivered(computes)
-    return merge_changes(
-        ([Unchanged(key, change.revision)], [Put(key, to_json(stack))]),
-        *(_make_removal(store, removal) for removal in removals),
-    )
+    return [Unchanged(key, change.revision)], [Put(key, to_json(stack))]
 
 
 def _make_removal(store: Store, removal: Removal) -> Change:
@@ -183,6 +184,38 @@ def _make_removal(store: Store, removal: Removal) -> Change:
     # A replacement takes the name over.
     name = ([], []) if removal.is_replaced else release_name(store, entries.name, record.instance)
     return merge_changes((unchanged, [Delete(entry.key)]), name)
+
+
+def deliver_with_removals(
+    store: Store,
+    deliveries: Sequence[tuple[str, Request]],
+    attempt: Unchanged,
+    removals: Sequence[Removal],
+    make_own_change: Callable[[], Change],
+    ends_attempt: bool,
+) -> int:
+    """Deliver (compute, request) pairs, and destroy the removed instances, in one transaction; see deliver().
+
+    Names and group slots move from replaced instances to new ones. `make_own_change` adds quota and stack.
+    Also returns 0 if others of a group or of the project came first.
+    """
+    removed = [removal.entries.record.instance for removal in removals]
+
+    def make_shared_change() -> Change:
+        places: dict[Membership, dict[str, str]] = {}
+        for compute, request in deliveries:
+            if request.group is not None:
+                places.setdefault(request.group, {})[request.instance] = compute
+        return merge_changes(
+            reserve_names(store, {request.instance: request.name for _, request in deliveries}, removed),
+            *(join_group(store, group, members, removed) for group, members in places.items()),
+            *(_make_removal(store, removal) for removal in removals),
+            make_own_change(),
+        )
+
+    with suppress(Excluded):
+        return deliver(store, deliveries, attempt, None, make_shared_change, ends_attempt=ends_attempt)
+    return 0
 
 
 def _revoke_records(store: Store, removals: Sequence[Removal]) -> None:
@@ -341,11 +374,11 @@ class StackAttempt(Attempt):
         """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
         value = {'version': 1, 'instances': list(self.order.instances), 'query': None, **owner}
 
-        def check_previous(entry: Entry) -> None:
-            _check_previous(self.change.stack.name, owner, entry)
+        def check(entry: Entry) -> None:
+            check_previous(f'stack {self.change.stack.name}: another apply', owner, entry)
             self.movable.clear()  # it may have claimed for the same uuids (rule 13)
 
-        self.revision = announce(self.store, self.lease, self.order.instance, value, True, check_previous)
+        self.revision = announce(self.store, self.lease, self.order.instance, value, True, check)
         entry = self.store.get(keys.stack(self.change.stack.name))
         if entry is None or entry.revision != self.change.revision:
             raise DeliveryRefused(_CHANGED.format(self.change.stack.name, ''))
@@ -444,25 +477,16 @@ class StackAttempt(Attempt):
     ) -> None:
         """Deliver these requests and removals in one transaction, which ends the attempt if it is the last one."""
         deliveries = [(claims[request.instance].compute, request) for request in requests]
-        removed = [removal.entries.record.instance for removal in removals]
         computes = {request.stack: compute for compute, request in deliveries if request.stack}
 
-        def make_shared_change() -> Change:
-            places: dict[Membership, dict[str, str]] = {}
-            for compute, request in deliveries:
-                if request.group is not None:
-                    places.setdefault(request.group, {})[request.instance] = compute
+        def make_own_change() -> Change:
             resources = {request.instance: request.resources for request in requests}
             return merge_changes(
-                reserve_names(self.store, {request.instance: request.name for request in requests}, removed),
-                *(join_group(self.store, membership, members, removed) for membership, members in places.items()),
                 charge_quota(self.store, self.order.project_id, resources),
-                _make_stack_change(self.store, self.change, computes, removals),
+                _make_stack_change(self.change, computes, removals),
             )
 
-        revision = 0
-        with suppress(Excluded):  # others of a group or of the project came first
-            revision = deliver(self.store, deliveries, self.condition, None, make_shared_change, ends_attempt=is_last)
+        revision = deliver_with_removals(self.store, deliveries, self.condition, removals, make_own_change, is_last)
         if not revision:
             raise DeliveryRefused(_CHANGED.format(self.change.stack.name, ''))
         self.change = replace(self.change, stack=self.change.stack.with_delivered(computes), revision=revision)
