@@ -125,18 +125,24 @@ def load_all(
 
 
 def join_group(
-    store: Store, membership: Membership | None, places: Mapping[str, str], replaced: Collection[str] = ()
+    store: Store,
+    membership: Membership | None,
+    places: Mapping[str, str],
+    replaced: Collection[str] = (),
+    dead_compute: str | None = None,
 ) -> Change:
     """Return the change that adds instances to their group; empty without a membership.
 
-    `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
-    UsageError for a new group without a policy, Conflict for another policy or a full group, and Unreadable.
+    `places` is {instance: compute, or '' if queued}. Members on `dead_compute` stay members, but exclude nothing.
+    Raises Excluded if the group's rule forbids some of them, UsageError for a new group without a policy, Conflict for
+    another policy or a full group, and Unreadable.
     """
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
     settled = resolve_group(existing, membership).without_members(*replaced)
-    admitted = filter_admitted(settled, places)
+    dead_members = [member for member, compute in settled.members.items() if compute == dead_compute]
+    admitted = filter_admitted(settled.without_members(*dead_members), places)
     if len(admitted) < len(places):
         raise Excluded(admitted)
     extended = settled.with_members(places)
@@ -269,6 +275,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
     For `record_lease` see release_name(). A malformed group or quota is left as it is, so that the end need not wait
     for a repair. A failed instance has already released its charge, so a manual request to destroy it releases none.
+    That of an evacuated one has moved to its replacement.
     """
     conditions, operations = release_name(store, record.name, record.instance, record_lease)
     with suppress(Unreadable):
@@ -279,7 +286,8 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
     with suppress(Unreadable):
         current, unchanged = load_quota(store, record.project_id)
         conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
-        if current is not None and not (record.state == GONE and record.error is not None):
+        is_released = record.replaced_by is not None or (record.state == GONE and record.error is not None)
+        if current is not None and not is_released:
             operations.append(make_quota_put(current.subtract_used(make_charge(record.resources))))
     return conditions, operations
 

@@ -367,7 +367,7 @@ class Instances:
         """
         instance = request.instance
         stored = self.records.get_to_end(instance)
-        record = stored or make_record(self.compute, request, self.now())
+        record = replace(stored or make_record(self.compute, request, self.now()), replaced_by=request.replaced_by)
         if stored is None:
             self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease

@@ -395,5 +395,6 @@ def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> R
             # find_leftovers() lists no such instance.
             raise EcompError(f'{instance}: has neither a record nor a request')
         record = make_record(compute, request, now)
+    replaced_by = request.replaced_by if isinstance(request, Request) else None
     # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
-    return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT)
+    return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT, replaced_by=replaced_by)
