@@ -309,6 +309,15 @@ _MOVE = _fields({
     'unknown': _is('integer', 'with --without-each: number of guests of which that is not known'),
     'reason': _text('why the guest, or the first guest of the compute, has no place; null if each has one', null=True),
 }, 'one object per guest; with --without-each, one per compute', needs='compute host reason')  # fmt: skip
+_EVACUATED = _fields({
+    'instance': _text('uuid of the guest that was on the host', pattern=UUID),
+    'name': _text('its name, which the new instance has now; null if none', null=True),
+    'replaced_by': _text('uuid of the new instance; null if the guest stays', null=True),
+    'compute': _text('uuid of the compute of the new instance; null if the guest stays', null=True),
+    'host': _text('host name of that compute; null if the guest stays or the name is unknown', null=True),
+    'address': _text('with --wait: address of the new instance; null if not known', null=True),
+    'reason': _text('why the guest stays; null if it does not', null=True),
+}, 'one object per guest')  # fmt: skip
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
 # By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
@@ -358,6 +367,8 @@ SHAPES: Mapping[str, Schema] = {
     'host enable': _outcome(compute=_TARGET),
     'host forget': _outcome(compute=_TARGET),
     'what-if': many(_MOVE),
+    # With --dry-run it is that of `what-if`.
+    'evacuate': many(_EVACUATED),
     'audit': many(_FINDING),
     'doctor': _HEALTH,
 }

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, Options, parse_computes, parse_nothing
+from ecomp.cli.command import (
+    DOCUMENT_OPTIONS,
+    EMPTY_STATUS,
+    LISTING_OPTIONS,
+    Command,
+    Context,
+    Outcomes,
+    make_wait_options,
+)
+from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
-from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
+from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
+    from ecomp.scheduler.operations.evacuate import Evacuated
     from ecomp.scheduler.placing.place import RankedCompute
 
 GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
@@ -129,7 +139,7 @@ def _plan_moves(ctx: Context) -> int:
     from ecomp.scheduler.operations.moves import read_moves
     from ecomp.scheduler.queries.hosts import check_compute_exists
 
-    dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.options.without or ())))
+    dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
     for compute in dead:
         check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
@@ -153,6 +163,80 @@ def _check_what_if(name: str, _: Sequence[str], options: Options) -> None:
     """Raise UsageError unless exactly one of --without and --without-each is given."""
     if bool(options.without) == options.without_each:
         raise UsageError(f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1')
+
+
+def _evacuate(ctx: Context) -> int:
+    """Place the guests of a dead compute anew, with --wait wait for their addresses; return 3 if one stays."""
+    import random
+
+    from ecomp.cli.create import describe_owner
+    from ecomp.cli.selection import confirm_destroy
+    from ecomp.scheduler.operations.evacuate import check_silent, evacuate
+    from ecomp.scheduler.operations.moves import read_moves
+    from ecomp.scheduler.queries.hosts import check_compute_exists
+
+    if ctx.options.dry_run:
+        return _plan_moves(ctx)
+    target = ctx.resolve_compute(ctx.words[0])
+    check_compute_exists(ctx.computes, lambda: ctx.placement, target)
+    host = ctx.computes.format_name(target)
+    check_silent(ctx.store, target, host)
+    guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
+    moves = planner.plan_moves(guests.get(target, ()), [target])
+    lost = [move.guest.request for move in moves if move.candidate is not None]
+    if lost:
+        ctx.out.say(f'{len(lost)} disk{"s" if len(lost) > 1 else ""} on {host} are lost')
+    confirm_destroy(ctx, [get_holdings(request).name or request.instance for request in lost])
+    outcomes: list[Evacuated] = []
+    code = 0
+
+    def report(outcome: Evacuated) -> None:
+        outcomes.append(outcome)
+        progress = f'evacuated to {ctx.computes.format_name(outcome.compute)}, as {outcome.replaced_by}'
+        ctx.out.say(
+            f'{outcome.name or outcome.instance}: {progress if outcome.compute else f"stays: {outcome.reason}"}'
+        )
+
+    again = f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
+    try:
+        owner = describe_owner(make_timestamp())
+        released = evacuate(ctx.store, ctx.placement, target, host, owner, random.Random(), make_timestamp, report)
+        for consumer in released:
+            ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
+    except KeyboardInterrupt:
+        ctx.out.say(f'interrupted: not all guests of {host} are evacuated. {again}')
+        code = StillGoing.exit_code
+    except EcompError as error:  # what was evacuated before is printed, too
+        ctx.out.say(put_before_fix(ctx.out.format_error(error), f'. {again}'))
+        code = error.exit_code
+    moved = {outcome.replaced_by: outcome for outcome in outcomes if outcome.compute}
+    addresses: Mapping[str, Mapping[str, Any]] = {}
+    if moved and not code and ctx.options.wait is not None:
+        code, addresses = _wait_for_evacuated(ctx, moved)
+    elif moved:
+        ctx.out.say(f'{host}: {len(moved)} evacuated. Try: eschedule list')
+    ctx.show(make_evacuation_listing(outcomes, addresses, ctx.computes))
+    return code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
+
+
+def _wait_for_evacuated(ctx: Context, moved: Mapping[str, Evacuated]) -> tuple[int, Mapping[str, Mapping[str, Any]]]:
+    """Wait until new instances have an address; return the exit code, and {instance: its status}."""
+    from ecomp.cli.change import wait_and_report
+    from ecomp.store.sharing import KeyIndex
+
+    results = Outcomes(ctx, list(moved), **EMPTY_STATUS)
+    ctx.display_names |= {instance: outcome.name for instance, outcome in moved.items() if outcome.name}
+    index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
+    wait_and_report(ctx, results, lambda instance: instance, index, show_progress=lambda _: None)
+    return results.exit_code, results.results
+
+
+def _check_evacuate(name: str, words: Sequence[str], options: Options) -> None:
+    """Raise UsageError unless --fenced or --dry-run is given."""
+    if not options.fenced and not options.dry_run:
+        risk = 'a guest that still runs there would run twice'
+        cure = f'switch the machine off, then eschedule {name} {words[0]} --fenced; --dry-run only plans'
+        raise UsageError(f'{name}: needs --fenced, which confirms that the machine is off: {risk}. Fix: {cure}')
 
 
 def _audit(ctx: Context) -> int:
@@ -224,6 +308,26 @@ def make_move_listing(moves: Sequence[Move], known_computes: Computes) -> Listin
         rows.append(Row(cells, {**guest, **place, **fits}))
     columns = [Column('NAME'), Column('INSTANCE', 1, UUID), Column('FROM'), Column('TO'), Column('REASON', folds=True)]
     return Listing(columns, sorted(rows, key=lambda row: tuple(map(make_sort_key, row.cells))))
+
+
+def make_evacuation_listing(
+    outcomes: Sequence[Evacuated], statuses: Mapping[str, Mapping[str, Any]], known_computes: Computes
+) -> Listing:
+    """List evacuated guests by name, with their new instance, its compute and its address, or why they stay."""
+    rows = []
+    for outcome in outcomes:
+        new, compute = outcome.replaced_by or None, outcome.compute or None
+        host, address = (
+            known_computes.find_hostname(outcome.compute),
+            statuses.get(outcome.replaced_by, {}).get('address'),
+        )
+        reason = known_computes.replace_uuids(outcome.reason) or None
+        place = {'replaced_by': new, 'compute': compute, 'host': host, 'address': address, 'reason': reason}
+        cells = [outcome.name, outcome.instance, new, compute and known_computes.format_name(compute), address, reason]
+        rows.append(Row(cells, {'instance': outcome.instance, 'name': outcome.name, **place}))
+    rows.sort(key=lambda row: tuple(map(make_sort_key, row.cells)))
+    columns = [Column('NAME'), Column('OLD', 2, UUID), Column('INSTANCE', 1, UUID), Column('HOST')]
+    return Listing([*columns, Column('ADDRESS', 2), Column('REASON', folds=True)], rows)
 
 
 def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
@@ -360,6 +464,17 @@ COMMANDS: Sequence[Command] = (
             'placement of all may still exist. Exit 3 if a guest would have no place, or if that is not known.',
             parse_nothing, _plan_moves, {'without': '', 'without_each': '', **LISTING_OPTIONS}, (3, 4, 5),
             example='eschedule what-if --without-each', check=_check_what_if),
+    Command('evacuate', 'evacuate <host>', 'place the guests of a dead host anew',
+            'Place each guest of a dead host anew on another one: a new instance of the same name, query, image, keys, '
+            'user-data, group, project and stack. Its DISK IS LOST, and its image boots again. The host is disabled '
+            'first. The command is refused while the ecompute of the host is alive. A guest that has no place '
+            'elsewhere stays as it was, and so does one with --on or in_tree=; the reason is printed (exit 3). If the '
+            'host comes back, it destroys what was replaced. If the command is interrupted, repeat it: it continues.',
+            parse_compute, _evacuate,
+            {'fenced': 'confirm that the machine is off: guests that still run there would run twice',
+             'dry_run': 'print the plan, as `eschedule what-if --without <host>` does; change nothing', 'yes': '',
+             **make_wait_options('every new instance has an address'), **LISTING_OPTIONS},
+            (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced', check=_check_evacuate),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
             'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '

@@ -111,7 +111,9 @@ def destroy(
                 raise
             return f'{instance}: gone'
         if entries.is_destroying:
-            return f'{instance}: is already being destroyed on {entries.record.compute}'
+            new = entries.request.replaced_by if entries.request else None
+            successor = f'; it was evacuated, and instance {new} replaces it' if new else ''
+            return f'{instance}: is already being destroyed on {entries.record.compute}{successor}'
         commit, message = _prepare_destroy(store, entries, find_claiming_compute)
         if commit() is None:
             return None
@@ -165,8 +167,13 @@ def _prepare_destroy(
     return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts]), message
 
 
-def make_tombstone(store: Store, entries: InstanceEntries) -> tuple[list[Unchanged], Put]:
-    """Return the write that asks the instance's compute to destroy it, and the conditions of that write."""
+def make_tombstone(
+    store: Store, entries: InstanceEntries, replaced_by: str | None = None
+) -> tuple[list[Unchanged], Put]:
+    """Return the write that asks the instance's compute to destroy it, and the conditions of that write.
+
+    `replaced_by`: the instance to which it was evacuated.
+    """
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
     request = entries.request
@@ -180,6 +187,7 @@ def make_tombstone(store: Store, entries: InstanceEntries) -> tuple[list[Unchang
         group=request.group if request else _read_membership(store, record),
         former_resources=request.resources if request else record.resources,
         stack=request.stack if request else record.stack,
+        replaced_by=replaced_by,
     )
     stages = {name: time for name, time in record.stages.items() if time}
     tombstone = add_time(to_json(replace(bare, query=record.query, stages=stages)), format_time(datetime.now(UTC)))

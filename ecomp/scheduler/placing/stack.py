@@ -68,11 +68,15 @@ _CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command agai
 
 
 class Removal(NamedTuple):
-    """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry."""
+    """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry.
+
+    `replaced_by` is the new instance if the old one is evacuated.
+    """
 
     entry: str
     entries: InstanceEntries
     is_replaced: bool
+    replaced_by: str | None = None
 
 
 class NoRoom(NoCapacity):
@@ -178,7 +182,7 @@ def _make_removal(store: Store, removal: Removal) -> Change:
     entries = removal.entries
     record, entry = entries.record, entries.record_entry
     if record.state != ERROR or entries.request_entry is not None or entry is None:
-        conditions, tombstone = make_tombstone(store, entries)
+        conditions, tombstone = make_tombstone(store, entries, removal.replaced_by)
         return conditions, [tombstone]
     unchanged = [Unchanged(entry.key, entry.revision), Unchanged(keys.request(record.compute, record.instance), 0)]
     # A replacement takes the name over.
@@ -200,6 +204,8 @@ def deliver_with_removals(
     Also returns 0 if others of a group or of the project came first.
     """
     removed = [removal.entries.record.instance for removal in removals]
+    # An evacuation moves a group from a dead compute one by one.
+    dead_compute = next((each.entries.record.compute for each in removals if each.replaced_by), None)
 
     def make_shared_change() -> Change:
         places: dict[Membership, dict[str, str]] = {}
@@ -208,7 +214,7 @@ def deliver_with_removals(
                 places.setdefault(request.group, {})[request.instance] = compute
         return merge_changes(
             reserve_names(store, {request.instance: request.name for _, request in deliveries}, removed),
-            *(join_group(store, group, members, removed) for group, members in places.items()),
+            *(join_group(store, group, members, removed, dead_compute) for group, members in places.items()),
             *(_make_removal(store, removal) for removal in removals),
             make_own_change(),
         )

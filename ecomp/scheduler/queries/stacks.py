@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ecomp.errors import Unreadable
+from ecomp.errors import Conflict, Unreadable
 from ecomp.model import keys
 from ecomp.model.apply import Existing
 from ecomp.model.order import Request, parse_request
@@ -121,6 +121,41 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
     store.snapshot(keys.HOSTS, transform=collect)
     return places
+
+
+def find_next_place(store: Store, request: Request) -> Place | None:
+    """Return the place of an evacuated instance's replacement; None if its stack does not have the instance.
+
+    Conflict if the stack has a newer instance of the entry, Unreadable for a malformed key.
+    """
+    stack = load_stack(store, request.stack.name)[0] if request.stack else None
+    if stack is None or request.stack is None or not _is_last(stack, request.stack, request.instance):
+        return None
+    return request.stack._replace(incarnation=max(request.stack.incarnation, stack.floor) + 1)
+
+
+def make_move(store: Store, old: Place | None, new: Place | None, compute: str) -> Change:
+    """Return the change that notes an evacuation in its stack's key; empty without a new place.
+
+    Conflict if the stack has a newer instance of the entry, Unreadable for a malformed key.
+    """
+    if old is None or new is None:
+        return [], []
+    stack, revision = load_stack(store, new.name)
+    if stack is None or not _is_last(stack, old, old.instance):
+        raise Conflict(f'stack {new.name} does not have its instance {old.instance}. Try: eschedule audit')
+    key = keys.stack(new.name)
+    return [Unchanged(key, revision)], [Put(key, to_json(stack.with_delivered({new: compute})))]
+
+
+def _is_last(stack: Stack, place: Place, instance: str) -> bool:
+    """Return True for the last instance of its entry, also if the stack's key lacks it; Conflict for an earlier one."""
+    if (place.epoch, place.instance) != (stack.epoch, instance):
+        return False
+    last = stack.entries.get(place.entry_name)
+    if last is not None and last.incarnation > place.incarnation:
+        raise Conflict(f'stack {stack.name} has a newer instance of {place.entry_name}. Try: eschedule audit')
+    return True
 
 
 def make_end(store: Store, place: Place | None) -> Change:

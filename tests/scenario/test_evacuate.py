@@ -1,0 +1,136 @@
+"""`eschedule evacuate` with real etcd and placement, and fake computes: what moves, what stays, and a host's return."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from ecomp.model import keys
+from tests.kit.by_hand import put_claim
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.invariants import check_invariants, read_allocations
+from tests.kit.servers import wait_until
+from tests.kit.sharing import kill_and_lapse
+from tests.kit.stacks import write_stack
+from tests.kit.story import IMAGE, wait_state
+
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+LARGE = 'resources=VCPU:6,DISK_GB:1,MEMORY_MB:64'
+ROOMY = 'VCPU:16,DISK_GB:40,MEMORY_MB:2048'
+
+
+def create(control: Control, name: str, *words: str, query: str = SMALL) -> list[str]:
+    """Create an instance, or a set with --count, and return the uuids once they are active."""
+    result = control.eschedule(query, IMAGE, '--name', name, '--project', 'shop', '-f', 'json', *words)
+    assert result.code == 0, result
+    instances = [str(row['instance']) for row in json.loads(result.stdout)]
+    for instance in instances:
+        wait_state(control, instance, 'active')
+    return instances
+
+
+def evacuate(control: Control, compute: Ecompute, *words: str) -> Result:
+    return control.eschedule('evacuate', compute.uuid, '--fenced', '--yes', '-f', 'json', *words)
+
+
+def read_rows(result: Result) -> dict[str, dict[str, Any]]:
+    """Return the rows of the JSON by the names of the guests."""
+    return {row['name']: row for row in json.loads(result.stdout)}
+
+
+def read_value(control: Control, key: str) -> Any:
+    """Return the JSON value of a key; None without it."""
+    value = control.etcd.get(key)
+    return None if value is None else json.loads(value)
+
+
+def read_used(control: Control) -> dict[str, int]:
+    return dict(read_value(control, keys.quota('shop'))['used'])
+
+
+def test_guests_of_a_dead_host_are_placed_anew_and_the_host_that_returns_destroys_the_old_ones(
+    cluster: Control,
+) -> None:
+    dead = cluster.ecompute(ROOMY)
+    assert cluster.eschedule('quota', 'set', 'shop', 'instances=20').code == 0
+    old = {'web': create(cluster, 'web')[0], 'big': create(cluster, 'big', query=LARGE)[0]}
+    old |= dict(
+        zip(
+            ('near-1', 'near-2'),
+            create(cluster, 'near', '--count', '2', '--group', 'near', '--policy', 'affinity'),
+            strict=True,
+        )
+    )
+    apart = ('--group', 'apart', '--policy', 'anti-affinity')
+    old['apart1'] = create(cluster, 'apart1', *apart)[0]
+    old['pinned'] = create(cluster, 'pinned', '--on', dead.uuid)[0]
+    shop = write_stack(cluster, {'db': {}, 'web': {'count': 2}})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    others = [cluster.ecompute('VCPU:5,DISK_GB:40,MEMORY_MB:2048') for _ in range(2)]
+    create(cluster, 'apart2', '--on', others[0].uuid, *apart)
+    used, stack = read_used(cluster), read_value(cluster, keys.stack('shop'))
+    orphan = str(uuid.uuid4())
+    kill_and_lapse(cluster, dead)
+    put_claim(cluster, orphan, dead.uuid)
+
+    plan = cluster.eschedule('evacuate', dead.uuid, '--dry-run', '-f', 'json')
+    result = evacuate(cluster, dead, '--wait')
+
+    assert (plan.code, result.code) == (3, 3), result
+    rows = read_rows(result)
+    assert {name for name, row in rows.items() if row['reason']} == {'big', 'pinned'}
+    assert rows['pinned']['reason'].startswith('its query allows only')
+    moved = {name: row for name, row in rows.items() if row['replaced_by']}
+    assert moved.keys() == {'web', 'near-1', 'near-2', 'apart1', 'shop-db', 'shop-web-1', 'shop-web-2'}
+    assert all(row['address'] for row in moved.values())
+    for name, row in moved.items():
+        compute, instance, former = row['compute'], row['replaced_by'], row['instance']
+        request, tombstone = (
+            read_value(cluster, key) for key in (keys.request(compute, instance), keys.request(dead.uuid, former))
+        )
+        assert compute in {other.uuid for other in others}
+        assert (request['name'], request['replaces']) == (name, former)
+        assert (tombstone['allocations'], tombstone['replaced_by']) == ({}, instance)
+        assert read_value(cluster, keys.name(name))['instance'] == instance
+        assert wait_state(cluster, instance, 'active')['replaces'] == former
+        if not name.startswith('shop-'):
+            assert former == old[name]
+            assert instance == str(uuid.uuid5(uuid.UUID(former), 'evacuated'))
+    assert moved['near-1']['compute'] == moved['near-2']['compute']
+    assert moved['apart1']['compute'] == others[1].uuid
+    assert orphan not in read_allocations(cluster)
+    assert read_used(cluster) == used
+    members = read_value(cluster, keys.group('near'))['members']
+    assert members == {moved[name]['replaced_by']: moved[name]['compute'] for name in ('near-1', 'near-2')}
+    entries = read_value(cluster, keys.stack('shop'))['entries']
+    assert {name: entry['incarnation'] for name, entry in entries.items()} == dict.fromkeys(stack['entries'], 2)
+    unchanged = cluster.eschedule('apply', shop, '--dry-run', '-f', 'json')
+    assert unchanged.code == 0, unchanged
+    assert {row['action'] for row in json.loads(unchanged.stdout)['instances']} == {'keep'}
+
+    again = evacuate(cluster, dead)
+
+    assert (again.code, read_rows(again).keys()) == (3, {'big', 'pinned'}), again
+    assert f'instance {moved["web"]["replaced_by"]} replaces it' in cluster.eschedule('destroy', old['web']).stderr
+    dead.start()
+    for row in moved.values():
+        wait_state(cluster, row['instance'], 'gone')
+    assert read_used(cluster) == used
+    for name, row in moved.items():
+        assert read_value(cluster, keys.name(name))['instance'] == row['replaced_by']
+    assert read_value(cluster, keys.stack('shop'))['entries'] == entries
+    assert wait_until(
+        lambda: (
+            dead.uuid
+            not in {
+                c
+                for held in (read_allocations(cluster).get(row['instance'], {}) for row in moved.values())
+                for c in held
+            }
+        ),
+        20,
+        'released',
+    )
+    assert cluster.eschedule('host', 'enable', dead.uuid).code == 0
+    check_invariants(cluster, dead, *others)
