@@ -52,6 +52,7 @@ SCRIPTS = (
     Script('sets', 60, 900),
     Script('apply', 60, 600),
     Script('what_if', 120, 600),
+    Script('evacuate', 120, 900),
     Script('pull', 120, 1800),
     Script('comparison', 120, 3600, quickly=False),
     Script('image_to_disk', 120, 300, lab='benchi'),
