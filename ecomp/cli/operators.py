@@ -6,15 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ecomp.cli.command import (
-    DOCUMENT_OPTIONS,
-    EMPTY_STATUS,
-    LISTING_OPTIONS,
-    Command,
-    Context,
-    Outcomes,
-    make_wait_options,
-)
+from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
 from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
@@ -169,74 +161,53 @@ def _evacuate(ctx: Context) -> int:
     """Place the guests of a dead compute anew, with --wait wait for their addresses; return 3 if one stays."""
     import random
 
+    from ecomp.cli.change import wait_and_report
     from ecomp.cli.create import describe_owner
     from ecomp.cli.selection import confirm_destroy
-    from ecomp.scheduler.operations.evacuate import check_silent, evacuate
     from ecomp.scheduler.operations.moves import read_moves
+    from ecomp.scheduler.placing.evacuate import check_silent, evacuate
     from ecomp.scheduler.queries.hosts import check_compute_exists
+    from ecomp.store.sharing import KeyIndex
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
-    target = ctx.resolve_compute(ctx.words[0])
+    if not ctx.options.fenced:
+        cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
+        raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
+    target, outcomes, code = ctx.resolve_compute(ctx.words[0]), list['Evacuated'](), 0
     check_compute_exists(ctx.computes, lambda: ctx.placement, target)
-    host = ctx.computes.format_name(target)
+    host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     check_silent(ctx.store, target, host)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = planner.plan_moves(guests.get(target, ()), [target])
     lost = [move.guest.request for move in moves if move.candidate is not None]
-    if lost:
-        ctx.out.say(f'{len(lost)} disk{"s" if len(lost) > 1 else ""} on {host} are lost')
+    ctx.out.say(f'{len(lost)} disk{"" if len(lost) == 1 else "s"} on {host} {"is" if len(lost) == 1 else "are"} lost')
     confirm_destroy(ctx, [get_holdings(request).name or request.instance for request in lost])
-    outcomes: list[Evacuated] = []
-    code = 0
 
     def report(outcome: Evacuated) -> None:
         outcomes.append(outcome)
-        progress = f'evacuated to {ctx.computes.format_name(outcome.compute)}, as {outcome.replaced_by}'
-        ctx.out.say(
-            f'{outcome.name or outcome.instance}: {progress if outcome.compute else f"stays: {outcome.reason}"}'
-        )
+        new = f'evacuated to {ctx.computes.format_name(outcome.compute)} as {outcome.replaced_by}'
+        ctx.out.say(f'{outcome.name or outcome.instance}: {f"stays: {outcome.reason}" if outcome.reason else new}')
 
-    again = f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     try:
-        owner = describe_owner(make_timestamp())
-        released = evacuate(ctx.store, ctx.placement, target, host, owner, random.Random(), make_timestamp, report)
-        for consumer in released:
+        owner, rng = describe_owner(make_timestamp()), random.Random()
+        for consumer in evacuate(ctx.store, ctx.placement, target, host, owner, rng, make_timestamp, report):
             ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
     except KeyboardInterrupt:
-        ctx.out.say(f'interrupted: not all guests of {host} are evacuated. {again}')
+        ctx.out.say(f'interrupted: guests of {host} may not be evacuated yet. {again}')
         code = StillGoing.exit_code
-    except EcompError as error:  # what was evacuated before is printed, too
+    except EcompError as error:  # what was evacuated before is printed
         ctx.out.say(put_before_fix(ctx.out.format_error(error), f'. {again}'))
         code = error.exit_code
-    moved = {outcome.replaced_by: outcome for outcome in outcomes if outcome.compute}
-    addresses: Mapping[str, Mapping[str, Any]] = {}
+    moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
+    statuses = Outcomes(ctx, list(moved), address=None)
     if moved and not code and ctx.options.wait is not None:
-        code, addresses = _wait_for_evacuated(ctx, moved)
+        index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
+        wait_and_report(ctx, statuses, lambda instance: instance, index, show_progress=lambda _: None)
     elif moved:
-        ctx.out.say(f'{host}: {len(moved)} evacuated. Try: eschedule list')
-    ctx.show(make_evacuation_listing(outcomes, addresses, ctx.computes))
-    return code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
-
-
-def _wait_for_evacuated(ctx: Context, moved: Mapping[str, Evacuated]) -> tuple[int, Mapping[str, Mapping[str, Any]]]:
-    """Wait until new instances have an address; return the exit code, and {instance: its status}."""
-    from ecomp.cli.change import wait_and_report
-    from ecomp.store.sharing import KeyIndex
-
-    results = Outcomes(ctx, list(moved), **EMPTY_STATUS)
-    ctx.display_names |= {instance: outcome.name for instance, outcome in moved.items() if outcome.name}
-    index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
-    wait_and_report(ctx, results, lambda instance: instance, index, show_progress=lambda _: None)
-    return results.exit_code, results.results
-
-
-def _check_evacuate(name: str, words: Sequence[str], options: Options) -> None:
-    """Raise UsageError unless --fenced or --dry-run is given."""
-    if not options.fenced and not options.dry_run:
-        risk = 'a guest that still runs there would run twice'
-        cure = f'switch the machine off, then eschedule {name} {words[0]} --fenced; --dry-run only plans'
-        raise UsageError(f'{name}: needs --fenced, which confirms that the machine is off: {risk}. Fix: {cure}')
+        ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
+    ctx.show(make_evacuation_listing(outcomes, statuses.results, ctx.computes))
+    return code or statuses.exit_code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
 
 
 def _audit(ctx: Context) -> int:
@@ -315,19 +286,27 @@ def make_evacuation_listing(
 ) -> Listing:
     """List evacuated guests by name, with their new instance, its compute and its address, or why they stay."""
     rows = []
-    for outcome in outcomes:
-        new, compute = outcome.replaced_by or None, outcome.compute or None
-        host, address = (
-            known_computes.find_hostname(outcome.compute),
-            statuses.get(outcome.replaced_by, {}).get('address'),
-        )
-        reason = known_computes.replace_uuids(outcome.reason) or None
-        place = {'replaced_by': new, 'compute': compute, 'host': host, 'address': address, 'reason': reason}
-        cells = [outcome.name, outcome.instance, new, compute and known_computes.format_name(compute), address, reason]
-        rows.append(Row(cells, {'instance': outcome.instance, 'name': outcome.name, **place}))
-    rows.sort(key=lambda row: tuple(map(make_sort_key, row.cells)))
-    columns = [Column('NAME'), Column('OLD', 2, UUID), Column('INSTANCE', 1, UUID), Column('HOST')]
-    return Listing([*columns, Column('ADDRESS', 2), Column('REASON', folds=True)], rows)
+    for old, name, new, compute, reason in sorted(outcomes, key=lambda each: make_sort_key(each.name)):
+        place = {'replaced_by': new or None, 'compute': compute or None, 'host': known_computes.find_hostname(compute)}
+        address, reason = statuses.get(new, {}).get('address'), known_computes.replace_uuids(reason)
+        cells = [
+            name,
+            old,
+            new or None,
+            compute and known_computes.format_name(compute) or None,
+            address,
+            reason or None,
+        ]
+        value = {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}
+        rows.append(Row(cells, value))
+    columns = [
+        Column('NAME'),
+        Column('OLD', 2, UUID),
+        Column('INSTANCE', 1, UUID),
+        Column('HOST'),
+        Column('ADDRESS', 2),
+    ]
+    return Listing([*columns, Column('REASON', folds=True)], rows)
 
 
 def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
@@ -474,7 +453,7 @@ COMMANDS: Sequence[Command] = (
             {'fenced': 'confirm that the machine is off: guests that still run there would run twice',
              'dry_run': 'print the plan, as `eschedule what-if --without <host>` does; change nothing', 'yes': '',
              **make_wait_options('every new instance has an address'), **LISTING_OPTIONS},
-            (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced', check=_check_evacuate),
+            (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced'),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
             'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '

@@ -124,38 +124,27 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
 
 def find_next_place(store: Store, request: Request) -> Place | None:
-    """Return the place of an evacuated instance's replacement; None if its stack does not have the instance.
-
-    Conflict if the stack has a newer instance of the entry, Unreadable for a malformed key.
-    """
-    stack = load_stack(store, request.stack.name)[0] if request.stack else None
-    if stack is None or request.stack is None or not _is_last(stack, request.stack, request.instance):
+    """Return the place of an evacuated instance's replacement; None if its stack does not have the instance."""
+    place = request.stack
+    stack = load_stack(store, place.name)[0] if place else None
+    if place is None or stack is None or (place.epoch, place.instance) != (stack.epoch, request.instance):
         return None
-    return request.stack._replace(incarnation=max(request.stack.incarnation, stack.floor) + 1)
+    return place._replace(incarnation=max(place.incarnation, stack.floor) + 1)
 
 
-def make_move(store: Store, old: Place | None, new: Place | None, compute: str) -> Change:
-    """Return the change that notes an evacuation in its stack's key; empty without a new place.
+def make_move(store: Store, place: Place | None, compute: str, silent: Unchanged) -> Change:
+    """Return the change that notes an evacuation in a stack's key, if any, while the old compute is silent.
 
-    Conflict if the stack has a newer instance of the entry, Unreadable for a malformed key.
+    Conflict if the stack has another instance there.
     """
-    if old is None or new is None:
-        return [], []
-    stack, revision = load_stack(store, new.name)
-    if stack is None or not _is_last(stack, old, old.instance):
-        raise Conflict(f'stack {new.name} does not have its instance {old.instance}. Try: eschedule audit')
-    key = keys.stack(new.name)
-    return [Unchanged(key, revision)], [Put(key, to_json(stack.with_delivered({new: compute})))]
-
-
-def _is_last(stack: Stack, place: Place, instance: str) -> bool:
-    """Return True for the last instance of its entry, also if the stack's key lacks it; Conflict for an earlier one."""
-    if (place.epoch, place.instance) != (stack.epoch, instance):
-        return False
-    last = stack.entries.get(place.entry_name)
-    if last is not None and last.incarnation > place.incarnation:
-        raise Conflict(f'stack {stack.name} has a newer instance of {place.entry_name}. Try: eschedule audit')
-    return True
+    if place is None:
+        return [silent], []
+    stack, revision = load_stack(store, place.name)
+    last = stack.entries.get(place.entry_name) if stack else None
+    if stack is None or stack.epoch != place.epoch or (last is not None and last.incarnation >= place.incarnation):
+        raise Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule audit')
+    delivered = to_json(stack.with_delivered({place: compute}))
+    return [silent, Unchanged(keys.stack(place.name), revision)], [Put(keys.stack(place.name), delivered)]
 
 
 def make_end(store: Store, place: Place | None) -> Change:
