@@ -286,6 +286,7 @@ ROWS = [
     Row(APPLY, Conflict, 'another eschedule changed it; .*(its claim stays|release its claim)', promises_nothing),
     Row(APPLY, Conflict, '(another apply is in flight, .*|instances conflict); nothing was changed', has_left_nothing),
     Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
+    Row(APPLY, StillGoing, '^interrupted: the change of stack .* may be carried out', promises_nothing),
     Row(
         PLACEMENT_COMMANDS,
         Conflict,

@@ -271,11 +271,12 @@ def test_list_and_show(cluster: Control) -> None:
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
     assert listed == [shown]
-    assert shown == {**(read_record(cluster, first) or {}), 'host': socket.gethostname()}
+    host = {'host': socket.gethostname(), 'host_state': 'up', 'stale': False}
+    assert shown == {**(read_record(cluster, first) or {}), **host}
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
         'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why',
-        'boots', 'host',
+        'boots', 'host', 'host_state', 'stale',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())

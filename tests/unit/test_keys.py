@@ -138,7 +138,7 @@ KEYS = [
     ('/stacks/shop', False, True),
     ('/released/ab/1', True, True),
     (f'/requests/{SUBJECT}', False, True),
-    ('/user-data/ab', False, True),
+    ('/user-data/ab', True, True),
     ('/audit/a', False, True),
     (f'/audit/a/{OWN}', False, True),
     ('/flavors/small', False, False),
