@@ -11,7 +11,7 @@ from tests.model.acting import Actor
 from tests.model.cloud import Cloud
 
 Json = dict[str, Any]
-PLACEMENT_COMMANDS = ('create', 'queue', 'apply')
+PLACEMENT_COMMANDS = ('create', 'queue', 'apply', 'evacuate')
 TERMINAL_STATES = ('gone', 'error')
 
 

@@ -29,8 +29,8 @@ CLAIM = 'claim'
 # SIGTERM or a smaller inventory.
 CAPACITY = 'capacity'
 # A name belongs to one instance: that of the one request or queue entry with this name, from its delivery until the
-# transaction that ends it. A tombstone still has its name, unless it was replaced in its stack; an instance in error or
-# gone has none.
+# transaction that ends it. A tombstone still has its name, unless it was replaced in its stack, or evacuated; an
+# instance in error or gone has none.
 NAME = 'name'
 # An entry of a stack has at most one living instance: the one that the stack's key names, if there is that key.
 ENTRY = 'entry'
@@ -155,7 +155,9 @@ class Invariants:
                 yield f'the name {name} is requested by {requesters}, and held by {holder_name}'
 
     def _is_replaced(self, key: str, request: _Request) -> bool:
-        """Return True for a tombstone whose stack has a newer instance, to which the name went."""
+        """Return True for a tombstone of an instance that was evacuated, or whose stack has a newer one."""
+        if request.is_tombstone and request.is_evacuated:
+            return True
         if not request.is_tombstone or request.place is None:
             return False
         return self._find_named(request.place) not in (key, None)
@@ -196,17 +198,18 @@ class _Request(NamedTuple):
     name: str | None
     place: Place | None
     is_tombstone: bool
+    is_evacuated: bool
 
 
 @lru_cache(maxsize=4096)
 def _parse(value: bytes) -> _Request:
     """Parse a request or a queue entry; all is missing if it is malformed."""
     parsed = load_object_or_empty(value)
-    is_tombstone = parsed.get('allocations') == {}
+    state = parsed.get('allocations') == {}, bool(parsed.get('replaced_by'))
     try:
-        return _Request(parsed.get('name'), parse_place(parsed.get('stack')), is_tombstone)
+        return _Request(parsed.get('name'), parse_place(parsed.get('stack')), *state)
     except ValueError:
-        return _Request(parsed.get('name'), None, is_tombstone)
+        return _Request(parsed.get('name'), None, *state)
 
 
 def is_living_request(entry: Entry) -> bool:

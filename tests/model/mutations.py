@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tests.model.explorer import Scenario, search
+from tests.model.mutations_evacuated import EVACUATED
 from tests.model.mutations_host import HOST
 from tests.model.mutations_stacks import STACKS
 from tests.model.mutations_told import PAIRED, REPORTED
@@ -199,7 +200,7 @@ SHARED = {
         'ecomp.scheduler.changes.change:make_tombstone', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
-MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **STACKS, **REPORTED, **PAIRED}
+MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **STACKS, **EVACUATED, **REPORTED, **PAIRED}
 
 
 class Detection(NamedTuple):

@@ -159,7 +159,9 @@ def check_guests(facts: Facts) -> Iterator[str]:
 
 def check_shared(facts: Facts) -> Iterator[str]:
     """Names, groups and quotas match the instances that are requested or queued."""
-    owners = {instance: (compute, request) for compute, instance, request in facts.requests}
+    # What an evacuated instance had is its replacement's.
+    requests = [each for each in facts.requests if not each[2].get('replaced_by')]
+    owners = {instance: (compute, request) for compute, instance, request in requests}
     owners |= {instance: ('', request) for instance, request in facts.waiting.items()}
     requested_names = {request['name']: instance for instance, (_, request) in owners.items() if request.get('name')}
     names = {name: value['instance'] for name, value in facts.families.get('names', {}).items() if not value[''].lease}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.model import (
     scenarios_claims,
+    scenarios_evacuated,
     scenarios_few,
     scenarios_hands,
     scenarios_hosts,
@@ -28,6 +29,6 @@ MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
-    *(scenarios_restored, scenarios_stacks),
+    *(scenarios_restored, scenarios_stacks, scenarios_evacuated),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

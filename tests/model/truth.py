@@ -77,6 +77,16 @@ def is_delivered(end: FinalState, sentence: Sentence) -> bool:
     )
 
 
+def is_evacuated(end: FinalState, sentence: Sentence) -> bool:
+    """Each new instance is requested of the reported compute, or has ended; no old one is."""
+    assert isinstance(sentence.outcome, tuple)
+    return all(
+        keys.request(each.compute, each.replaced_by) in end.entries or end.has_ended(each.replaced_by)
+        for each in sentence.outcome
+        if each.replaced_by
+    ) and not any(each.replaced_by and end.is_requested(each.instance) for each in sentence.outcome)
+
+
 def is_queued(end: FinalState, sentence: Sentence) -> bool:
     """The instance is queued, a compute has taken it, or it has ended."""
     return all(end.has_entry(instance) or end.has_ended(instance) for instance in sentence.actor.subjects)
@@ -269,6 +279,9 @@ ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
     Row(ANY, KeyboardInterrupt, '', promises_nothing),
+    # eschedule evacuate
+    Row(('evacuate',), tuple, '', is_evacuated),
+    Row(('evacuate',), EcompError, '', promises_nothing),
     # eschedule QUERY, eschedule apply
     Row(CREATE + APPLY, dict, '', is_delivered),
     Row(CREATE + APPLY, Unreachable, 'its claim (stays|within)', is_not_placed),

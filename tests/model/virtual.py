@@ -88,7 +88,7 @@ def _virtual_wait(event: threading.Event, timeout: float | None = None) -> bool:
     return event.is_set()
 
 
-def _find_pid() -> int:
+def find_pid() -> int:
     """Return the process id of the current actor; that of the scene belongs to nobody."""
     world = CurrentWorld.get()
     assert world is not None
@@ -116,6 +116,7 @@ def _virtual_ask_placement(placement: object, *_: object) -> Future[tuple[object
 def _make_apply_patches() -> list[Any]:
     """Patch `eschedule apply`: its file is that of its context, and its process is its actor."""
     import ecomp.cli.apply
+    import ecomp.scheduler.placing.evacuate
     import ecomp.scheduler.placing.stack
     import ecomp.scheduler.queries.find
     import ecomp.scheduler.queries.stacks
@@ -123,15 +124,16 @@ def _make_apply_patches() -> list[Any]:
     system = SimpleNamespace(kill=_virtual_kill, urandom=lambda _: uuid.uuid4().bytes)
     return [
         mock.patch.object(ecomp.cli.apply, 'os', system),
-        mock.patch.object(ecomp.cli.apply, 'random', SimpleNamespace(Random=lambda: random.Random(_find_pid()))),
+        mock.patch.object(ecomp.cli.apply, 'random', SimpleNamespace(Random=lambda: random.Random(find_pid()))),
         mock.patch.object(ecomp.cli.apply, 'make_timestamp', return_value=NOW),
         mock.patch.object(
-            ecomp.cli.apply, 'describe_owner', lambda since: {'host': HOST, 'pid': _find_pid(), 'since': since}
+            ecomp.cli.apply, 'describe_owner', lambda since: {'host': HOST, 'pid': find_pid(), 'since': since}
         ),
         mock.patch.object(ecomp.scheduler.placing.stack, 'os', system),
+        mock.patch.object(ecomp.scheduler.placing.evacuate, 'os', system),
         mock.patch.object(ecomp.cli.apply, 'load_stack_file', lambda ctx, _: ctx.file),
         mock.patch.object(
-            ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + _find_pid())
+            ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + find_pid())
         ),
         mock.patch.object(ecomp.scheduler.queries.find, 'ask_placement', _virtual_ask_placement),
     ]

@@ -1,0 +1,68 @@
+"""Bugs that are planted in evacuations: what they compare, what they write, and what they take over."""
+
+from __future__ import annotations
+
+from tests.model.planting import (
+    drop_operand,
+    make_bug,
+    replace_argument,
+    replace_assignment,
+    replace_call,
+    replace_condition,
+    replace_return,
+)
+
+EVACUATED = {
+    'an evacuation does not compare the old request': make_bug(
+        'ecomp.scheduler.placing.stack:_make_removal',
+        replace_call('make_tombstone', '([], make_tombstone(store, entries, removal.replaced_by)[1])'),
+        'evacuated_beside_destroy',
+    ),
+    'an evacuation does not compare that the host is silent': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._move_one',
+        replace_argument('partial', 4, "Unchanged('/nothing', 0)"),
+        'evacuated_while_its_host_returns',
+    ),
+    'an evacuation writes no tombstone': make_bug(
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        replace_call('_make_removal', '([], [])'),
+        'evacuated_twice',
+    ),
+    'a tombstone does not name its replacement': make_bug(
+        'ecomp.scheduler.placing.stack:_make_removal',
+        replace_argument('make_tombstone', 2, 'None'),
+        'evacuated_twice',
+    ),
+    'an evacuation does not move the name': make_bug(
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        replace_call('reserve_names', '([], [])'),
+        'evacuated_twice',
+    ),
+    'an evacuation does not move the place in a group': make_bug(
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        replace_call('join_group', '([], [])'),
+        'evacuated_twice',
+    ),
+    'members on the dead host exclude other hosts': make_bug(
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        replace_argument('join_group', 4, 'None'),
+        'evacuation_repeated',
+    ),
+    "an evacuation does not note the new instance in its stack's key": make_bug(
+        'ecomp.scheduler.queries.stacks:make_move', replace_return('([silent], [])'), 'evacuated_beside_replace'
+    ),
+    'the end of an evacuated instance releases the charge of its replacement': make_bug(
+        'ecomp.store.sharing:release_shared_keys', drop_operand('replaced_by'), 'evacuated_while_its_host_returns'
+    ),
+    'a host forget releases the charge of the replacement': make_bug(
+        'ecomp.scheduler.operations.decommission:_make_end_record',
+        replace_assignment('replaced_by', 'None'),
+        'evacuated_beside_forget',
+    ),
+    'a killed evacuation is never continued': make_bug(
+        'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'evacuation_repeated'
+    ),
+    'a claim that was not delivered is kept': make_bug(
+        'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_destroy'
+    ),
+}

@@ -1,0 +1,222 @@
+"""Evacuations of a dead host: two at once, killed and repeated, and beside whatever else changes its instances."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from ecomp.errors import Conflict, StillGoing
+from ecomp.model import keys
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_json
+from ecomp.model.order import Request, parse_request
+from ecomp.scheduler.operations.sharing import set_limits
+from ecomp.scheduler.placing.evacuate import Evacuated, evacuate
+from ecomp.store.client import Delete, Put
+from tests.model.acting import SINGLE_FAULT, Actor, Bounds
+from tests.model.applying import OTHER_IMAGE, add_apply, make_file, run_apply
+from tests.model.cloud import AFFINITY, ANTI_AFFINITY, A, B, Cloud, U, V
+from tests.model.compute import Compute
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, make_scenarios
+from tests.model.invariants import WHOLE, is_living_request
+from tests.model.scenarios_operators import make_forget
+from tests.model.virtual import HOST, NOW, find_pid
+
+WEB = 'web/1'
+
+
+def _die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY) -> Compute:
+    """Return A, which has run these instances {uuid, name}, and whose power has failed; the first has a group."""
+    cloud.set_instance_limit(5)
+    host, *_ = cloud.add_hosts(A, B)
+    members = [instance for instance, _ in names][: None if group == AFFINITY else 1]
+    for instance, name in names:
+        cloud.deliver(instance, A, name, group if instance in members else None)
+    # deliver() counts one instance and one member only
+    value = Group(group.name, group.policy or '', bool(group.strict), dict.fromkeys(members, A))
+    cloud.store.commit([], [Put(keys.group(group.name), group_json(value))])
+    set_limits(cloud.store, 'p', ['instances=5'])
+    host.plan(4)
+    _lose_power(cloud, host)
+    return host
+
+
+def _lose_power(cloud: Cloud, host: Compute) -> None:
+    host.hypervisor.lose_power(A)
+    host.disk.files['boot_id'] = 'second'
+    cloud.etcd.end_lease(host.presence.lease)
+
+
+def _run(cloud: Cloud) -> list[Evacuated]:
+    outcomes: list[Evacuated] = []
+    owner = {'host': HOST, 'pid': find_pid(), 'since': NOW}
+    rng, store = random.Random(1), ModelStore(cloud.etcd)
+    evacuate(store, cloud.placement, A, 'A', owner, rng, lambda: NOW, outcomes.append)
+    return outcomes
+
+
+def _add_evacuation(cloud: Cloud, name: str, *earlier: Actor) -> Actor:
+    """Add an evacuation of A that begins once the earlier actors have ended."""
+
+    def work() -> tuple[Evacuated, ...]:
+        return tuple(_run(cloud))
+
+    actor = cloud.add_actor(name, work, retry=work, command='evacuate', subjects=(A,))
+    actor.is_ready = lambda: not any(each.is_active for each in earlier)
+
+    def note(operations: Sequence[Put | Delete]) -> None:
+        for operation in operations:
+            if isinstance(operation, Put) and operation.key.startswith(keys.ATTEMPTS) and cloud.world.current is actor:
+                instances = json.loads(operation.value)['instances']
+                actor.subjects = (*actor.subjects, *instances)
+                cloud.world.names |= {instance: f'new {number}' for number, instance in enumerate(instances, 1)}
+
+    cloud.etcd.listeners.append(note)
+    return actor
+
+
+def _add_return(cloud: Cloud, host: Compute) -> None:
+    def come_back() -> None:
+        host.restart()
+        host.repeat(2, host.planner.retry_now, host.plan)()
+
+    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
+
+
+def _check_once(cloud: Cloud, *evacuations: Actor) -> Check:
+    """Return a check: of each name one instance lives at most, and none was replaced on a living host, or twice."""
+    wrong: list[str] = []
+    cloud.world.state_parts.append(lambda: tuple(wrong))
+
+    def note(operations: Sequence[Put | Delete]) -> None:
+        for operation in operations:
+            is_request = isinstance(operation, Put) and operation.key.startswith(keys.request_prefix(A))
+            if is_request and json.loads(operation.value).get('replaced_by') and keys.compute(A) in cloud.etcd.entries:
+                wrong.append(f'{operation.key} is replaced on a living host')
+
+    cloud.etcd.listeners.append(note)
+
+    def check() -> list[str]:
+        requests = [
+            request
+            for key, entry in cloud.etcd.entries.items()
+            if key.startswith(keys.HOSTS) and is_living_request(entry)
+            if isinstance(request := parse_request(key.split('/')[2], key, entry.value), Request)
+        ]
+        names = Counter(request.name for request in requests)
+        living = {request.instance for request in requests}
+        problems = [f'{count} living instances are called {name}' for name, count in names.items() if count > 1]
+        problems += [f'{each.instance} and {each.replaces} live' for each in requests if each.replaces in living]
+        moved = Counter(each.instance for each in _list_moved(*evacuations))
+        problems += [f'{instance} was evacuated {count} times' for instance, count in moved.items() if count > 1]
+        return [*problems, *wrong]
+
+    return check
+
+
+def _list_moved(*evacuations: Actor) -> list[Evacuated]:
+    """Return what these evacuations reported as moved."""
+    outcomes = [actor.outcome for actor in evacuations if isinstance(actor.outcome, tuple)]
+    return [each for outcome in outcomes for each in outcome if each.replaced_by]
+
+
+def evacuated_twice(cloud: Cloud) -> Check:
+    """Two evacuations of one host at once: each instance moves once."""
+    _die(cloud, (U, 'web'), (V, 'db'))
+    evacuations = [_add_evacuation(cloud, f'evacuate {number}') for number in (1, 2)]
+    return _check_once(cloud, *evacuations)
+
+
+def evacuation_repeated(cloud: Cloud) -> Check:
+    """A group that has to stay together is evacuated; a command that was killed is repeated: nothing stays."""
+    host = _die(cloud, (U, 'web'), (V, 'db'), group=AFFINITY)
+    host.is_dead = True
+    first = _add_evacuation(cloud, 'evacuate')
+    again = _add_evacuation(cloud, 'evacuate again', first)
+    check_once = _check_once(cloud, first, again)
+
+    def check() -> list[str]:
+        stays = [each for each in (U, V) if is_living_request(cloud.etcd.entries[keys.request(A, each)])]
+        is_due = first.dead or isinstance(first.outcome, KeyboardInterrupt) or isinstance(again.outcome, tuple)
+        return check_once() + [f'{cloud.world.names[each]} stays' for each in stays if is_due]
+
+    return check
+
+
+def evacuated_while_its_host_returns(cloud: Cloud) -> Check:
+    """The host comes back in the middle of its evacuation: an instance lives there or elsewhere."""
+    host = _die(cloud, (U, 'web'), (V, 'db'))
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    _add_return(cloud, host)
+    return _check_once(cloud, evacuation)
+
+
+def evacuated_beside_destroy(cloud: Cloud) -> Check:
+    """An instance is destroyed while its host is evacuated: its destroy is accepted, or it moves."""
+    _die(cloud, (U, 'web'))
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    destroy = cloud.add_destroy('destroy', U)
+    check_once = _check_once(cloud, evacuation)
+
+    def check() -> list[str]:
+        is_accepted = 'destroy accepted' in str(destroy.outcome) and bool(_list_moved(evacuation))
+        return check_once() + ['U was destroyed, and has moved'] * is_accepted
+
+    return check
+
+
+def evacuated_beside_forget(cloud: Cloud) -> Check:
+    """The host is forgotten while it is evacuated, and never comes back."""
+    host = _die(cloud, (U, 'web'))
+    host.is_dead = True
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    run_forget = make_forget(cloud, A)
+    cloud.add_actor('host forget', run_forget, retry=run_forget, command='forget', subjects=(A,))
+    return _check_once(cloud, evacuation)
+
+
+def _add_stack_evacuation(cloud: Cloud, **options: object) -> Check:
+    cloud.set_instance_limit(5)
+    host = cloud.add_host(A)
+    run_apply(cloud, make_file(WEB))
+    host.plan(4)
+    cloud.add_hosts(B)
+    _lose_power(cloud, host)
+    cloud.exempt(WHOLE, 'an evacuation delivers the instances of a stack one by one')
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    may_fail = (Conflict, StillGoing)
+    add_apply(cloud, 'apply', make_file(WEB, image=OTHER_IMAGE), may_fail, **options)
+    return _check_once(cloud, evacuation)
+
+
+def evacuated_beside_replace(cloud: Cloud) -> Check:
+    """An apply replaces an instance of a stack while its host is evacuated: its entry has one instance."""
+    return _add_stack_evacuation(cloud, replace_all=True)
+
+
+def evacuated_beside_create_of_its_room(cloud: Cloud) -> Check:
+    """The last room elsewhere is wanted by the evacuation and by a create."""
+    cloud.set_instance_limit(5)
+    host = cloud.add_host(A)
+    cloud.add_host(B, room=1)
+    cloud.has_ample_room = False
+    cloud.deliver(U, A, 'web')
+    host.plan(4)
+    _lose_power(cloud, host)
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    cloud.add_create('eschedule', V)
+    return _check_once(cloud, evacuation)
+
+
+SCENARIOS = [
+    *make_scenarios(
+        SINGLE_FAULT,
+        *(evacuated_twice, evacuated_beside_destroy, evacuated_beside_forget, evacuated_beside_replace),
+        evacuated_beside_create_of_its_room,
+    ),
+    *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1, interrupts=1), evacuation_repeated),
+    *make_scenarios(Bounds(2, 1, kills=1, expiries=1), evacuated_while_its_host_returns),
+]
