@@ -13,7 +13,7 @@ from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, extr
 from ecomp.cli.options import TABLE, parse_any_instances, parse_nothing
 from ecomp.cli.selection import SELECTORS, check_selection, confirm_destroy, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, StillGoing
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
@@ -146,6 +146,7 @@ def wait_and_report(
     """
     from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
     from ecomp.scheduler.queries.hosts import find_silent
+    from ecomp.store.client import is_alive
 
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
     silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
@@ -174,6 +175,10 @@ def wait_and_report(
                 silence,
             )
             record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
+        if ctx.name == 'wait' and not is_alive(ctx.store, record.compute):
+            if host := find_silent(ctx.store, ctx.placement, record.compute):
+                reached = f'{instance}: reached {stage} before its host {host} became silent'
+                raise StillGoing(f'{reached}. Try: eschedule hosts')
         if (
             ctx.form == TABLE
             and show_progress is None
