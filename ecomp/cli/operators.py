@@ -181,7 +181,8 @@ def _evacuate(ctx: Context) -> int:
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = planner.plan_moves(guests.get(target, ()), [target])
     lost = [move.guest.request for move in moves if move.candidate is not None]
-    ctx.out.say(f'{len(lost)} disk{"" if len(lost) == 1 else "s"} on {host} {"is" if len(lost) == 1 else "are"} lost')
+    if lost:
+        ctx.out.say(f'{len(lost)} {"disks" if lost[1:] else "disk"} on {host} {"are" if lost[1:] else "is"} lost')
     confirm_destroy(ctx, [get_holdings(request).name or request.instance for request in lost])
 
     def report(outcome: Evacuated) -> None:

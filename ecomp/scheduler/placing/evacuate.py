@@ -232,7 +232,7 @@ class _Evacuation(Attempt):
         (planned, new, place, _), old = replacement, replacement.request.instance
         for _ in range(MAX_TRIES):
             silent = check_silent(self.store, self.compute, self.display_name)
-            if not self.is_attempt_ours():  # an unknown outcome was settled by deleting the attempt's key
+            if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
                 self._announce()
             try:
                 entries = find(self.store, old, KeyIndex({old: [keys.request(self.compute, old)]}))
