@@ -175,10 +175,10 @@ def wait_and_report(
                 silence,
             )
             record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
-        if ctx.name == 'wait' and not is_alive(ctx.store, record.compute):
-            if host := find_silent(ctx.store, ctx.placement, record.compute):
-                reached = f'{instance}: reached {stage} before its host {host} became silent'
-                raise StillGoing(f'{reached}. Try: eschedule hosts')
+        is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
+        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
+            reached = f'{instance}: reached {stage} before its host {host} became silent'
+            raise StillGoing(f'{reached}. Try: eschedule hosts')
         if (
             ctx.form == TABLE
             and show_progress is None
