@@ -18,12 +18,13 @@ from jsonschema import Draft202012Validator
 from docs.shapes import REFUSED, SHAPES
 from ecomp.cli.commands import COMMANDS, parse
 from ecomp.cli.inspect import LIST_COLUMNS, explain_no_address, make_record_details, make_record_listing
+from ecomp.cli.operators import make_evacuation_listing
 from ecomp.cli.tables import Column, Listing, OutputStyle, Row, render_details, render_listing
 from ecomp.model.boots import Boot
 from ecomp.model.events import Event, event_to_dict
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure
-from ecomp.model.host import Computes, PresenceFacts
+from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -40,6 +41,7 @@ from ecomp.model.record import (
     describe_wait,
 )
 from ecomp.model.stack import Place
+from ecomp.scheduler.placing.evacuate import Evacuated
 from tests.kit.forms import render
 
 # Output about instances: tables, JSON, and what an instance waits for.
@@ -247,7 +249,13 @@ def parse_answers() -> Iterator[tuple[str, str, Any, int]]:
                 yield line, command.name, load(printed) if printed else None, code
 
 
-ANSWERS = [*parse_answers(), ('events -f json', 'events', event_to_dict(EVENT), 0)]
+EVACUATED = [Evacuated(INSTANCE, 'web', COMPUTE, COMPUTE), Evacuated(INSTANCE, None, reason='no room')]
+ROWS = [row.value for row in make_evacuation_listing(EVACUATED, {}, NO_COMPUTES).rows]
+ANSWERS = [
+    *parse_answers(),
+    ('events -f json', 'events', event_to_dict(EVENT), 0),
+    ('evacuate hv1 --fenced -f json', 'evacuate', ROWS, 0),
+]
 
 
 @pytest.mark.parametrize(('line', 'name', 'printed', 'code'), ANSWERS, ids=[line for line, *_ in ANSWERS])
@@ -255,7 +263,7 @@ def test_answer_has_its_shape(line: str, name: str, printed: Any, code: int) -> 
     if printed is None:
         assert code in (4, 7), f'{line}: something is to be said of it'
     else:
-        is_refused = code == 3 and name != 'what-if'  # of which 3 is a result
+        is_refused = code == 3 and name not in ('what-if', 'evacuate')  # of which 3 is a result
         Draft202012Validator(REFUSED if is_refused else SHAPES[name]).validate(printed)
 
 
@@ -272,7 +280,7 @@ def test_shape_is_a_valid_schema_that_refuses_wrong_answers(name: str) -> None:
     refuses = Draft202012Validator(SHAPES[name])
     good = next(
         printed for _, command, printed, code in ANSWERS
-        if command == name and printed and (code != 3 or name == 'what-if')
+        if command == name and printed and (code != 3 or name in ('what-if', 'evacuate'))
     )  # fmt: skip
     one = good[0] if isinstance(good, list) else good
     for wrong in ({**one, 'more': 1}, {field: value for field, value in one.items() if field != next(iter(one))}, 'x'):
