@@ -164,6 +164,7 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.cli.change import wait_and_report
     from ecomp.cli.create import describe_owner
     from ecomp.cli.selection import confirm_destroy
+    from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.operations.moves import read_moves
     from ecomp.scheduler.placing.evacuate import check_silent, evacuate
     from ecomp.scheduler.queries.hosts import check_compute_exists
@@ -174,7 +175,8 @@ def _evacuate(ctx: Context) -> int:
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
-    target, outcomes, code = ctx.resolve_compute(ctx.words[0]), list['Evacuated'](), 0
+    outcomes: list[Evacuated] = []
+    target, code = ctx.resolve_compute(ctx.words[0]), 0
     check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     check_silent(ctx.store, target, host)
@@ -191,6 +193,7 @@ def _evacuate(ctx: Context) -> int:
         ctx.out.say(f'{outcome.name or outcome.instance}: {f"stays: {outcome.reason}" if outcome.reason else new}')
 
     try:
+        ctx.out.say(disable(ctx.placement, target, host))
         owner, rng = describe_owner(make_timestamp()), random.Random()
         for consumer in evacuate(ctx.store, ctx.placement, target, host, owner, rng, make_timestamp, report):
             ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
@@ -207,7 +210,8 @@ def _evacuate(ctx: Context) -> int:
         wait_and_report(ctx, statuses, lambda instance: instance, index, show_progress=lambda _: None)
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
-    ctx.show(make_evacuation_listing(outcomes, statuses.results, ctx.computes))
+    if outcomes or not code:
+        ctx.show(make_evacuation_listing(outcomes, statuses.results, ctx.computes))
     return code or statuses.exit_code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
 
 

@@ -12,8 +12,9 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.order import Request, parse_request
+from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.sharing import set_limits
-from ecomp.scheduler.placing.evacuate import Evacuated, evacuate
+from ecomp.scheduler.placing.evacuate import Evacuated, check_silent, evacuate
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, add_apply, make_file, run_apply
@@ -54,6 +55,8 @@ def _run(cloud: Cloud) -> list[Evacuated]:
     outcomes: list[Evacuated] = []
     owner = {'host': HOST, 'pid': find_pid(), 'since': NOW}
     rng, store = random.Random(1), ModelStore(cloud.etcd)
+    check_silent(store, A, 'A')
+    disable(cloud.placement, A, 'A')
     evacuate(store, cloud.placement, A, 'A', owner, rng, lambda: NOW, outcomes.append)
     return outcomes
 

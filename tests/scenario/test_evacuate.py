@@ -6,6 +6,8 @@ import json
 import uuid
 from typing import Any
 
+import pytest
+
 from ecomp.model import keys
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute, Result
@@ -136,3 +138,76 @@ def test_guests_of_a_dead_host_are_placed_anew_and_the_host_that_returns_destroy
     )
     assert cluster.eschedule('host', 'enable', dead.uuid).code == 0
     check_invariants(cluster, dead, *others)
+
+
+def make_host(control: Control, vcpus: int = 8) -> str:
+    """Make a compute of keys that nobody keeps, and return its uuid."""
+    compute = control.placement.make_provider(VCPU=vcpus, MEMORY_MB=1024, DISK_GB=20)
+    control.etcd.put(keys.compute(compute), json.dumps({'token': 'x', 'hostname': compute}), control.etcd.grant())
+    return compute
+
+
+@pytest.mark.unaudited('its computes are keys that no ecompute keeps')
+def test_guest_that_may_run_elsewhere_or_lacks_its_user_data_is_named(cluster: Control) -> None:
+    dead = make_host(cluster)
+    user_data = cluster.directory / 'user-data'
+    user_data.write_text('#cloud-config\n')
+    words = ('--count', '2', '--user-data', str(user_data), '-f', 'json')
+    assert cluster.eschedule(SMALL, IMAGE, '--name', 'many', *words).code == 0
+    made = {
+        name: json.loads(cluster.eschedule(SMALL, IMAGE, '--name', name, '-f', 'json').stdout)[0]['instance']
+        for name in ('moves', 'claimed', 'replaced')
+    }
+    new = {name: str(uuid.uuid5(uuid.UUID(instance), 'evacuated')) for name, instance in made.items()}
+    other, silent = make_host(cluster), make_host(cluster)
+    put_claim(cluster, new['claimed'], silent, amounts={'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64})
+    for compute in (dead, silent):
+        cluster.etcd.delete(keys.compute(compute))
+    [key] = cluster.etcd.list_keys(keys.USER_DATA)
+    cluster.etcd.delete(key)
+    # As after a restore of etcd: the request of the replacement is there again, and so is that of the old one.
+    value = read_value(cluster, keys.request(dead, made['replaced']))
+    cluster.etcd.put(
+        keys.request(other, new['replaced']), json.dumps({**value, 'instance': new['replaced'], 'name': None})
+    )
+
+    result = cluster.eschedule('evacuate', dead, '--fenced', '--yes', '-f', 'json')
+
+    assert result.code == 3, result
+    rows = read_rows(result)
+    assert rows['moves']['replaced_by'] == new['moves']
+    assert rows['claimed']['replaced_by'] not in (None, new['claimed'])
+    assert rows['claimed']['compute'] == rows['moves']['compute'] == other
+    assert rows['replaced']['reason'].startswith(f'instance {new["replaced"]} replaces it already')
+    assert {rows[name]['reason'].partition('. ')[0] for name in ('many-1', 'many-2')} == {
+        'its user-data is no longer in etcd'
+    }
+    assert read_value(cluster, keys.name('replaced'))['instance'] == made['replaced']
+
+
+@pytest.mark.unaudited('its computes are keys that no ecompute keeps')
+def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
+    compute = make_host(cluster)
+    make_host(cluster)
+    assert cluster.eschedule(SMALL, IMAGE, '--name', 'web', '--on', compute).code == 0
+    attempt = keys.attempt(str(uuid.uuid5(uuid.UUID(compute), 'evacuate')))
+    before = read_allocations(cluster)
+
+    assert cluster.eschedule('evacuate', compute).code == 2
+    assert cluster.eschedule('evacuate', compute, '--fenced', '--yes').code == 5
+    cluster.etcd.delete(keys.compute(compute))
+    [instance] = before
+    [key] = cluster.etcd.list_keys(keys.request_prefix(compute))
+    cluster.etcd.put(key, json.dumps({**read_value(cluster, key), 'query': SMALL}))
+    unconfirmed = cluster.eschedule('evacuate', compute, '--fenced')
+    cluster.etcd.put(attempt, json.dumps({'instances': [], 'host': 'other', 'pid': 1}), cluster.etcd.grant())
+    busy = cluster.eschedule('evacuate', compute, '--fenced', '--yes')
+
+    assert (unconfirmed.code, unconfirmed.stdout) == (2, ''), unconfirmed
+    assert '1 disk on' in unconfirmed.stderr
+    assert (busy.code, busy.stdout) == (5, ''), busy
+    assert 'another evacuation is in flight, process 1 on other' in busy.stderr
+    assert read_allocations(cluster) == before
+    assert read_value(cluster, key)['instance'] == instance
+    cluster.etcd.delete(attempt)
+    assert cluster.eschedule('evacuate', compute, '--fenced', '--yes').code == 0

@@ -24,7 +24,6 @@ from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings
 from ecomp.model.stack import Place
 from ecomp.placement.allocations import Consumer, read_consumer, read_provider_allocations, release
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.moves import read_moves
 from ecomp.scheduler.placing.claim import announce
 from ecomp.scheduler.placing.create import Attempt
@@ -78,13 +77,12 @@ def evacuate(  # noqa: PLR0913
     now: Callable[[], str],
     report: Callable[[Evacuated], None],
 ) -> list[str]:
-    """Disable a compute that the operator has fenced, and place each of its guests anew; `report` gets each outcome.
+    """Place each guest of a compute anew that the operator has fenced and disabled; `report` gets each outcome.
 
     Then release the claims on the compute that no request owns, and return their consumers. `owner`, `now`: see
     create(). Raises Conflict if the compute is alive or another evacuation is in flight, NotFound, and as create().
     """
     check_silent(store, compute, display_name)
-    disable(placement, compute, display_name)
     order, lease = SetOrder(keys.derive_uuid(compute, 'evacuate')), store.grant(keys.ATTEMPT_SECONDS)
     attempt = _Evacuation(
         store, Future(), order, True, rng, None, lambda _: None, lease, set(),
