@@ -75,6 +75,8 @@ class Hosts:
 
 @pytest.fixture
 def hosts(cloud: Cloud, tmp_path: Path) -> Iterator[Hosts]:
+    for key in [*cloud.etcd.list_keys(keys.HOSTS), *cloud.etcd.list_keys(keys.INSTANCES)]:
+        cloud.etcd.delete(key)  # other tests leave malformed records, which `list` reports
     config = write_config(tmp_path / 'schedule.yaml', cloud.etcd.endpoint, cloud.server.url)
     up, closed, silent = cloud.make_compute(), cloud.make_compute(alive=False), cloud.make_compute(alive=False)
     providers.set_inventory(cloud.placement, closed, {'VCPU': {'total': 2, 'reserved': 2}})

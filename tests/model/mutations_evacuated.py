@@ -63,6 +63,6 @@ EVACUATED = {
         'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'evacuation_repeated'
     ),
     'a claim that was not delivered is kept': make_bug(
-        'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_destroy'
+        'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_forget'
     ),
 }
