@@ -147,9 +147,14 @@ class Lab:
         """Return {name: state} of a host's domains; uncommon states are libvirt's numbers."""
         import libvirt
 
+        from ecomp.virt.connection import IgnoredErrors
+
         state_names = {libvirt.VIR_DOMAIN_RUNNING: 'running', libvirt.VIR_DOMAIN_SHUTOFF: 'shut off'}
         with self._open_libvirt(host) as connection:
-            states = {domain.name(): domain.state()[0] for domain in connection.listAllDomains()}
+            states = {}
+            for domain in connection.listAllDomains():
+                with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
+                    states[domain.name()] = domain.state()[0]
         return {name: state_names.get(state, str(state)) for name, state in states.items()}
 
     def read_domain(self, host: str, instance: str) -> ET.Element:
