@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ecomp.errors import (
@@ -30,6 +31,9 @@ from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check
 from ecomp.placement.providers import find_unknown_names, parse_rooms
 
 CONSUMER_TYPE = 'INSTANCE'
+# From so many instances on their claims are read concurrently: a read takes 4 ms, most of them in placement.
+MIN_CONCURRENT_READS = 20
+MAX_CONCURRENT_READS = 4
 
 
 class Consumer(NamedTuple):
@@ -75,6 +79,16 @@ def read_consumer(placement: Placement, instance: str) -> Consumer:
         return Consumer(parsed, check_integer(data['consumer_generation']), *owner)
     except PARSE_ERRORS as error:
         raise placement.make_foreign_error() from error
+
+
+def read_consumers(placement: Placement, instances: Collection[str]) -> dict[str, Consumer]:
+    """Return what each instance holds, as read_consumer() does; many are read concurrently."""
+    if len(instances) < MIN_CONCURRENT_READS:
+        return {instance: read_consumer(placement, instance) for instance in instances}
+    from concurrent.futures import ThreadPoolExecutor  # for large sets
+
+    with ThreadPoolExecutor(MAX_CONCURRENT_READS, 'claims') as threads:
+        return dict(zip(instances, threads.map(partial(read_consumer, placement), instances), strict=True))
 
 
 def replace_allocations(

@@ -19,7 +19,7 @@ EVACUATED = {
         'evacuated_beside_destroy',
     ),
     'an evacuation does not compare that the host is silent': make_bug(
-        'ecomp.scheduler.placing.evacuate:_Evacuation._move_one',
+        'ecomp.scheduler.placing.evacuate:_Evacuation._settle',
         replace_argument('partial', 4, "Unchanged('/nothing', 0)"),
         'evacuated_while_its_host_returns',
     ),

@@ -99,14 +99,14 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
 
 
 def read_earlier_claims(
-    placement: Placement, instances: Iterable[str], query: str, alive: Collection[str], group: Group | None
+    placement: Placement, instances: Collection[str], query: str, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
 
     Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
     """
-    held = {instance: allocations.read_consumer(placement, instance).allocations for instance in instances}
-    claimed_on = {instance: compute for instance, claim in held.items() if (compute := find_compute(claim))}
+    held = allocations.read_consumers(placement, instances)
+    claimed_on = {each: compute for each, consumer in held.items() if (compute := find_compute(consumer.allocations))}
     try:
         constraints = parse_query(exclude_disabled(query)) if claimed_on else []
     except UnsupportedQueryError:
@@ -115,9 +115,9 @@ def read_earlier_claims(
     others = [constraint for constraint in constraints if not isinstance(constraint, Amount)]
     fitting = set(alive).intersection(*(providers.find_satisfying(placement, constraint) for constraint in others))
     usable = {
-        instance: Candidate(compute, held[instance], None)
+        instance: Candidate(compute, held[instance].allocations, None)
         for instance, compute in claimed_on.items()
-        if compute in fitting and sum_allocations(held[instance]) == amounts
+        if compute in fitting and sum_allocations(held[instance].allocations) == amounts
         if group is None or group.explain_exclusion(compute) is None
     }
     return usable, {instance: compute for instance, compute in claimed_on.items() if instance not in usable}

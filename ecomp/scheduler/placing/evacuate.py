@@ -17,26 +17,29 @@ from typing import NamedTuple
 from ecomp.errors import Conflict, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import find_compute
+from ecomp.model.allocation import Allocations, find_compute
 from ecomp.model.choose import SPREAD, Candidate, PlacementReason
+from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.moves import Guest, MovePlanner
 from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings
 from ecomp.model.stack import Place
-from ecomp.placement.allocations import Consumer, read_consumer, read_provider_allocations, release
+from ecomp.placement.allocations import Consumer, read_consumer, read_consumers, read_provider_allocations, release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.moves import read_moves
 from ecomp.scheduler.placing.claim import announce
 from ecomp.scheduler.placing.create import Attempt
 from ecomp.scheduler.placing.stack import Removal, check_previous, deliver_with_removals
-from ecomp.scheduler.queries.find import find
+from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
-from ecomp.store.client import Store, Unchanged, find_requested_instances, is_alive, read_silence_condition
-from ecomp.store.sharing import KeyIndex, note_released, read_index
+from ecomp.store.client import Entry, Store, Unchanged, find_requested_instances, is_alive, read_silence_condition
+from ecomp.store.sharing import note_released, read_index
 
 # Plans of all guests that have not moved, each after a lost race for room.
 MAX_ROUNDS = 5
 # Transactions for a guest, each after its request changed, or an answer was lost.
 MAX_TRIES = 5
+# Guests whose keys are read at once; the attempt's lease is refreshed after them.
+MAX_GUESTS_PER_READ = 40
 
 
 class Evacuated(NamedTuple):
@@ -167,25 +170,29 @@ class _Evacuation(Attempt):
                     raise Conflict('its user-data is no longer in etcd. Fix: destroy it, and create it again')
                 if len(index.requests.get(old, ())) > 1:
                     raise Conflict('several computes have a request for it. Try: eschedule audit')
-                self.replacements[old] = self._choose_replacement(request, index)
+                place = find_next_place(self.store, request)
+                new = place.instance if place else keys.derive_uuid(old, 'evacuated')
+                if new in index.requests or new in index.records:
+                    again = f'instance {new} replaces it already, as after a restore of etcd'
+                    raise Conflict(f'{again}. Try: eschedule audit')
+                self.replacements[old] = _Replacement(request, new, place, None)
             except (Conflict, Unreadable) as error:
                 self.reasons[old] = str(error)
+        claims = read_consumers(self.placement, [each.instance for each in self.replacements.values()])
+        for old, replacement in self.replacements.items():
+            self.replacements[old] = self._take_claim(replacement, claims[replacement.instance].allocations)
 
-    def _choose_replacement(self, request: Request, index: KeyIndex) -> _Replacement:
-        """Choose a uuid without a claim on a silent compute, which may run the instance; Conflict if it was used."""
-        place = find_next_place(self.store, request)
-        instance = place.instance if place else keys.derive_uuid(request.instance, 'evacuated')
-        if instance in index.requests or instance in index.records:
-            raise Conflict(f'instance {instance} replaces it already, as after a restore of etcd. Try: eschedule audit')
-        while True:
-            held = read_consumer(self.placement, instance).allocations
-            claimed_on = find_compute(held)
-            if not claimed_on or claimed_on in self.read_alive():
-                self.foreign |= {instance} if claimed_on else set()
-                claim = Candidate(claimed_on, held, None) if claimed_on else None
-                return _Replacement(request, instance, place, claim)
-            place = place and place._replace(incarnation=place.incarnation + 1)
+    def _take_claim(self, replacement: _Replacement, held: Allocations) -> _Replacement:
+        """Add an earlier attempt's claim; change the uuid while that is on a silent compute, which may run it."""
+        while (claimed_on := find_compute(held)) and claimed_on not in self.read_alive():
+            place = replacement.place and replacement.place._replace(incarnation=replacement.place.incarnation + 1)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
+            replacement = replacement._replace(instance=instance, place=place)
+            held = read_consumer(self.placement, instance).allocations
+        if not claimed_on:
+            return replacement
+        self.foreign.add(replacement.instance)
+        return replacement._replace(claim=Candidate(claimed_on, held, None))
 
     def _announce(self) -> None:
         """Write the attempt's key; Conflict if another evacuation of the compute is in flight."""
@@ -218,45 +225,61 @@ class _Evacuation(Attempt):
             claimer = replace(self.claimer, user_id=user, project_id=project, foreign=self.foreign)
             claimed |= claimer.claim_what_fits(candidates)
         failpoint('evacuation-claimed')
-        for old, candidate in chosen.items():
-            if self.replacements[old].instance in claimed:
-                self._move_one(self.replacements[old], candidate)
+        waiting = [old for old in chosen if self.replacements[old].instance in claimed]
+        for _ in range(MAX_TRIES):
+            settled = set[str]()
+            for start in range(0, len(waiting), MAX_GUESTS_PER_READ):
+                settled |= self._deliver_some(
+                    {old: chosen[old] for old in waiting[start : start + MAX_GUESTS_PER_READ]}
+                )
+            waiting = [old for old in waiting if old not in settled]
 
-    def _move_one(self, replacement: _Replacement, candidate: Candidate) -> None:
-        """Deliver a claimed replacement, unless its guest has changed, or its group or its name do not allow it.
+    def _deliver_some(self, chosen: Mapping[str, Candidate]) -> set[str]:
+        """Deliver claimed replacements; return the guests that moved or stay, without those to be tried again.
 
         Conflict if the compute is alive again, or another evacuation took over; UnknownOutcome.
         """
-        (planned, new, place, _), old = replacement, replacement.request.instance
-        for _ in range(MAX_TRIES):
-            silent = check_silent(self.store, self.compute, self.display_name)
-            if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
-                self._announce()
-            try:
-                entries = find(self.store, old, KeyIndex({old: [keys.request(self.compute, old)]}))
-                request = entries.request if entries is not None and entries.record.compute == self.compute else None
-                if entries is None or request is None or request.is_tombstone:
-                    return  # it was destroyed in the meantime
-                if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
-                    return
-                weigh = request.why.weigh if request.why else SPREAD
-                why = PlacementReason(weigh, candidate.weight, len(self.read_alive()))
-                stages = {'requested': str(self.owner['since']), 'scheduled': self.now()}
-                fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
-                is_delivered = deliver_with_removals(
-                    self.store,
-                    [(candidate.compute, Request(allocations=candidate.allocations, why=why, **fields))],
-                    self.condition,
-                    [Removal('', entries, is_replaced=True, replaced_by=new)],
-                    partial(make_move, self.store, place, candidate.compute, silent),
-                    ends_attempt=False,
-                )
-            except (Conflict, Unreadable, UsageError) as error:  # of its name, its group or its stack
-                self.reasons[old] = str(error)
-                return
-            if is_delivered:
-                failpoint('evacuated')
-                self.attempted.remove(new)
-                self.moved_count += 1
-                self.report(Evacuated(old, request.name, new, candidate.compute))
-                return
+        silent = check_silent(self.store, self.compute, self.display_name)
+        if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
+            self._announce()
+        own_keys = [key(self.compute, old) for old in chosen for key in (keys.request, keys.record)]
+        read = self.store.read([*own_keys, *map(keys.old_record, chosen)])
+        places = group_by_instance(read.items())
+        return {old for old, candidate in chosen.items() if self._settle(old, candidate, places.get(old), silent)}
+
+    def _settle(
+        self, old: str, candidate: Candidate, places: EntriesByCompute[Entry] | None, silent: Unchanged
+    ) -> bool:
+        """Deliver a guest's replacement, unless the guest has changed, or its group or its name do not allow it.
+
+        Return False if the transaction's conditions did not hold. UnknownOutcome.
+        """
+        planned, new, place, _ = self.replacements[old]
+        try:
+            entries = from_places(places) if places is not None else None
+            request = entries.request if entries is not None else None
+            if entries is None or request is None or request.is_tombstone:
+                return True  # it was destroyed in the meantime
+            if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
+                return True
+            weigh = request.why.weigh if request.why else SPREAD
+            why = PlacementReason(weigh, candidate.weight, len(self.read_alive()))
+            stages = {'requested': str(self.owner['since']), 'scheduled': self.now()}
+            fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
+            is_delivered = deliver_with_removals(
+                self.store,
+                [(candidate.compute, Request(allocations=candidate.allocations, why=why, **fields))],
+                self.condition,
+                [Removal('', entries, is_replaced=True, replaced_by=new)],
+                partial(make_move, self.store, place, candidate.compute, silent),
+                ends_attempt=False,
+            )
+        except (Conflict, Unreadable, UsageError) as error:  # of its name, its group or its stack
+            self.reasons[old] = str(error)
+            return True
+        if is_delivered:
+            failpoint('evacuated')
+            self.attempted.remove(new)
+            self.moved_count += 1
+            self.report(Evacuated(old, request.name, new, candidate.compute))
+        return bool(is_delivered)

@@ -186,9 +186,7 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
         if queue_entry is not None:
             return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
         places = find_by_listing(store, instance)
-    if places.record is not None:
-        return InstanceEntries(read_record(places.record), places.record, places.request)
-    return from_request(places)
+    return from_places(places)
 
 
 def find_queue_entry(store: Store, instance: str) -> Entry | None:
@@ -197,6 +195,13 @@ def find_queue_entry(store: Store, instance: str) -> Entry | None:
         key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _parse_queue_key(key) == instance
     ]
     return next((entry for entry in map(store.get, queue_keys) if entry is not None), None)
+
+
+def from_places(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
+    """Make an instance's entries from its keys; None without keys. Unreadable if the record is malformed."""
+    if places.record is None:
+        return from_request(places)
+    return InstanceEntries(read_record(places.record), places.record, places.request)
 
 
 def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:

@@ -13,7 +13,7 @@ from ecomp.model.apply import Existing
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack, to_json
-from ecomp.scheduler.queries.find import InstanceEntries, find, from_request, read_record
+from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.sharing import Change, find_by_listing, parse_name_holder, read_index, resolve_places
 
@@ -60,11 +60,7 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
                 continue
             key_index = key_index or read_index(store)  # one listing for all that were cleared
             located = find_by_listing(store, instance, key_index)
-        current = (
-            InstanceEntries(read_record(located.record), located.record, located.request)
-            if located.record is not None
-            else from_request(located)
-        )
+        current = from_places(located)
         if current is not None and current.record.state != GONE:
             entries[entry] = current
     is_stale = stack is not None and not revision
