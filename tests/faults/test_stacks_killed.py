@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Control
-from tests.kit.hands import LARGE_INVENTORY, Eschedule
+from tests.kit.hands import LARGE_INVENTORY, begin_new_history, run_until
 from tests.kit.invariants import check_invariants, read_allocations
-from tests.kit.journal import JOURNAL
 from tests.kit.many import ManyComputes
-from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer
+from tests.kit.servers import Etcd, PlacementServer
 from tests.kit.stacks import QUERY, list_instances, write_stack
-from tests.kit.witness import require_clean
 
 # The members with a group, which has the name of its member.
 GROUPS = ('spread', 'near')
@@ -58,18 +55,6 @@ def make_members(count: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def run_until(control: Control, path: str, seconds: float) -> float | None:
-    """Run an apply, and kill it after `seconds`; return None, or how long it took if it ended by itself before that."""
-    began = time.monotonic()
-    with Eschedule(control, 'apply', path) as eschedule:
-        try:
-            result = eschedule.wait(seconds / SLOWDOWN_FACTOR)
-        except subprocess.TimeoutExpired:
-            return None
-        assert result.code == 0, result
-        return time.monotonic() - began
-
-
 def complete_apply(control: Control, path: str, names: Collection[str]) -> str:
     """Apply the stack to its end; return 'create' or 'keep', which is what that did with all its instances."""
     repeated = control.eschedule('apply', path, '-f', 'json')
@@ -95,10 +80,7 @@ def destroy_all(control: Control, path: str) -> None:
     left = [key for family in ('hosts', 'requests', 'names', 'groups') for key in control.etcd.list_keys(f'/{family}/')]
     assert (left, read_allocations(control)) == ([], {})
     check_invariants(control)
-    require_clean(control.witness)
-    assert control.eschedule('clear').code == 0
-    JOURNAL.runs.clear()
-    control.witness.begin()
+    begin_new_history(control)
 
 
 @dataclass
@@ -124,7 +106,7 @@ class Killer:
     def measure_apply(self) -> None:
         """Measure an apply that is not killed."""
         path = write_stack(self.control, make_members(self.size), 'first')
-        seconds = run_until(self.control, path, self.seconds)
+        seconds = run_until(self.control, ('apply', path), self.seconds)
         assert seconds is not None, f'it was not done after {self.seconds:g} s'
         self.seconds = self.seconds_again = seconds
         destroy_all(self.control, path)
@@ -137,7 +119,7 @@ class Killer:
         for number in range(max_kills):
             # Beyond its end, because it may take longer than the measured one.
             longest = MAX_SHARE * (self.seconds_again if number else self.seconds)
-            seconds_alone = run_until(self.control, path, self.rng.uniform(0, longest))
+            seconds_alone = run_until(self.control, ('apply', path), self.rng.uniform(0, longest))
             is_delivered = self.control.etcd.list_keys('/hosts/') != []
             if seconds_alone is not None:  # it ended before it was to be killed
                 assert is_delivered
