@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, Unreadable, UsageError
+from ecomp.errors import ClaimedElsewhere, Conflict, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
@@ -31,7 +31,15 @@ from ecomp.scheduler.placing.create import Attempt
 from ecomp.scheduler.placing.stack import Removal, check_previous, deliver_with_removals
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
-from ecomp.store.client import Entry, Store, Unchanged, find_requested_instances, is_alive, read_silence_condition
+from ecomp.store.client import (
+    Entry,
+    Store,
+    Unchanged,
+    delete_if_unchanged,
+    find_requested_instances,
+    is_alive,
+    read_silence_condition,
+)
 from ecomp.store.sharing import note_released, read_index
 
 # Plans of all guests that have not moved, each after a lost race for room.
@@ -118,7 +126,8 @@ def _release_orphans(store: Store, placement: Placement, compute: str) -> list[s
 class _Evacuation(Attempt):
     """The attempt of one evacuation: it claims for all guests that move, and delivers them one by one.
 
-    `guests`, `replacements` and `reasons` (why guests stay) are by the old instance.
+    `guests`, `replacements` and `reasons` (why guests stay) are by the old instance. Earlier claims are read only if
+    one is in the way: `knows_claims` is True from then on.
     """
 
     compute: str = field(kw_only=True)
@@ -132,12 +141,13 @@ class _Evacuation(Attempt):
     replacements: dict[str, _Replacement] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
-    moved_count: int = 0
+    knows_claims: bool = False
+    moved: set[str] = field(default_factory=set)
 
     def undo(self) -> str:
         """Undo as Attempt does; if instances were moved, return how many."""
         outcome = super().undo()
-        return f'{self.moved_count} instances were evacuated before' if self.moved_count else outcome
+        return f'{len(self.moved)} instances were evacuated before' if self.moved else outcome
 
     def move_all(self) -> None:
         """Move the guests that can be placed, and report the others. A lost race is repeated with a new plan."""
@@ -147,9 +157,18 @@ class _Evacuation(Attempt):
             self._announce()
         failpoint('evacuation-announced')
         for _ in range(MAX_ROUNDS):
-            if not (chosen := self._plan()):
-                break
-            self._move(chosen)
+            chosen = self._plan()
+            try:
+                if not self.knows_claims and self.replacements.keys() & self.guests.keys() - chosen.keys():
+                    self._take_claims()  # they may hold the room that is missing
+                    continue
+                if not chosen:
+                    break
+                self._move(chosen)
+            except ClaimedElsewhere:
+                self._take_claims()
+            if self.guests.keys() <= self.moved:
+                return
             self._read_guests()
         for old, guest in self.guests.items():
             reason = self.reasons.get(old, 'its place was taken, or it changed, in the meantime. Try: repeat this')
@@ -178,9 +197,16 @@ class _Evacuation(Attempt):
                 self.replacements[old] = _Replacement(request, new, place, None)
             except (Conflict, Unreadable) as error:
                 self.reasons[old] = str(error)
-        claims = read_consumers(self.placement, [each.instance for each in self.replacements.values()])
-        for old, replacement in self.replacements.items():
-            self.replacements[old] = self._take_claim(replacement, claims[replacement.instance].allocations)
+
+    def _take_claims(self) -> None:
+        """Read which claims of an earlier attempt to use, and announce the attempt again, as uuids may have changed."""
+        self.knows_claims = True
+        remaining = {old: self.replacements[old] for old in self.guests.keys() & self.replacements.keys()}
+        consumers = read_consumers(self.placement, [each.instance for each in remaining.values()])
+        for old, replacement in remaining.items():
+            self.replacements[old] = self._take_claim(replacement, consumers[replacement.instance].allocations)
+        if delete_if_unchanged(self.store, *self.condition):
+            self._announce()
 
     def _take_claim(self, replacement: _Replacement, held: Allocations) -> _Replacement:
         """Add an earlier attempt's claim; change the uuid while that is on a silent compute, which may run it."""
@@ -280,6 +306,6 @@ class _Evacuation(Attempt):
         if is_delivered:
             failpoint('evacuated')
             self.attempted.remove(new)
-            self.moved_count += 1
+            self.moved.add(old)
             self.report(Evacuated(old, request.name, new, candidate.compute))
         return bool(is_delivered)
