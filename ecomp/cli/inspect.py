@@ -292,6 +292,8 @@ DETAIL_FIELDS = (
         'user',
         'group',
         'stack',
+        'replaces',
+        'replaced by',
         'interface 0',
         'console',
         *STAGE_FIELDS.values(),
@@ -354,6 +356,8 @@ def make_record_details(
     rows += [('project', record.project_id or None), ('user', record.user_id or None)]
     rows += [('group', record.group.name)] if record.group else []
     rows += [('stack', f'{record.stack.name} ({record.stack.entry_name})')] if record.stack else []
+    rows += [('replaces', record.replaces)] if record.replaces else []
+    rows += [('replaced by', record.replaced_by)] if record.replaced_by else []
     rows += [(f'interface {number}', _format_interface(interface)) for number, interface in enumerate(record.addresses)]
     rows += [('console', record.console)] if record.console and record.state not in RETENTION_SECONDS else []
     times = sorted(record.stages.items(), key=lambda each: each[1])

@@ -167,7 +167,8 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.operations.moves import read_moves
     from ecomp.scheduler.placing.evacuate import check_silent, evacuate
-    from ecomp.scheduler.queries.hosts import check_compute_exists
+    from ecomp.scheduler.queries.find import find
+    from ecomp.scheduler.queries.hosts import check_compute_exists, find_silent
     from ecomp.store.sharing import KeyIndex
 
     if ctx.options.dry_run:
@@ -180,6 +181,8 @@ def _evacuate(ctx: Context) -> int:
     check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     check_silent(ctx.store, target, host)
+    if not find_silent(ctx.store, ctx.placement, target):
+        ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = planner.plan_moves(guests.get(target, ()), [target])
     lost = [move.guest.request for move in moves if move.candidate is not None]
@@ -208,6 +211,10 @@ def _evacuate(ctx: Context) -> int:
     if moved and not code and ctx.options.wait is not None:
         index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
         wait_and_report(ctx, statuses, lambda instance: instance, index, show_progress=lambda _: None)
+        for instance, outcome in moved.items():
+            entries = find(ctx.store, instance, index)
+            for key in entries.record.host_keys if entries else ():
+                ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
     if outcomes or not code:
